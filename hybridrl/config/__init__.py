@@ -1,0 +1,75 @@
+"""Typed configuration: one dataclass a group, composed by Hydra, checked before anything starts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.config.data import DataConfig, SourceConfig, SourceKind
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
+from hybridrl.config.reward import RewardConfig, RewardKind
+from hybridrl.config.rollout import Engine, RolloutConfig
+from hybridrl.config.run import ClusterConfig, Placement, RunConfig, Schedule, TelemetryConfig
+from hybridrl.config.trainer import (
+    EvalConfig,
+    LRSchedule,
+    OptimConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Everything a run is made from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The actor's model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts and answers."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """The verifier."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The recipe's own settings; `target` is the dotted path of its function."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Training."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Supervised phase before the recipe."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Held-out evaluation."""
+    schedule: Schedule = Schedule.serial
+    """When and where each sample's next subtask runs."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Ranks and Ray."""
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    """Records."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Directory and seed."""
+
+
+__all__ = [
+    "Attention",
+    "ClusterConfig",
+    "Config",
+    "ConfigError",
+    "DType",
+    "DataConfig",
+    "Engine",
+    "EvalConfig",
+    "LRSchedule",
+    "ModelConfig",
+    "OptimConfig",
+    "Placement",
+    "RewardConfig",
+    "RewardKind",
+    "RolloutConfig",
+    "RunConfig",
+    "Schedule",
+    "SourceConfig",
+    "SourceKind",
+    "TelemetryConfig",
+    "TinyModelConfig",
+    "TrainerConfig",
+    "WarmStartConfig",
+]

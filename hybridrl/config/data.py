@@ -1,0 +1,67 @@
+"""Where prompts and answers come from."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hybridrl.config.errors import ConfigError
+
+
+class SourceKind(Enum):
+    """What reads a source."""
+
+    reasoning_gym = "reasoning_gym"
+    jsonl = "jsonl"
+    parquet = "parquet"
+    huggingface = "huggingface"
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """One source of questions; several sources make a mixture."""
+
+    kind: SourceKind = SourceKind.reasoning_gym
+    """What reads it."""
+    name: str = ""
+    """reasoning_gym: the dataset's name; otherwise a path, or a dataset's hub name."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """reasoning_gym: the dataset's own parameters; huggingface: keywords of `load_dataset`."""
+    split: str = "train"
+    """huggingface: which split."""
+    prompt_column: str = "prompt"
+    """jsonl, parquet, huggingface: the column with the question (text, or a list of messages)."""
+    answer_column: str = "answer"
+    """jsonl, parquet, huggingface: the column with the expected answer."""
+    weight: float = 1.0
+    """Share of this source in the mixture, relative to the others."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """The prompts, their templates and the held-out part."""
+
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """The mixture, by a name of your choice."""
+    size: int = 5000
+    """Training items to draw from generated sources; file sources give all they have."""
+    eval_size: int = 256
+    """Items held out from training, for evaluation."""
+    seed: int = 0
+    """Seed of generation, hold-out and shuffling."""
+    prompt_template: str = "{question}"
+    """Text of the prompt; `{question}`, `{answer}` and the item's own fields may stand in it."""
+    answer_template: str = "{answer}"
+    """Text of the target that supervised training learns; same fields."""
+    chat: bool = False
+    """Wrap the prompt into the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message of the chat template."""
+    max_prompt_tokens: int = 256
+    """A longer prompt is an error, unless `skip_long_prompts`."""
+    skip_long_prompts: bool = False
+    """Leave prompts that are too long out (their number is reported) instead of stopping."""
+
+    def __post_init__(self) -> None:
+        for key in ("size", "eval_size", "max_prompt_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"data.{key}", getattr(self, key), "a whole number of 1 or more")

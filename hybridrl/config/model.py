@@ -1,0 +1,65 @@
+"""Which model is trained, and how it is computed."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hybridrl.config.errors import ConfigError
+
+
+class DType(Enum):
+    """Floating-point formats of a computation."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Attention(Enum):
+    """Which attention computes a packed batch."""
+
+    auto = "auto"  # flash where flash-attn is installed and a GPU is there, else torch
+    torch = "torch"
+    flash = "flash"
+
+
+@dataclass(kw_only=True, slots=True)
+class TinyModelConfig:
+    """A small Qwen3 with a character tokenizer, made on the spot when `model.path` is null."""
+
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    intermediate_size: int = 512
+    """Width of the feed-forward layer."""
+    num_layers: int = 3
+    """Number of decoder layers."""
+    num_heads: int = 6
+    """Number of query heads."""
+    num_kv_heads: int = 2
+    """Number of key and value heads."""
+    head_dim: int = 32
+    """Width of one head."""
+    max_positions: int = 512
+    """Longest sequence, in tokens."""
+    alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 #:,>=+-*/().?"
+    """Characters that the tokenizer knows, one token each."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The actor's model."""
+
+    path: str | None = None
+    """A Hugging Face directory or hub name; null makes the tiny model below."""
+    compute_dtype: DType = DType.float32
+    """Format of the forward and backward pass; the master weights are always float32."""
+    attention: Attention = Attention.auto
+    """Attention of the packed training pass."""
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+    """Shape of the model that is made when there is no path."""
+
+    def __post_init__(self) -> None:
+        if self.tiny.num_heads % self.tiny.num_kv_heads:
+            raise ConfigError(
+                "model.tiny.num_kv_heads",
+                self.tiny.num_kv_heads,
+                f"a divisor of model.tiny.num_heads={self.tiny.num_heads}",
+            )

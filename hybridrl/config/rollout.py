@@ -1,0 +1,52 @@
+"""How responses are generated."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.model import DType
+
+
+class Engine(Enum):
+    """Rollout engines."""
+
+    native = "native"
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """The rollout engine of every generation instance."""
+
+    engine: Engine = Engine.native
+    """Which engine."""
+    dtype: DType = DType.float32
+    """Format of the generation weights."""
+    max_new_tokens: int = 24
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    """Softmax temperature of training rollouts; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus: the smallest set of tokens whose probability reaches this."""
+    top_k: int = 0
+    """Only the k most probable tokens; 0 is all."""
+    stop: list[str] = field(default_factory=list)
+    """Texts of single tokens that end a response, besides the end-of-text token."""
+    max_running: int = 256
+    """Samples that decode at the same time on an instance."""
+    block_size: int = 16
+    """Tokens per block of the paged KV cache."""
+    kv_cache_tokens: int = 0
+    """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
+    decode_steps: int = 64
+    """Decode steps per bounded call of an instance."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_new_tokens", "max_running", "block_size", "decode_steps"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"rollout.{key}", getattr(self, key), "1 or more")
+        if self.temperature < 0:
+            raise ConfigError("rollout.temperature", self.temperature, "0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError("rollout.top_p", self.top_p, "above 0, at most 1")
+        if self.top_k < 0:
+            raise ConfigError("rollout.top_k", self.top_k, "0 (all tokens) or above")

@@ -1,0 +1,64 @@
+"""Where a run lives, which ranks it has, what it records."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hybridrl.config.errors import ConfigError
+
+
+class Placement(Enum):
+    """How roles map to pools of ranks."""
+
+    colocate = "colocate"  # every role on every rank
+
+
+class Schedule(Enum):
+    """When and where each sample's next subtask runs."""
+
+    serial = "serial"
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig:
+    """Ranks, and the Ray cluster that they run on."""
+
+    ranks: int = 2
+    """Worker processes; one per accelerator, or any number on CPU."""
+    placement: Placement = Placement.colocate
+    """How roles map to ranks."""
+    threads_per_rank: int = 1
+    """CPU threads of one rank."""
+    address: str | None = None
+    """A running Ray cluster to join; null starts one for the run and ends it with it."""
+    start_timeout_s: float = 120.0
+    """Seconds to wait for the ranks to come up."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError("cluster.ranks", self.ranks, "1 or more")
+        if self.threads_per_rank < 1:
+            raise ConfigError("cluster.threads_per_rank", self.threads_per_rank, "1 or more")
+
+
+@dataclass(kw_only=True, slots=True)
+class TelemetryConfig:
+    """What a run records beside its checkpoints."""
+
+    progress: bool = True
+    """Show progress; plain lines where the output is no terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    samples_per_step: int = 8
+    """Responses per step that are written to samples.jsonl."""
+    report: bool = True
+    """Render report.html at the end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """The run's directory and its seed."""
+
+    dir: str = "runs/latest"
+    """Run directory: config, metrics, samples, trace, checkpoints, report."""
+    seed: int = 0
+    """Seed of initial weights, sampling and data order."""

@@ -1,0 +1,101 @@
+"""The training loop and its optimizer."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hybridrl.config.errors import ConfigError
+
+
+class LRSchedule(Enum):
+    """Learning rate over the steps, after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW on float32 master weights."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_grad_norm: float = 1.0
+    """Largest norm of the whole gradient; 0 leaves it alone."""
+    schedule: LRSchedule = LRSchedule.constant
+    """Shape after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    min_lr_ratio: float = 0.0
+    """Where the decay ends, relative to the peak."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError("trainer.optim.lr", self.lr, "above 0")
+        if len(self.betas) != 2:
+            raise ConfigError("trainer.optim.betas", self.betas, "two numbers")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """Steps, batches, checkpoints."""
+
+    steps: int = 100
+    """Iterations: generate, score, update."""
+    prompts_per_step: int = 32
+    """Prompts of one iteration."""
+    mini_batches: int = 1
+    """Optimizer steps per iteration; the samples are split in order."""
+    epochs: int = 1
+    """Passes over an iteration's samples."""
+    max_tokens_per_micro_batch: int = 8192
+    """Most tokens of one forward and backward pass on a rank."""
+    activation_checkpointing: bool = False
+    """Recompute every decoder layer in the backward pass instead of keeping its activations."""
+    max_bad_steps: int = 3
+    """Steps in a row with a loss or gradient that is not finite before the run stops."""
+    save_every: int = 0
+    """Checkpoint every so many steps; 0 saves at the end only."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept, besides the best and the final one."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+
+    def __post_init__(self) -> None:
+        for key in ("prompts_per_step", "mini_batches", "epochs", "max_tokens_per_micro_batch"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"trainer.{key}", getattr(self, key), "1 or more")
+        if self.steps < 0:
+            raise ConfigError("trainer.steps", self.steps, "0 or more")
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """A short supervised phase (`recipe=sft`) before the recipe, in the same job."""
+
+    steps: int = 0
+    """Optimizer steps; 0 goes straight to the recipe."""
+    prompts_per_step: int = 32
+    """Items of one step."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The phase's own optimizer."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Held-out evaluation: greedy accuracy, and pass@k when `num_samples` is above 1."""
+
+    every: int = 10
+    """Evaluate every so many steps; 0 only before and after."""
+    num_prompts: int = 0
+    """Held-out prompts to use; 0 uses all of `data.eval_size`."""
+    num_samples: int = 1
+    """Samples per prompt at temperature 1 for pass@k; 1 evaluates greedily only."""
+    success_threshold: float = 1.0
+    """A response counts as right when its reward reaches this."""

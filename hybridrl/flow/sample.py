@@ -1,0 +1,67 @@
+"""What the driver knows about a sample: identity, lengths, scalars, and which tensors lie where."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class SampleId:
+    """Identity of a sample, fixed by prompt position and never by time.
+
+    The order of ids is the order of training. `prompt` is the position in the run's prompt stream
+    (it grows over the whole run), `k` the sample's number among those of one prompt, `branch` the
+    generating stage where a recipe has several, `attempt` counts regenerations.
+    """
+
+    prompt: int
+    branch: str = ""
+    k: int = 0
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        parts = [str(self.prompt), self.branch, str(self.k)] + [str(self.attempt)] * (
+            self.attempt > 0
+        )
+        return ".".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Response tokens [start, stop) that one policy version made, or that are not to be trained.
+
+    `version` is the actor's optimizer step at generation; `trained` is False for tokens that an
+    environment wrote (multi-turn).
+    """
+
+    start: int
+    stop: int
+    version: int
+    trained: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """Metadata of one sample. Tensors stay on `rank`; only scalars travel to the driver.
+
+    `scalars` holds numbers and short strings by field name (`reward`, `advantage`, `finish`, ...);
+    `tensors` names the fields that exist on the sample's rank (`tokens`, `log_probs`, ...). What a
+    stage may start on is decided by these two. A sample leaves exactly once: trained, or with
+    `dropped` set to the reason.
+    """
+
+    id: SampleId
+    rank: int = -1
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    spans: tuple[Span, ...] = ()
+    scalars: dict[str, float | int | str] = field(default_factory=dict)
+    tensors: set[str] = field(default_factory=set)
+    dropped: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+    def has(self, name: str) -> bool:
+        """Whether the field `name` exists, in the driver or on the rank."""
+        return name in self.scalars or name in self.tensors
