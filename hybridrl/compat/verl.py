@@ -1,0 +1,121 @@
+"""The one place that imports verl: its control plane, and its functions by `verl:<name>`.
+
+`import verl` takes seconds and changes the process (logging, environment), so every function here
+imports it lazily. See docs/controller.md for what we take from verl and what we do not.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hybridrl.config import ConfigError
+from hybridrl.workers.dispatch import Dispatch, dispatched_methods
+
+_FUNCTION_MODULES = ("verl.trainer.ppo.core_algos", "verl.utils.reward_score")
+
+
+def environment(use_gpu: bool) -> dict[str, str]:
+    """Variables that verl reads at import; they must be set in the driver and in every worker."""
+    if use_gpu:
+        return {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+    return {
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "hybridrl.compat.verl_platform",
+        "VERL_USE_EXTERNAL_PLUGINS": "none",
+    }
+
+
+def _same(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # execute_all splits lists as long as the group, so every argument is split explicitly.
+    n = group.world_size
+    return tuple([arg] * n for arg in args), {key: [value] * n for key, value in kwargs.items()}
+
+
+def _per_rank(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for arg in (*args, *kwargs.values()):
+        assert isinstance(arg, list) and len(arg) == group.world_size, "one entry per rank"
+    return args, kwargs
+
+
+def _references(group: Any, output: list[Any]) -> list[Any]:
+    return output
+
+
+_DISPATCH = {
+    Dispatch.SAME: {"dispatch_fn": _same, "collect_fn": _references},
+    Dispatch.PER_RANK: {"dispatch_fn": _per_rank, "collect_fn": _references},
+}
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def worker_class(cls: type, *args: Any, **kwargs: Any) -> type:
+    """A verl Worker around `cls(rank, world_size, *args, **kwargs)`, marks translated.
+
+    Every call returns Ray references, one per rank, at once.
+    """
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import register
+
+    def init(self: Any) -> None:
+        Worker.__init__(self)
+        self.worker = cls(self.rank, self.world_size, *args, **kwargs)
+
+    methods: dict[str, Any] = {
+        name: register(dispatch_mode=_DISPATCH[mode], blocking=False)(_forward(name))
+        for name, mode in dispatched_methods(cls).items()
+    }
+    return type(cls.__name__, (Worker,), {"__init__": init, **methods})
+
+
+def worker_group(
+    worker: type,
+    placement_group: Any,
+    ranks_per_node: list[int],
+    use_gpu: bool,
+    env: dict[str, str],
+) -> Any:
+    """Start one actor per rank on a placement group that is ready; returns a RayWorkerGroup."""
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    # max_colocate_count is the CPUs that verl would ask for per bundle; one actor hosts all roles.
+    pool = RayResourcePool(ranks_per_node, use_gpu=use_gpu, max_colocate_count=1)
+    pool.pgs = [placement_group]
+    return RayWorkerGroup(
+        resource_pool=pool,
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker)),
+        device_name="cuda" if use_gpu else "cpu",
+        use_gpu=use_gpu,
+        bin_pack=False,
+        worker_env=env,
+    )
+
+
+def subgroup(group: Any, ranks: list[int]) -> Any:
+    """The same actors, but only those of `ranks`: a generation instance."""
+    from verl.single_controller.ray import RayWorkerGroup
+
+    return RayWorkerGroup.from_detached(
+        worker_handles=[group.workers[rank] for rank in ranks],
+        ray_cls_with_init=group.ray_cls_with_init,
+        device_name=group.device_name,
+        use_gpu=group.use_gpu,
+    )
+
+
+def function(name: str) -> Callable[..., Any]:
+    """verl's function `name` (an advantage estimator, a policy loss, a scorer)."""
+    os.environ.update({k: v for k, v in environment(False).items() if k not in os.environ})
+    for module in map(importlib.import_module, _FUNCTION_MODULES):
+        if callable(found := getattr(module, name, None)):
+            return partial(found)
+    raise ConfigError(f"verl:{name}", name, f"a function of {' or '.join(_FUNCTION_MODULES)}")

@@ -1,0 +1,86 @@
+"""The samples of one rank: their tensors, and how they are packed to travel."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.flow.sample import SampleId
+
+
+@dataclass(slots=True)
+class StoredSample:
+    """A sample on its rank.
+
+    `tensors` holds `tokens` [prompt + response] (int64) and per-response-token fields
+    [response_tokens] (`log_probs`, ...). `item` is what the verifier needs (an opaque object).
+    """
+
+    response_tokens: int
+    item: Any
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """Token ids of the response [response_tokens]."""
+        tokens = self.tensors["tokens"]
+        return tokens[tokens.numel() - self.response_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Samples packed for another rank: one flat array a field, so that a send is a few copies."""
+
+    ids: tuple[SampleId, ...]
+    response_tokens: tuple[int, ...]
+    columns: dict[str, np.ndarray]
+    sizes: dict[str, tuple[int, ...]]
+
+
+class SampleStore:
+    """Samples by id. A sample lives on one rank; `take` hands it out, `accept` brings it in."""
+
+    def __init__(self) -> None:
+        self._samples: dict[SampleId, StoredSample] = {}
+
+    def __getitem__(self, id: SampleId) -> StoredSample:
+        return self._samples[id]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, id: SampleId, sample: StoredSample) -> None:
+        """Keep a new sample; an id that is here already is a bug."""
+        assert id not in self._samples, f"sample {id} is stored already"
+        self._samples[id] = sample
+
+    def drop(self, ids: Iterable[SampleId]) -> None:
+        """Forget samples; ids that are elsewhere are passed over."""
+        for id in ids:
+            self._samples.pop(id, None)
+
+    def take(self, ids: Sequence[SampleId], fields: Sequence[str]) -> Parcel:
+        """Pack `fields` of `ids` (without the items) and forget the samples."""
+        samples = [self._samples.pop(id) for id in ids]
+        columns = {name: [s.tensors[name] for s in samples] for name in fields}
+        return Parcel(
+            ids=tuple(ids),
+            response_tokens=tuple(s.response_tokens for s in samples),
+            columns={name: torch.cat(tensors).numpy() for name, tensors in columns.items()},
+            sizes={name: tuple(t.numel() for t in tensors) for name, tensors in columns.items()},
+        )
+
+    def accept(self, parcel: Parcel) -> None:
+        """Unpack what another rank sent; the tensors share the parcel's memory."""
+        columns = {
+            name: torch.from_numpy(column if column.flags.writeable else column.copy())
+            .split(parcel.sizes[name])
+            for name, column in parcel.columns.items()
+        }
+        for i, (id, response_tokens) in enumerate(
+            zip(parcel.ids, parcel.response_tokens, strict=True)
+        ):
+            tensors = {name: column[i] for name, column in columns.items()}
+            self.add(id, StoredSample(response_tokens, None, tensors))
