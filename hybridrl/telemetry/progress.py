@@ -1,0 +1,204 @@
+"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere.
+
+Everything goes to standard error, so that standard output holds a command's result alone.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+_TITLES = {"warm_start": "warm start", "rl": "rl", "evaluation": "evaluation"}
+_WINDOW = 20  # steps that the time left is estimated from
+
+
+class Display(Protocol):
+    """Where progress is shown. Used from one thread."""
+
+    def phase(self, name: str, num_steps: int) -> None:
+        """A phase of `num_steps` steps begins."""
+        ...
+
+    def stage(self, name: str) -> None:
+        """The ranks now do `name`."""
+        ...
+
+    def step(self, done: int, metrics: Mapping[str, float]) -> None:
+        """`done` steps of the phase are done; `metrics` are the last one's."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line that stays: an evaluation's result, a warning, where the run lies."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was; may be called twice."""
+        ...
+
+
+def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
+    """A live display if `stream` (default: standard error) is a terminal, else plain lines."""
+    stream = stream or sys.stderr
+    if not enabled:
+        return Silent()
+    # rich takes FORCE_COLOR for a terminal; a log file must stay free of control characters.
+    if stream.isatty() and not Console(file=stream).is_dumb_terminal:
+        return Live(stream)
+    return Lines(stream)
+
+
+class Silent:
+    """Shows nothing."""
+
+    def phase(self, name: str, num_steps: int) -> None:
+        """See `Display`."""
+
+    def stage(self, name: str) -> None:
+        """See `Display`."""
+
+    def step(self, done: int, metrics: Mapping[str, float]) -> None:
+        """See `Display`."""
+
+    def note(self, text: str) -> None:
+        """See `Display`."""
+
+    def close(self) -> None:
+        """See `Display`."""
+
+
+class Lines:
+    """A line per `every_s` seconds at most, and one at the end of each phase; no control codes."""
+
+    def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._title, self._num_steps, self._stage = "", 0, ""
+        self._shown = 0.0
+        self._pace = _Pace()
+
+    def phase(self, name: str, num_steps: int) -> None:
+        """See `Display`."""
+        self._title, self._num_steps, self._stage = _TITLES.get(name, name), num_steps, ""
+        self._pace = _Pace()
+        self._shown = 0.0
+
+    def stage(self, name: str) -> None:
+        """See `Display`."""
+        self._stage = name
+
+    def step(self, done: int, metrics: Mapping[str, float]) -> None:
+        """See `Display`."""
+        left = self._pace.seconds_left(done, self._num_steps)
+        now = time.monotonic()
+        if done < self._num_steps and now - self._shown < self._every_s:
+            return
+        self._shown = now
+        parts = [f"{self._title} {done}/{self._num_steps}", *_figures(metrics)]
+        if done < self._num_steps and left:
+            parts.append(left + " left")
+        self._write("  ".join(part for part in parts if part))
+
+    def note(self, text: str) -> None:
+        """See `Display`."""
+        self._write(text)
+
+    def close(self) -> None:
+        """See `Display`."""
+
+    def _write(self, text: str) -> None:
+        visible = "".join(c if c.isprintable() else " " for c in text)
+        self._stream.write(visible + "\n")
+        self._stream.flush()
+
+
+class Live:
+    """A bar per phase, redrawn in place; other output of the process appears above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        columns = (
+            TextColumn("{task.fields[title]:<10}", style="bold"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[stage]:<9}", style="cyan"),
+            TextColumn("{task.fields[figures]}", style="green"),
+            TextColumn("{task.fields[left]}", style="dim"),
+        )
+        self._progress = Progress(
+            *columns,
+            console=Console(file=stream),
+            refresh_per_second=4,
+            # Redirecting a piped standard output would move the result to standard error.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task: TaskID | None = None
+        self._num_steps = 0
+        self._pace = _Pace()
+        self._progress.start()
+
+    def phase(self, name: str, num_steps: int) -> None:
+        """See `Display`."""
+        if self._task is not None:
+            self._progress.update(self._task, stage="", left="")
+        self._num_steps, self._pace = num_steps, _Pace()
+        self._task = self._progress.add_task(
+            "", total=num_steps, title=_TITLES.get(name, name), stage="", figures="", left=""
+        )
+
+    def stage(self, name: str) -> None:
+        """See `Display`."""
+        if self._task is not None:
+            self._progress.update(self._task, stage=name)
+
+    def step(self, done: int, metrics: Mapping[str, float]) -> None:
+        """See `Display`."""
+        if self._task is None:
+            return
+        left = self._pace.seconds_left(done, self._num_steps)
+        self._progress.update(
+            self._task,
+            completed=done,
+            figures="  ".join(_figures(metrics)),
+            left=f"{left} left" if left and done < self._num_steps else "",
+        )
+
+    def note(self, text: str) -> None:
+        """See `Display`."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """See `Display`."""
+        self._progress.stop()
+
+
+class _Pace:
+    """Time left, from the last steps' mean duration."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[int, float]] = deque([(0, time.monotonic())], maxlen=_WINDOW + 1)
+
+    def seconds_left(self, done: int, num_steps: int) -> str:
+        """`m:ss` until `num_steps`, or nothing while it cannot be known."""
+        first_step, first_time = self._ends[0]
+        now = time.monotonic()
+        self._ends.append((done, now))
+        if done <= first_step:
+            return ""
+        seconds = round((now - first_time) / (done - first_step) * max(0, num_steps - done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _figures(metrics: Mapping[str, float]) -> list[str]:
+    """The few numbers worth a line; keys that are missing are left out."""
+    figures = []
+    if "tokens_per_s" in metrics:
+        figures.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if "reward_mean" in metrics:
+        figures.append(f"reward {metrics['reward_mean']:.3f}")
+    elif "loss" in metrics:
+        figures.append(f"loss {metrics['loss']:.3f}")
+    return figures

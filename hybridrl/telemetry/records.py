@@ -1,0 +1,116 @@
+"""Files of a run that are whole at any moment: JSON lines, and small files replaced at once.
+
+Invariants, also when the writer is killed between any two instructions:
+1. every line of a `.jsonl` file but possibly the last is one JSON object;
+2. opening such a file again cuts a partial last line, so that invariant 1 goes on to hold;
+3. a file written with `write_atomic` has its old text or its new one, never a mixture.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON knows it.
+
+    Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity", which
+    `float()` and JavaScript's `Number()` read back; zero-dimensional arrays become numbers, enums
+    their values, anything else its text.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch, without importing either
+        return plain(value.tolist())
+    return str(value)
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    """`record` as one line of strict JSON, without the line's end."""
+    return json.dumps(plain(record), allow_nan=False, ensure_ascii=False)
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line; every append is one write to the kernel.
+
+    Raises `OSError` when the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        _cut_partial_line(self._fd)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write `record` as the next line."""
+        # A lone surrogate, which broken model output may hold, has no UTF-8 form.
+        write_all(self._fd, (dump(record) + "\n").encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Close the file; what was appended is already with the kernel."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a `.jsonl` file in order; none if it is missing, no line that is not whole."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text("utf-8", "replace").split("\n"):
+        record = parse(line)
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def parse(text: str) -> Any:
+    """The JSON value of `text`, or None where a writer was cut off."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file at `path` by `text` in one step."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, "utf-8", errors="replace")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_all(fd: int, data: bytes, offset: int | None = None) -> None:
+    """Write all of `data`, appended or at `offset`; raises `OSError` if it does not fit."""
+    while data:
+        written = os.write(fd, data) if offset is None else os.pwrite(fd, data, offset)
+        data = data[written:]
+        if offset is not None:
+            offset += written
+
+
+def _cut_partial_line(fd: int) -> None:
+    end = os.fstat(fd).st_size
+    tail = b""
+    while end > 0 and b"\n" not in tail:
+        start = max(0, end - 65536)
+        tail = os.pread(fd, end - start, start)
+        keep = start + tail.rfind(b"\n") + 1
+        os.ftruncate(fd, keep)
+        end = start

@@ -1,0 +1,209 @@
+"""Everything that a run writes beside its checkpoints. Used by the driver alone.
+
+docs/telemetry.md lists the files and their keys.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hybridrl.config.run import TelemetryConfig
+from hybridrl.telemetry.progress import make_display
+from hybridrl.telemetry.records import JsonLines, parse, plain, write_atomic
+from hybridrl.telemetry.trace import Span, TraceFile, bubble_share
+
+_PACKAGES = ("hybridrl", "torch", "transformers", "ray", "verl", "reasoning-gym")
+
+
+class Telemetry:
+    """The record of one run, as a context manager.
+
+    States, in `run.json`: `running` from entry; on exit `finished`, `interrupted`
+    (KeyboardInterrupt) or `failed` (any other exception, whose text is the reason). A process that
+    is killed leaves `running`, and its pid. A directory that holds an earlier run's records is
+    continued: lines are appended, and where a step was logged twice readers take the later one.
+
+        with Telemetry(Path("runs/latest"), config, total_steps=100) as telemetry:
+            telemetry.phase("rl", 100)
+            telemetry.span("rank 0", "generate", start, end, step=1)
+            telemetry.log(1, {"loss": 0.3, "reward_mean": 0.5, "tokens_per_s": 4100.0})
+
+    Every call leaves all files readable. Raises `OSError` when the disk is full.
+    """
+
+    def __init__(self, run_dir: Path, config: TelemetryConfig, total_steps: int) -> None:
+        self.run_dir = Path(run_dir)
+        self._config = config
+        self._total_steps = total_steps
+        self._phase = ""
+        self._offset = 0  # steps of the phases before this one, if steps count over all phases
+        self._step_spans: list[Span] = []
+        self._status: dict[str, Any] = {}
+        self._files: dict[str, JsonLines] = {}
+        self._trace: TraceFile | None = None
+        self._board: Any = None
+        self.display = make_display(False)
+
+    def __enter__(self) -> Self:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._status = _begin(self.run_dir / "run.json", self._total_steps)
+        self._write_status()
+        self._trace = TraceFile(self.run_dir / "trace.json")
+        if self._config.tensorboard:
+            from tensorboard.summary import Writer  # a third of a second; and it is optional
+
+            self._board = Writer(str(self.run_dir / "tensorboard"))
+        self.display = make_display(self._config.progress)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.display.close()  # first: whatever fails below is shown on a sane terminal
+        state, reason = "finished", ""
+        if error is not None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            state = "interrupted" if interrupted else "failed"
+            reason = "" if interrupted else " ".join(f"{type(error).__name__}: {error}".split())
+        self._status |= {"state": state, "ended": time.time(), "reason": reason}
+        try:
+            self._close()
+            self._write_status()
+        except OSError:
+            if error is None:
+                raise  # else the disk is full, say, and `error` is what to show
+
+    def phase(self, name: str, num_steps: int, first_step: int = 0) -> None:
+        """Begin a phase (`warm_start`, `rl`, `evaluation`) of `num_steps` steps.
+
+        `first_step` is the number of steps before the phase, if steps count over all phases; the
+        display then shows the step's number within its phase.
+        """
+        self._phase, self._offset = name, first_step
+        self._step_spans = []
+        self.display.phase(name, num_steps)
+        self.event("phase", name=name, num_steps=num_steps, first_step=first_step)
+
+    def stage(self, name: str) -> None:
+        """Show what the ranks do now; nothing is recorded."""
+        self.display.stage(name)
+
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Record the metrics of `step`: a line in metrics.jsonl, and TensorBoard scalars.
+
+        A `phase` among them overrides the phase begun last. If spans of the step came before,
+        `bubble_share` (mean over the ranks) is added. Several calls per step are merged by readers.
+        """
+        now = time.time()
+        metrics = dict(metrics)
+        phase = str(metrics.pop("phase", self._phase))
+        assert not metrics.keys() & {"step", "time"}, "step and time are not metrics"
+        metrics |= self._bubbles(step)
+        self._append("metrics", {"step": step, "time": now, "phase": phase, **metrics})
+        numbers = {key: float(value) for key, value in metrics.items()}
+        if self._board is not None:
+            for key, number in numbers.items():
+                self._board.add_scalar(f"{phase}/{key}" if phase else key, number, step)
+            self._board.flush()
+        if "tokens_per_s" in numbers and self._trace is not None:
+            self._trace.counter("tokens/s", now, numbers["tokens_per_s"])
+        if any(key.startswith("eval_") for key in numbers):
+            shown = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if k.startswith("eval_"))
+            self.display.note(f"step {step}  {shown}")
+        if "loss" in numbers or "reward_mean" in numbers:
+            self.display.step(step - self._offset, numbers)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Record the first `telemetry.samples_per_step` of `records`, a line each.
+
+        Keys: id, prompt, response, reward, status, tokens, finish, advantage.
+        """
+        for record in records[: self._config.samples_per_step]:
+            self._append("samples", {"step": step, "phase": self._phase, **record})
+
+    def lengths(self, step: int, response_lengths: Sequence[int]) -> None:
+        """Record the response length, in tokens, of every sample of `step` in training order."""
+        line = {"step": step, "phase": self._phase, "lengths": list(response_lengths)}
+        self._append("lengths", line)
+
+    def span(self, lane: str, name: str, start: float, end: float, step: int, **args: Any) -> None:
+        """Record work of a lane (`driver`, `rank 0`, ...), in seconds since the epoch.
+
+        Raises `ValueError` if it ends before it starts.
+        """
+        span = Span(lane, name, start, end, step, {"phase": self._phase, **args})
+        assert self._trace is not None, "span outside of the context"
+        self._trace.span(span)
+        if self._step_spans and self._step_spans[-1].step != step:
+            self._step_spans = []
+        self._step_spans.append(span)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record something that happened: `switch`, `bad_step`, `checkpoint`, `evaluation`, ..."""
+        self._append("events", {"kind": kind, "time": time.time(), "phase": self._phase, **fields})
+
+    def _bubbles(self, step: int) -> dict[str, float]:
+        shares = bubble_share(span for span in self._step_spans if span.step == step)
+        self._step_spans = []
+        ranks = [share for lane, share in shares.items() if lane.startswith("rank")]
+        return {"bubble_share": sum(ranks) / len(ranks)} if ranks else {}
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = JsonLines(self.run_dir / f"{name}.jsonl")
+        self._files[name].append(record)
+
+    def _write_status(self) -> None:
+        text = json.dumps(plain(self._status), indent=2, allow_nan=False)
+        write_atomic(self.run_dir / "run.json", text + "\n")
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._trace is not None:
+            self._trace.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _begin(path: Path, total_steps: int) -> dict[str, Any]:
+    """The status of a run that starts, or that goes on where an earlier process stopped."""
+    earlier = parse(path.read_text("utf-8")) if path.is_file() else None
+    started = earlier.get("started") if isinstance(earlier, dict) else None
+    return {
+        "state": "running",
+        "started": started or time.time(),
+        "ended": None,
+        "reason": "",
+        "total_steps": total_steps,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "environment": _environment(),
+    }
+
+
+def _environment() -> dict[str, Any]:
+    """What the numbers of a run depend on: machine and versions, read without importing them."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        **versions,
+    }

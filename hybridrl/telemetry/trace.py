@@ -1,0 +1,178 @@
+"""The timeline of a run: spans on lanes, as a file that ui.perfetto.dev opens.
+
+The file is a JSON array of Chrome trace events, one a line. Each append overwrites the closing
+bracket with the next events and a new bracket in a single write, so the array is valid JSON between
+any two calls, however the run ends. Times are whole microseconds since the epoch; Perfetto shows
+them relative to the first event.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.telemetry.records import dump, parse, write_all
+
+_CLOSE = b"\n]\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Work of one lane from `start` to `end`, in seconds since the epoch.
+
+    A lane is `driver`, `rank 0`, ... or, where one process does several things at once,
+    `rank 0/reward`. Spans of one lane either nest or do not overlap.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    step: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def bubble_share(spans: Iterable[Span]) -> dict[str, float]:
+    """Share of the time in which each lane was idle, between 0 and 1.
+
+    The time runs from the first start to the last end over all `spans`, which should be those of
+    one step, so waiting for another lane counts at both ends too. Nested spans count once. A step
+    without duration has no bubbles.
+    """
+    spans = sorted(spans, key=lambda span: span.start)
+    if not spans:
+        return {}
+    first, last = spans[0].start, max(span.end for span in spans)
+    busy: dict[str, float] = {}
+    until: dict[str, float] = {}
+    for span in spans:
+        begin = max(span.start, until.get(span.lane, first))
+        busy[span.lane] = busy.get(span.lane, 0.0) + max(0.0, span.end - begin)
+        until[span.lane] = max(span.end, until.get(span.lane, first))
+    if last <= first:
+        return dict.fromkeys(busy, 0.0)
+    return {lane: 1.0 - seconds / (last - first) for lane, seconds in busy.items()}
+
+
+class TraceFile:
+    """Appends spans and counters to `trace.json`; a file that is there already is continued.
+
+    Invariant: after every call the file is one valid JSON array.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._pids: dict[str, int] = {}
+        self._tids: dict[str, int] = {}
+        events = read_trace(path)
+        for event in events:
+            self._remember(event)
+        # Rewritten from what could be read, since a full disk may have cut the last write short.
+        os.ftruncate(self._fd, 0)
+        write_all(self._fd, b"[" + _CLOSE, 0)
+        self._end = 1
+        self._append(events)
+
+    def span(self, span: Span) -> None:
+        """Add one slice. Raises `ValueError` if it ends before it starts."""
+        if span.end < span.start:
+            raise ValueError(f"span {span.name} on {span.lane} ends before it starts")
+        events, pid, tid = self._track(span.lane)
+        # Both ends are rounded, never the duration: neighbours stay neighbours.
+        start, end = _micros(span.start), _micros(span.end)
+        slice_ = {
+            "ph": "X", "name": span.name, "cat": "stage", "pid": pid, "tid": tid,
+            "ts": start, "dur": end - start, "args": {"step": span.step, **span.args},
+        }  # fmt: skip
+        self._append([*events, slice_])
+
+    def counter(self, name: str, when: float, value: float) -> None:
+        """Add one point, at `when` seconds since the epoch, to a curve of the driver's process."""
+        events, pid, _ = self._track("driver")
+        point = {
+            "ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _micros(when),
+            "args": {name: value},
+        }  # fmt: skip
+        self._append([*events, point])
+
+    def close(self) -> None:
+        """Close the file, which is already whole."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _track(self, lane: str) -> tuple[list[dict[str, Any]], int, int]:
+        """Process and thread of a lane, with the metadata events that name them if they are new."""
+        events: list[dict[str, Any]] = []
+        process, _, thread = lane.partition("/")
+        if process not in self._pids:
+            # The driver is 1 and rank r is r + 2, so the lanes of two runs compare.
+            rank = process.removeprefix("rank ")
+            free = max(self._pids.values(), default=1) + 1
+            pid = 1 if process == "driver" else int(rank) + 2 if rank.isdecimal() else free + 1000
+            self._pids[process] = pid
+            events.append(_metadata("process_name", pid, 0, name=process))
+            events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+        pid = self._pids[process]
+        if lane not in self._tids:
+            tid = 1 + sum(other.partition("/")[0] == process for other in self._tids)
+            self._tids[lane] = tid
+            events.append(_metadata("thread_name", pid, tid, name=thread or process))
+        return events, pid, self._tids[lane]
+
+    def _remember(self, event: Mapping[str, Any]) -> None:
+        if event.get("ph") != "M" or "name" not in event.get("args", {}):
+            return
+        name = event["args"]["name"]
+        if event["name"] == "process_name":
+            self._pids[name] = event["pid"]
+        elif event["name"] == "thread_name":
+            process = next(p for p, pid in self._pids.items() if pid == event["pid"])
+            self._tids[process if name == process else f"{process}/{name}"] = event["tid"]
+
+    def _append(self, events: Iterable[Mapping[str, Any]]) -> None:
+        data = b""
+        for event in events:
+            comma = b"" if self._end == 1 and not data else b","
+            data += comma + b"\n" + dump(event).encode("utf-8", "replace")
+        write_all(self._fd, data + _CLOSE, self._end)
+        self._end += len(data)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The whole events of a trace file in order; none if it is missing."""
+    if not path.is_file():
+        return []
+    lines = path.read_text("utf-8", "replace").split("\n")
+    events = (parse(line.strip().rstrip(",")) for line in lines)
+    return [event for event in events if isinstance(event, dict)]
+
+
+def read_spans(path: Path) -> list[Span]:
+    """The slices of a trace file as spans, in file order."""
+    processes: dict[int, str] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    spans = []
+    for event in read_trace(path):
+        pid, tid, args = event.get("pid", 0), event.get("tid", 0), event.get("args", {})
+        if event.get("name") == "process_name":
+            processes[pid] = args["name"]
+        elif event.get("name") == "thread_name":
+            process = processes.get(pid, str(pid))
+            lanes[pid, tid] = process if args["name"] == process else f"{process}/{args['name']}"
+        elif event.get("ph") == "X":
+            start = event["ts"] / 1e6
+            rest = {key: value for key, value in args.items() if key != "step"}
+            lane = lanes.get((pid, tid), f"{pid}/{tid}")
+            end = start + event["dur"] / 1e6
+            spans.append(Span(lane, event["name"], start, end, args.get("step", 0), rest))
+    return spans
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
