@@ -1,0 +1,73 @@
+"""A small Qwen3 with random weights and a character tokenizer, made on the spot.
+
+It is written as an ordinary Hugging Face directory, so that nothing downstream knows the
+difference from a downloaded model.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from hybridrl.config import ConfigError, TinyModelConfig
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+
+
+def make_tiny_model(path: str | Path, config: TinyModelConfig, seed: int) -> None:
+    """Write weights, config and tokenizer to the directory `path`, which is made if need be.
+
+    The same `config` and `seed` give the same files, bit for bit; the caller's generator of random
+    numbers is left as it was. Raises ConfigError where the alphabet cannot be a vocabulary.
+    """
+    tokenizer = make_char_tokenizer(config.alphabet, config.max_positions)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=len(tokenizer),
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_positions,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                dtype=torch.float32,
+            )
+        )
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def make_char_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a character of `alphabet`; ids 0, 1, 2 are pad, eos and unk.
+
+    `decode(encode(text)) == text` for any text over the alphabet; no special token is added.
+    Raises ConfigError where a character stands twice or none is given.
+    """
+    repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
+    if repeated or not alphabet:
+        raise ConfigError(
+            "model.tiny.alphabet",
+            alphabet,
+            f"every character once, at least one (repeated: {''.join(repeated) or 'none'})",
+        )
+    vocab = {token: index for index, token in enumerate([PAD, EOS, UNK, *alphabet])}
+    # BPE without merges splits into characters, faster than a pre-tokenizer that cuts at each.
+    core = Tokenizer(BPE(vocab, [], unk_token=UNK))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
