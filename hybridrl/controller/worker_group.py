@@ -1,0 +1,157 @@
+"""The colocated ranks as the driver sees them: typed calls, one error for a dead worker."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hybridrl.compat import verl
+from hybridrl.config import Config, ConfigError, OptimConfig
+from hybridrl.controller.data_plane import RayDataPlane
+from hybridrl.controller.runtime import ranks_placement
+from hybridrl.flow.executor import Command, Phase
+from hybridrl.flow.graph import Graph
+from hybridrl.flow.sample import SampleId
+from hybridrl.workers.rank import RankWorker, Reply, Span, UpdateShare
+
+OnSpan = Callable[[int, Span], None]
+
+
+class WorkerError(RuntimeError):
+    """A rank failed: which roles, which rank, which node, where its log is, and why."""
+
+
+class WorkerGroup:
+    """All ranks of the colocated pool.
+
+    `call_*` start work and return Ray references; `gather` waits for them. Any failure ends every
+    rank at once: a rank that sits in a collective would otherwise wait for the dead one for ever.
+    """
+
+    def __init__(self, ray: Any, config: Config, model_path: str, on_span: OnSpan) -> None:
+        self.ray, self.config, self.on_span = ray, config, on_span
+        use_gpu = torch.cuda.is_available()
+        placement = ranks_placement(ray, config.cluster, use_gpu)
+        env = verl.environment(use_gpu) | {
+            "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        worker = verl.worker_class(RankWorker, config, model_path, RayDataPlane())
+        self._group = verl.worker_group(worker, placement, [config.cluster.ranks], use_gpu, env)
+        self._ranks = [verl.subgroup(self._group, [rank]) for rank in range(self.size)]
+        self._nodes = ["?"] * self.size
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.config.cluster.ranks
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def take(self, rank: int, reference: Any) -> Any:
+        """The value of a call that has ended; the rank's spans go to telemetry."""
+        try:
+            reply: Reply = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            self.kill()
+            raise self._error(rank, error) from error
+        for span in reply.spans:
+            self.on_span(rank, span)
+        return reply.value
+
+    def gather(self, references: Sequence[Any]) -> list[Any]:
+        """Values of one call per rank, in rank order; the first failure is raised at once."""
+        pending = {reference: rank for rank, reference in enumerate(references)}
+        values: dict[int, Any] = {}
+        while pending:
+            ready, _ = self.ray.wait(list(pending), num_returns=1)
+            for reference in ready:
+                rank = pending.pop(reference)
+                values[rank] = self.take(rank, reference)
+        return [values[rank] for rank in range(len(references))]
+
+    def kill(self) -> None:
+        """End every rank now."""
+        for handle in self._group.workers:
+            self.ray.kill(handle)
+
+    def _error(self, rank: int, error: Exception) -> Exception:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, ConfigError | OSError):
+            return cause
+        reason = (
+            f"{type(cause).__name__}: {cause}" if cause else str(error).strip().splitlines()[0]
+        )
+        session = self.ray._private.worker._global_node
+        log = session.get_logs_dir_path() if session else "the cluster's log directory"
+        return WorkerError(
+            f"rank {rank} of {self.size} (actor, reference, reward) on node {self._nodes[rank]}"
+            f" failed: {reason} (logs: {log})"
+        )
+
+    # -- whole group, blocking -----------------------------------------------------------------
+
+    def setup(self) -> list[dict[str, Any]]:
+        """Process group and weights on every rank; answers with what each has to log."""
+        answers = self.gather(self._group.setup())
+        self._nodes = [f"{answer['node']} (pid {answer['pid']})" for answer in answers]
+        return answers
+
+    def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> None:
+        """Take up a recipe's stages with a fresh optimizer."""
+        self.gather(self._group.begin(graph, optim, total_updates))
+
+    def enter(self, phase: Phase) -> list[dict[str, float]]:
+        """Change phase everywhere; answers with each rank's weight-switch accounting."""
+        return self.gather(self._group.enter(phase))
+
+    def export(
+        self, moves: list[tuple[tuple[SampleId, ...], ...]], fields: tuple[str, ...]
+    ) -> list[list[Any]]:
+        """`moves[source][destination]` lists ids; answers with references in the same shape."""
+        return self.gather(self._group.export(moves, [fields] * self.size))
+
+    def update(self, stage: str, shares: list[UpdateShare]) -> dict[str, float]:
+        """One pass over an update's mini-batches; metrics are equal on all ranks."""
+        return self.gather(self._group.update([stage] * self.size, shares))[0]
+
+    def save(self, path: str) -> None:
+        """Write the actor as a Hugging Face directory."""
+        self.gather(self._group.save(path))
+
+    def texts(self, by_rank: dict[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
+        """Prompt and response texts of samples, by the rank that holds them."""
+        references = {
+            rank: self._ranks[rank].texts(tuple(ids))[0] for rank, ids in by_rank.items()
+        }
+        found: dict[SampleId, tuple[str, str]] = {}
+        for rank, reference in references.items():
+            found |= self.take(rank, reference)
+        return found
+
+    def release(self, ids: tuple[SampleId, ...]) -> None:
+        """Forget samples on every rank."""
+        self.gather(self._group.release(ids))
+
+    def close(self) -> None:
+        """End child processes and the ranks."""
+        self.gather(self._group.close())
+        self.kill()
+
+    # -- one rank, not blocking ----------------------------------------------------------------
+
+    def call_advance(self, instance: int, commands: Sequence[Command], steps: int) -> Any:
+        """Start a bounded generation call on an instance (here: one rank)."""
+        return self._ranks[instance].advance(instance, list(commands), steps)[0]
+
+    def call_place(
+        self, rank: int, stage: str, ids: tuple[SampleId, ...], items: tuple[Any, ...]
+    ) -> Any:
+        """Start making samples of the dataset's targets on one rank."""
+        return self._ranks[rank].place(stage, ids, items)[0]
+
+    def call_compute(
+        self, rank: int, stage: str, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
+    ) -> Any:
+        """Start a per-sample stage on one rank."""
+        return self._ranks[rank].compute(stage, ids, scalars)[0]

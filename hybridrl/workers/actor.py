@@ -1,0 +1,263 @@
+"""The actor on one rank: its training shard, its rollout engine, and the switch between them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.data.items import Item
+from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.train.fsdp import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.flow.executor import Command, Finished, Park, Phase, Resume, Sampling, Submit
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import SampleId
+from hybridrl.layout.execute import switch_to_replica
+from hybridrl.workers.roles import Scalars
+from hybridrl.workers.store import SampleStore, StoredSample
+
+
+class Actor:
+    """One set of weights in two layouts. `version` counts optimizer steps.
+
+    Invariant: while `phase` is GENERATE, the engine's weights are those of `generating_version`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        store: SampleStore,
+        device: torch.device,
+    ) -> None:
+        self.config, self.store, self.device = config, store, device
+        rollout = config.rollout
+        self.train_engine = TrainEngine(
+            model_path,
+            model=config.model,
+            trainer=config.trainer,
+            mesh=init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
+            temperature=rollout.temperature or 1.0,
+        )
+        model_config = AutoConfig.from_pretrained(model_path)
+        self.rollout = NativeEngine(
+            model_config,
+            dtype=getattr(torch, rollout.dtype.value),
+            device=device,
+            max_running=rollout.max_running,
+            block_size=rollout.block_size,
+            kv_cache_tokens=rollout.kv_cache_tokens,
+            max_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        )
+        self.stop_token_ids = _stop_token_ids(tokenizer, model_path, rollout.stop)
+        self.phase = Phase.TRAIN
+        self.generating_version = -1
+        self._items: dict[SampleId, tuple[Item, int]] = {}
+        self._parked: dict[SampleId, Request] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """What is worth logging about the actor."""
+        return self.train_engine.describe()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that were submitted and are neither finished nor parked."""
+        stats = self.rollout.stats()
+        return stats.running + stats.waiting
+
+    # -- phases ------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> dict[str, float]:
+        """Change phase; into GENERATE, move the weights if the engine's are not the newest."""
+        if phase is Phase.TRAIN:
+            if self.phase is Phase.GENERATE:
+                self.rollout.sleep()
+                self.train_engine.onload()
+            self.phase = phase
+            return {}
+        report: dict[str, float] = {}
+        if self.phase is Phase.TRAIN:
+            self.rollout.wake()
+            self.generating_version = -1
+        if self.generating_version != self.train_engine.version:
+            switch = switch_to_replica(
+                self.train_engine.named_shards(), self.rollout.parameters(), dist.group.WORLD
+            )
+            report = {"bytes_received": switch.bytes_received, "seconds": switch.seconds}
+            self.rollout.weights_updated()
+            self.generating_version = self.train_engine.version
+        if self.phase is Phase.TRAIN:
+            self.train_engine.offload()
+        self.phase = phase
+        return report
+
+    # -- generation --------------------------------------------------------------------------
+
+    def advance(
+        self, commands: Sequence[Command], num_decode_steps: int
+    ) -> tuple[list[Finished], tuple[SampleId, ...], int]:
+        """Obey commands, then decode; returns finished samples, parked ids and steps made."""
+        assert self.phase is Phase.GENERATE, "generation outside its phase"
+        parked: list[SampleId] = []
+        for command in commands:
+            match command:
+                case Submit():
+                    self.rollout.submit(self._requests(command))
+                case Park(ids=ids):
+                    requests = self.rollout.park(ids)
+                    self._parked.update({request.id: request for request in requests})
+                    parked += [request.id for request in requests]
+                case Resume(ids=ids):
+                    self.rollout.submit([self._parked.pop(id) for id in ids])
+        finished: list[Finished] = []
+        steps = 0
+        while steps < num_decode_steps and self.unfinished:
+            finished += [self._finish(output) for output in self.rollout.step()]
+            steps += 1
+        return finished, tuple(parked), steps
+
+    def _requests(self, command: Submit) -> list[Request]:
+        item: Item = command.prompt
+        sampling = _sampling_params(command.sampling, self.stop_token_ids)
+        seed = self.config.run.seed
+        for id in command.ids:
+            self._items[id] = (item, self.generating_version)
+        return [
+            Request(
+                id=id,
+                prompt_ids=item.prompt_ids,
+                sampling=sampling,
+                stream=stream_key(seed, id.prompt, id.branch, id.k, id.attempt),
+                prefix=(id.prompt, id.branch) if len(command.ids) > 1 else None,
+            )
+            for id in command.ids
+        ]
+
+    def _finish(self, output: Output) -> Finished:
+        id: SampleId = output.id
+        item, version = self._items.pop(id)
+        self.store.add(
+            id,
+            StoredSample(
+                len(output.token_ids),
+                item,
+                {
+                    "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
+                    "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
+                },
+            ),
+        )
+        return Finished(
+            id=id,
+            rank=dist.get_rank(),
+            prompt_tokens=len(item.prompt_ids),
+            response_tokens=len(output.token_ids),
+            finish=output.finish,
+            version=version,
+        )
+
+    # -- scoring and training ------------------------------------------------------------------
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """Log-probabilities of the responses under the training weights."""
+        return log_probs_stage(self.train_engine, self.store, stage, ids)
+
+    def update(self, stage: Stage, share: Any) -> dict[str, float]:
+        """Every epoch over every mini-batch, one optimizer step each; metrics are means."""
+        loss = stage.options["loss"]
+        fields: dict[str, str] = dict(stage.options["fields"])
+        history: list[dict[str, float]] = []
+        for _ in range(stage.options["epochs"] or self.config.trainer.epochs):
+            for ids in share.mini_batches:
+                sequences = [
+                    TrainSequence(
+                        ids=(sample := self.store[id]).tensors["tokens"],
+                        response_tokens=sample.response_tokens,
+                        fields={
+                            name: _field(fields.get(name, name), sample, share.scalars[id])
+                            for name in loss.fields
+                        },
+                    )
+                    for id in ids
+                ]
+                history.append(self.train_engine.update(sequences, loss))
+        keys = history[0]
+        means = {key: sum(metrics[key] for metrics in history) / len(history) for key in keys}
+        means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in history)
+        means["optimizer_steps"] = len(history)
+        return means
+
+
+class Reference:
+    """A frozen copy of the actor's starting weights that only scores."""
+
+    def __init__(self, actor: Actor, config: Config, model_path: str) -> None:
+        self.store = actor.store
+        self.engine = TrainEngine(
+            model_path,
+            model=config.model,
+            trainer=config.trainer,
+            mesh=actor.train_engine.mesh,
+            temperature=config.rollout.temperature or 1.0,
+            trainable=False,
+        )
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """Log-probabilities of the responses under the frozen weights."""
+        return log_probs_stage(self.engine, self.store, stage, ids)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def log_probs_stage(
+    engine: TrainEngine, store: SampleStore, stage: Stage, ids: Sequence[SampleId]
+) -> tuple[Scalars, tuple[str, ...]]:
+    """Score responses with a train engine and keep the result as the stage's output field."""
+    (name,) = stage.outputs
+    samples = [store[id] for id in ids]
+    scored = engine.log_probs(
+        [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
+    )
+    for sample, log_probs in zip(samples, scored, strict=True):
+        sample.tensors[name] = log_probs
+    return {}, (name,)
+
+
+def _field(
+    name: str, sample: StoredSample, scalars: dict[str, float]
+) -> torch.Tensor | float:
+    return scalars[name] if name in scalars else sample.tensors[name]
+
+
+def _sampling_params(sampling: Sampling, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_path: str, stop: Sequence[str]
+) -> tuple[int, ...]:
+    """The end-of-text tokens of tokenizer and model, and those named in `rollout.stop`."""
+    ids = {tokenizer.eos_token_id} - {None}
+    for text in stop:
+        token = tokenizer.convert_tokens_to_ids(text)
+        if token is None or token == tokenizer.unk_token_id:
+            raise ConfigError("rollout.stop", text, "a single token of the model's vocabulary")
+        ids.add(token)
+    return tuple(sorted(ids))

@@ -1,0 +1,88 @@
+"""The roles of a rank besides the actor, behind one call: `compute(stage, ids)`."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import RewardConfig
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import SampleId
+from hybridrl.rewards.pool import RewardInput, RewardPool
+from hybridrl.workers.store import SampleStore
+
+Scalars = dict[str, tuple[float | int | str, ...]]
+
+
+class Role(Protocol):
+    """Something that runs per-sample stages on this rank's samples."""
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
+        ...
+
+    def close(self) -> None:
+        """End what the role started."""
+        ...
+
+
+class RewardModel:
+    """A programmatic verifier in sandboxed processes."""
+
+    def __init__(
+        self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, store: SampleStore
+    ) -> None:
+        self.tokenizer, self.store = tokenizer, store
+        self.pool = RewardPool(config)
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """Decode and judge; a verifier that fails marks its sample and scores 0."""
+        samples = [self.store[id] for id in ids]
+        texts = self.tokenizer.batch_decode(
+            [sample.response_ids for sample in samples], skip_special_tokens=True
+        )
+        results = self.pool.score(
+            [
+                RewardInput(
+                    prompt=sample.item.prompt,
+                    response=text,
+                    answer=sample.item.answer,
+                    item=sample.item.item,
+                    source=sample.item.source,
+                )
+                for sample, text in zip(samples, texts, strict=True)
+            ]
+        )
+        value, status = stage.scalars
+        return {
+            value: tuple(result.reward for result in results),
+            status: tuple(result.status for result in results),
+        }, ()
+
+    def close(self) -> None:
+        """End the verifier processes."""
+        self.pool.close()
+
+
+def run_map(
+    stage: Stage,
+    store: SampleStore,
+    ids: Sequence[SampleId],
+    scalars: Sequence[dict[str, Any]],
+) -> tuple[Scalars, tuple[str, ...]]:
+    """Run a recipe's own function per sample; see `Stream.map` for its contract."""
+    function = stage.options["function"]
+    made: dict[str, list[Any]] = {name: [] for name in stage.scalars}
+    tensors = tuple(name for name in stage.outputs if name not in made)
+    for id, fields in zip(ids, scalars, strict=True):
+        sample = store[id]
+        values = function(
+            *(sample.tensors[x] if x in sample.tensors else fields[x] for x in stage.inputs)
+        )
+        values = values if isinstance(values, tuple) else (values,)
+        for name, value in zip(stage.options["returns"], values, strict=True):
+            if name in made:
+                made[name].append(value)
+            else:
+                sample.tensors[name] = value
+    return {name: tuple(values) for name, values in made.items()}, tensors
