@@ -100,14 +100,22 @@ class Computed:
     tensors: tuple[str, ...]
 
 
-Event = Advanced | Computed
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Answers of the dataset have become responses: `tokens` of each lies on its rank."""
+
+    stage: str
+    finished: tuple[Finished, ...]
+
+
+Event = Advanced | Computed | Placed
 
 
 class Executor(Protocol):
     """The seam between a schedule and what runs it.
 
-    `advance` and `compute` start work and return at once; `wait` blocks until at least one piece
-    has ended. `enter` and `update` are whole-group and block. At most one `advance` is in flight
+    `advance`, `compute` and `place` start work and return at once; `wait` blocks until at least one
+    piece has ended. `enter`, `update` and `release` are whole-group and block. At most one `advance` is in flight
     per instance. Events of one call keep their order; schedules must not depend on the order of
     different calls for anything that reaches the training batch.
     """
@@ -127,8 +135,19 @@ class Executor(Protocol):
         """Hand `commands` to an instance and let it run at most `num_decode_steps` steps."""
         ...
 
+    def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+        """Make the dataset's target of each prompt the response of a sample (Kind.ANSWERS).
+
+        In any phase, without a generation engine. Sample number i goes to rank i modulo the ranks.
+        Ends with `Placed` (one for all ranks or one each).
+        """
+        ...
+
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Run a per-sample stage where the samples' tensors lie."""
+        """Run a per-sample stage where the samples' tensors lie.
+
+        Ends with `Computed` (one for all samples, or one per rank).
+        """
         ...
 
     def wait(self) -> list[Event]:
@@ -137,4 +156,8 @@ class Executor(Protocol):
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on `samples`, which are in training order; returns the step's metrics."""
+        ...
+
+    def release(self, ids: Sequence[SampleId]) -> None:
+        """These samples have left, trained or dropped: the ranks may forget their tensors."""
         ...

@@ -19,6 +19,7 @@ class Kind(Enum):
     FILTER = "filter"  # drops whole groups; in prompt order
     TAKE = "take"  # the first n groups in prompt order; asks upstream for more prompts
     UPDATE = "update"  # an optimizer pass over the batch; whole group, the step's barrier
+    COLLECT = "collect"  # the end of a stream that is looked at and not trained on (evaluation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,23 @@ class Stage:
 
     `inputs` are the fields that a sample must have before the stage may start on it, `outputs` the
     fields that it adds. `role` and `method` say what runs on the rank (COMPUTE, GENERATE, UPDATE);
-    `options` are the call's own settings, picklable, sent to the ranks once.
+    `options` are the call's own settings; on the ranks' kinds they are picklable, sent there once.
+    `scalars` are the outputs whose values travel to the driver; the others are tensors that stay on
+    the sample's rank.
+
+    Options by kind and method:
+
+    - GENERATE: `num_samples`, `branch` (of the samples' ids), `sampling` (what differs from the
+      schedule's `Sampling`, by its field names).
+    - ANSWERS: `column` (None: the dataset's answer), `branch`.
+    - COMPUTE `map`: `function`, called per sample with the `inputs` in order; returns the
+      `outputs`, as one value or as a tuple of them. COMPUTE `top_log_probs`: `k`.
+    - BY_GROUP, BY_BATCH, FILTER: `function`; BY_BATCH also `grouped`.
+    - JOIN: `prefix`, or `sides` for a pair.
+    - TAKE: `num_groups`, `round_prompts` (None for both: the schedule's prompts per step),
+      `max_rounds`.
+    - UPDATE: `loss`, `epochs` and `mini_batches` (None: the trainer config's), `fields` (loss
+      field -> sample field), `atom` (so many consecutive samples stay in one micro-batch).
     """
 
     name: str
@@ -37,6 +54,7 @@ class Stage:
     method: str | None = None
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -52,7 +70,10 @@ class Copy:
 
 @dataclass
 class Graph:
-    """Stages in the order in which the recipe made them, which is a topological order."""
+    """Stages in the order in which the recipe made them, which is a topological order.
+
+    `states` holds the recipe's own numbers at their present values (`Flow.state`).
+    """
 
     stages: dict[str, Stage] = field(default_factory=dict)
     copies: dict[str, Copy] = field(default_factory=dict)
@@ -62,3 +83,45 @@ class Graph:
     def roles(self) -> tuple[str, ...]:
         """Every role that some stage runs on, in order of first use."""
         return tuple(dict.fromkeys(s.role for s in self.stages.values() if s.role))
+
+    def add(self, stage: Stage) -> None:
+        """Append a stage; raises `ValueError` when its name is taken."""
+        if stage.name in self.stages:
+            raise ValueError(
+                f"two stages are named {stage.name!r}: wanted a name of its own (name=...), "
+                f"taken are {sorted(self.stages)}"
+            )
+        assert all(name in self.stages for name in stage.upstream), stage
+        self.stages[stage.name] = stage
+
+    def ancestors(self, name: str) -> frozenset[str]:
+        """Names of all stages that `name` waits for, itself left out."""
+        found: set[str] = set()
+        todo = list(self.stages[name].upstream)
+        while todo:
+            current = todo.pop()
+            if current not in found:
+                found.add(current)
+                todo.extend(self.stages[current].upstream)
+        return frozenset(found)
+
+    def check(self) -> None:
+        """Raise `ValueError` when nothing would come of the graph."""
+        if not any(s.kind in (Kind.UPDATE, Kind.COLLECT) for s in self.stages.values()):
+            raise ValueError(
+                f"the recipe trains nothing: got the stages {list(self.stages)}, "
+                "wanted an update(...) of some role, or flow.collect(...) to evaluate"
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        """The recipe state, to be checkpointed."""
+        return dict(self.states)
+
+    def load_state_dict(self, values: Mapping[str, float]) -> None:
+        """Take checkpointed recipe state; raises `ValueError` when the names differ."""
+        if set(values) != set(self.states):
+            raise ValueError(
+                f"recipe state: got {sorted(values)}, wanted {sorted(self.states)}; "
+                "the checkpoint is another recipe's"
+            )
+        self.states.update(values)
