@@ -1,0 +1,242 @@
+"""Role handles: what a recipe can ask of the actor, the critic, the reward, ...
+
+Each is a thin, typed face of one role; a method appends the stage that runs it on the ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.stream import Prompts, Stream
+
+# A loss names what it reads for itself; the sample's field often has the singular, or is absent
+# because the rollout's own log-probabilities serve.
+LOSS_FIELD_ALIASES: dict[str, tuple[str, ...]] = {
+    "advantages": ("advantage",),
+    "returns": ("return",),
+    "rewards": ("reward",),
+    "old_log_probs": ("log_probs",),
+}
+
+
+@dataclass(frozen=True)
+class RoleHandle:
+    """One role of a recipe, by its name."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class Trainable(RoleHandle):
+    """A role with an optimizer."""
+
+    def update(
+        self,
+        stream: Stream,
+        loss: Any,
+        *,
+        epochs: int | None = None,
+        mini_batches: int | None = None,
+        fields: Mapping[str, str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Train this role on the stream: `epochs` passes of `mini_batches` optimizer steps each.
+
+        Both None: the trainer config's. `loss` is picklable; what it lists in its attribute
+        `fields` is found on the samples under the same name, an alias (`LOSS_FIELD_ALIASES`), or
+        as `fields` says (loss field -> sample field). Raises `ValueError` for a field that no
+        stage makes.
+        """
+        stage_name = name or stream.stage_name(f"update_{self.role}")
+        for key, value in (("epochs", epochs), ("mini_batches", mini_batches)):
+            if value is not None and value < 1:
+                raise ValueError(f"{stage_name!r}: got {key}={value}, wanted 1 or more")
+        resolved = _loss_fields(stage_name, stream, loss, fields or {})
+        stream.then(
+            Kind.UPDATE,
+            stage_name,
+            role=self.role,
+            method="update",
+            inputs=tuple(dict.fromkeys(("tokens", *resolved.values()))),
+            options={
+                "loss": loss,
+                "epochs": epochs,
+                "mini_batches": mini_batches,
+                "fields": resolved,
+                "atom": stream.atom,
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Scorer(RoleHandle):
+    """A role whose model gives the log-probabilities of given responses."""
+
+    def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
+        """Add the tensor `<role>_log_probs` [response_tokens] (or `name`)."""
+        return _compute(stream, self.role, "log_probs", name or f"{self.role}_log_probs")
+
+
+@dataclass(frozen=True)
+class Reference(Scorer):
+    """The policy as it was at the start."""
+
+
+@dataclass(frozen=True)
+class WeightCopy(Scorer):
+    """A copy of a role's weights that `Flow.copy` made."""
+
+
+@dataclass(frozen=True)
+class Teacher(Scorer):
+    """Another, usually larger, model to learn from."""
+
+    def top_log_probs(self, stream: Stream, k: int, *, name: str | None = None) -> Stream:
+        """Add `teacher_top_log_probs` and `teacher_top_tokens` [response_tokens, k]."""
+        if k < 1:
+            raise ValueError(f"top_log_probs: got k={k}, wanted 1 or more")
+        field = name or f"{self.role}_top"
+        return stream.then(
+            Kind.COMPUTE,
+            stream.stage_name(field),
+            role=self.role,
+            method="top_log_probs",
+            inputs=("tokens",),
+            tensors=(f"{field}_log_probs", f"{field}_tokens"),
+            options={"k": k},
+        )
+
+
+@dataclass(frozen=True)
+class Actor(Scorer, Trainable):
+    """The policy that is trained and that generates."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        num_samples: int = 1,
+        *,
+        temperature: float | None = None,
+        greedy: bool = False,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        name: str | None = None,
+    ) -> Stream:
+        """`num_samples` responses to every prompt; None takes the rollout config's value.
+
+        Adds the tensors `tokens` [prompt_tokens + response_tokens] and `log_probs`
+        [response_tokens] (of the distribution that they were drawn from), the scalar `finish`.
+        A `name` becomes the samples' branch: part of their identity and of their random streams.
+        """
+        if not isinstance(prompts, Prompts):
+            raise ValueError(f"generate: got {type(prompts).__name__}, wanted flow.prompts")
+        stage_name = name or "generate"
+        if num_samples < 1:
+            raise ValueError(f"{stage_name!r}: got num_samples={num_samples}, wanted 1 or more")
+        if greedy and temperature:
+            raise ValueError(f"{stage_name!r}: got greedy and temperature={temperature}, wanted one")
+        sampling = {
+            "temperature": 0.0 if greedy else temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "max_new_tokens": max_new_tokens,
+        }
+        return source(
+            prompts,
+            Stage(
+                name=stage_name,
+                kind=Kind.GENERATE,
+                upstream=(prompts.stage,),
+                role=self.role,
+                method="generate",
+                outputs=("finish", "tokens", "log_probs"),
+                scalars=("finish",),
+                options={
+                    "num_samples": num_samples,
+                    "branch": name or "",
+                    "sampling": {k: v for k, v in sampling.items() if v is not None},
+                },
+            ),
+        )
+
+    def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
+        """Add the tensor `old_log_probs` [response_tokens] (or `name`), before any update."""
+        return _compute(stream, self.role, "log_probs", name or "old_log_probs")
+
+
+@dataclass(frozen=True)
+class Critic(Trainable):
+    """A value model; `field` is what it adds."""
+
+    field: str = "values"
+
+    def values(self, stream: Stream, *, name: str | None = None) -> Stream:
+        """Add the tensor `values` (`cost_values`, or `name`) [response_tokens]."""
+        return _compute(stream, self.role, "values", name or self.field)
+
+
+@dataclass(frozen=True)
+class Reward(Trainable):
+    """A verifier or a reward model; the cost of Safe-RLHF is one too."""
+
+    def score(self, stream: Stream, *, name: str | None = None) -> Stream:
+        """Add the scalar `reward` (`cost`, or `name`) and `<that>_status`: ok, error or timeout."""
+        field = name or self.role
+        return stream.then(
+            Kind.COMPUTE,
+            stream.stage_name(field),
+            role=self.role,
+            method="score",
+            inputs=("tokens",),
+            scalars=(field, f"{field}_status"),
+        )
+
+
+def source(prompts: Prompts, stage: Stage) -> Stream:
+    """Append a stage that makes samples from prompts (GENERATE, ANSWERS)."""
+    prompts.graph.add(stage)
+    return Stream(
+        graph=prompts.graph,
+        stage=stage.name,
+        scalars=frozenset(stage.scalars),
+        tensors=frozenset(stage.outputs) - frozenset(stage.scalars),
+        sources=frozenset((stage.name,)),
+        num_samples=stage.options.get("num_samples", 1),
+        branch=stage.options["branch"],
+    )
+
+
+def _compute(stream: Stream, role: str, method: str, field: str) -> Stream:
+    return stream.then(
+        Kind.COMPUTE,
+        stream.stage_name(field),
+        role=role,
+        method=method,
+        inputs=("tokens",),
+        tensors=(field,),
+    )
+
+
+def _loss_fields(
+    stage_name: str, stream: Stream, loss: Any, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Loss field -> sample field, for everything that the loss reads."""
+    wanted: Sequence[str] = tuple(getattr(loss, "fields", ()))
+    unknown = sorted(set(given) - set(wanted))
+    if unknown:
+        raise ValueError(f"{stage_name!r}: got fields {unknown}, wanted some of {list(wanted)}")
+    resolved = {}
+    for field in wanted:
+        candidates = (
+            (given[field],) if field in given else (field, *LOSS_FIELD_ALIASES.get(field, ()))
+        )
+        found = next((c for c in candidates if c in stream.fields), None)
+        if found is None:
+            raise ValueError(
+                f"{stage_name!r}: the loss wants the field {field!r} (as {' or '.join(candidates)}),"
+                f" which no stage before it makes; available are {sorted(stream.fields)}"
+            )
+        resolved[field] = found
+    return resolved

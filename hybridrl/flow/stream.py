@@ -1,0 +1,337 @@
+"""Streams: what a recipe's calls return, and the operations on them.
+
+Nothing runs here. Each operation appends a `Stage` to the graph and returns the stream that the
+stage would give; a schedule runs the graph later. What can be wrong with a recipe is found here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridrl.flow.graph import Graph, Kind, Stage
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The run's prompt stream; a role's `generate` makes samples from it."""
+
+    graph: Graph
+    stage: str = "prompts"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Samples as they leave a stage.
+
+    `scalars` (in the driver) and `tensors` (on the sample's rank) are the fields that every sample
+    of the stream has. `sources` are the stages that made the samples, `num_samples` how many of
+    them a prompt has. The stream's order is the training order: by prompt, then k; of a pair first
+    one side, then the other. `atom` consecutive samples must train in one micro-batch.
+    """
+
+    graph: Graph
+    stage: str
+    scalars: frozenset[str]
+    tensors: frozenset[str]
+    sources: frozenset[str]
+    num_samples: int
+    branch: str = ""
+    atom: int = 1
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of everything that a sample of this stream has."""
+        return self.scalars | self.tensors
+
+    def then(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        role: str | None = None,
+        method: str | None = None,
+        inputs: Sequence[str] = (),
+        scalars: Sequence[str] = (),
+        tensors: Sequence[str] = (),
+        upstream: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> "Stream":
+        """Append a stage that reads this stream; every operation ends here.
+
+        Raises `ValueError` when a field of `inputs` is missing, when an output exists already, or
+        when the stage's name is taken.
+        """
+        for wanted in inputs:
+            if wanted not in self.fields:
+                raise ValueError(
+                    f"stage {name!r} wants the field {wanted!r}, which no stage before it makes; "
+                    f"available are {sorted(self.fields)}"
+                )
+        for output in (*scalars, *tensors):
+            maker = _maker(self, output)
+            if maker:
+                raise ValueError(
+                    f"stage {name!r} would make the field {output!r}, which stage {maker!r} makes "
+                    "already; wanted another name (name=... or outputs=...)"
+                )
+        stage = Stage(
+            name=name,
+            kind=kind,
+            upstream=(self.stage, *upstream),
+            role=role,
+            method=method,
+            inputs=tuple(inputs),
+            outputs=(*scalars, *tensors),
+            scalars=tuple(scalars),
+            options=options or {},
+        )
+        self.graph.add(stage)
+        return replace(
+            self,
+            stage=name,
+            scalars=self.scalars | frozenset(scalars),
+            tensors=self.tensors | frozenset(tensors),
+        )
+
+    def stage_name(self, name: str) -> str:
+        """The name of a stage that the author did not name; other branches get a suffix."""
+        return f"{name}@{self.branch}" if self.branch else name
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[str],
+        outputs: Sequence[str] = (),
+        *,
+        scalars: Sequence[str] = (),
+        name: str | None = None,
+    ) -> "Stream":
+        """Run `function` per sample on the rank where its tensors lie.
+
+        It is called with the fields `inputs` in order (tensors `[response_tokens]`, scalars as
+        numbers) and returns first the tensors `outputs`, then the `scalars` that travel to the
+        driver: one value, or a tuple where there are several. It must be picklable.
+        """
+        if not (*outputs, *scalars):
+            raise ValueError("map: got no outputs, wanted outputs=(...) or scalars=(...)")
+        stream = self.then(
+            Kind.COMPUTE,
+            name or self.stage_name(function_name(function, "map")),
+            method="map",
+            inputs=inputs,
+            tensors=outputs,
+            scalars=scalars,
+            options={"function": function, "returns": (*outputs, *scalars)},
+        )
+        return stream
+
+    def by_group(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[str] = ("reward",),
+        outputs: Sequence[str] = ("advantage",),
+        *,
+        name: str | None = None,
+    ) -> "Stream":
+        """Scalars from the scalars of one prompt's samples; a barrier of the group.
+
+        `function` gets one list per input, in the stream's order within the prompt, and returns one
+        sequence of that length (several outputs: a tuple of them; no output: None). Items need
+        only answer `float()`.
+        """
+        return self._barrier(Kind.BY_GROUP, function, inputs, outputs, name, {})
+
+    def by_batch(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[str] = ("reward",),
+        outputs: Sequence[str] = ("advantage",),
+        *,
+        grouped: bool = False,
+        name: str | None = None,
+    ) -> "Stream":
+        """As `by_group` over the whole batch; `grouped` gives and takes lists of groups."""
+        return self._barrier(Kind.BY_BATCH, function, inputs, outputs, name, {"grouped": grouped})
+
+    def filter(
+        self,
+        function: Callable[..., bool],
+        inputs: Sequence[str] = ("reward",),
+        *,
+        name: str | None = None,
+    ) -> "Stream":
+        """Keep the groups for which `function` (one list per input) is true; in prompt order."""
+        return self._barrier(Kind.FILTER, function, inputs, (), name, {})
+
+    def take(
+        self,
+        num_groups: int | None = None,
+        *,
+        round_prompts: int | None = None,
+        max_rounds: int = 10,
+        name: str | None = None,
+    ) -> "Stream":
+        """The first `num_groups` groups in prompt order, whichever finish first.
+
+        Asks upstream for `round_prompts` more prompts until there are enough (both None: the
+        schedule's prompts per step), at most `max_rounds` times; then the step fails. Groups past
+        the number are dropped. A recipe has at most one.
+        """
+        stage_name = name or self.stage_name("take")
+        for key, value in (
+            ("num_groups", num_groups),
+            ("round_prompts", round_prompts),
+            ("max_rounds", max_rounds),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"take {stage_name!r}: got {key}={value}, wanted 1 or more")
+        others = [s.name for s in self.graph.stages.values() if s.kind is Kind.TAKE]
+        if others:
+            raise ValueError(f"take {stage_name!r}: got a second take, wanted only {others[0]!r}")
+        for stage in self._history():
+            if stage.kind is Kind.BY_BATCH:
+                raise ValueError(
+                    f"take {stage_name!r} comes after by_batch {stage.name!r}, which would see one "
+                    "round and not the batch; wanted by_batch after take"
+                )
+        return self.then(
+            Kind.TAKE,
+            stage_name,
+            options={
+                "num_groups": num_groups,
+                "round_prompts": round_prompts,
+                "max_rounds": max_rounds,
+            },
+        )
+
+    def join(self, other: "Stream", prefix: str, *, name: str | None = None) -> "Stream":
+        """Give each sample the scalars of `other`'s sample of the same prompt, under `prefix`.
+
+        `other` has one sample per prompt, which all share, or as many as this stream, matched by k.
+        Its samples are not trained on here. A sample without a partner is dropped.
+        """
+        stage_name = name or f"join_{prefix.rstrip('_')}"
+        self._check_related(other, stage_name)
+        if not prefix:
+            raise ValueError(f"join {stage_name!r}: got an empty prefix, wanted one, like 'greedy_'")
+        if other.num_samples not in (1, self.num_samples):
+            raise ValueError(
+                f"join {stage_name!r}: got {other.num_samples} samples a prompt, "
+                f"wanted 1 or {self.num_samples}"
+            )
+        return self.then(
+            Kind.JOIN,
+            stage_name,
+            scalars=[prefix + field for field in sorted(other.scalars)],
+            upstream=(other.stage,),
+            options={"prefix": prefix},
+        )
+
+    def pair(
+        self,
+        other: "Stream",
+        sides: tuple[str, str] = ("chosen", "rejected"),
+        *,
+        name: str | None = None,
+    ) -> "Stream":
+        """Both streams' samples, matched by prompt and k, side by side in training order.
+
+        Partners stay in one micro-batch (`atom` 2). The scalar `side` says which one a sample is.
+        A sample without its partner is dropped.
+        """
+        stage_name = name or "pair"
+        self._check_related(other, stage_name)
+        if other.num_samples != self.num_samples or self.atom * other.atom != 1:
+            raise ValueError(
+                f"pair {stage_name!r}: got {self.num_samples} and {other.num_samples} samples a "
+                "prompt, wanted as many on both sides, none of them paired already"
+            )
+        both = replace(
+            self,
+            scalars=self.scalars & other.scalars,
+            tensors=self.tensors & other.tensors,
+            sources=self.sources | other.sources,
+            num_samples=2 * self.num_samples,
+            branch="",
+            atom=2,
+        )
+        return both.then(
+            Kind.JOIN,
+            stage_name,
+            scalars=("side",),
+            upstream=(other.stage,),
+            options={"sides": tuple(sides)},
+        )
+
+    def _barrier(
+        self,
+        kind: Kind,
+        function: Callable[..., Any],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        name: str | None,
+        options: Mapping[str, Any],
+    ) -> "Stream":
+        stage_name = name or self.stage_name(function_name(function, kind.value))
+        on_rank = sorted(self.tensors.intersection(inputs))
+        if on_rank:
+            raise ValueError(
+                f"{kind.value} {stage_name!r} wants {on_rank}, which are tensors and stay on their "
+                f"ranks; available are the scalars {sorted(self.scalars)}; "
+                "map(..., scalars=...) makes scalars of tensors"
+            )
+        return self.then(
+            kind,
+            stage_name,
+            inputs=inputs,
+            scalars=outputs,
+            options={"function": function, **options},
+        )
+
+    def _check_related(self, other: "Stream", stage_name: str) -> None:
+        if other.graph is not self.graph:
+            raise ValueError(
+                f"{stage_name!r} joins unrelated streams: got {self.stage!r} and {other.stage!r} "
+                "of two flows, wanted streams over the same prompts"
+            )
+        shared = sorted(self.sources & other.sources)
+        if shared:
+            raise ValueError(
+                f"{stage_name!r} joins a stream with itself: both hold the samples of {shared}; "
+                "wanted samples of another generate(...) or targets(...)"
+            )
+
+    def _history(self) -> list[Stage]:
+        names = self.graph.ancestors(self.stage) | {self.stage}
+        return [stage for stage in self.graph.stages.values() if stage.name in names]
+
+
+def _maker(stream: Stream, output: str) -> str | None:
+    """The stage that makes `output` on samples of this stream, on whatever branch; or None.
+
+    A sample is one object whichever stream it is in, so two branches cannot make one field.
+    """
+    graph = stream.graph
+    for stage in graph.stages.values():
+        if output in stage.outputs:
+            lineage = _sample_lineage(graph, stage.name)
+            if lineage & stream.sources:
+                return stage.name
+    return None
+
+
+def _sample_lineage(graph: Graph, name: str) -> frozenset[str]:
+    """The source stages whose samples pass through stage `name`."""
+    stage = graph.stages[name]
+    if stage.kind in (Kind.GENERATE, Kind.ANSWERS):
+        return frozenset((name,))
+    # A join by prefix lends scalars: only the first upstream's samples go on.
+    upstream = stage.upstream if "sides" in stage.options else stage.upstream[:1]
+    return frozenset().union(*(_sample_lineage(graph, parent) for parent in upstream))
+
+
+def function_name(function: Callable[..., Any], default: str) -> str:
+    """What to call a stage that runs `function`; `default` for a lambda."""
+    function = getattr(function, "func", function)  # functools.partial
+    name = getattr(function, "__name__", type(function).__name__)
+    return default if name == "<lambda>" else name
