@@ -14,6 +14,7 @@ class SourceKind(Enum):
     jsonl = "jsonl"
     parquet = "parquet"
     huggingface = "huggingface"
+    function = "function"  # a generator of your own by dotted path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,9 +24,10 @@ class SourceConfig:
     kind: SourceKind = SourceKind.reasoning_gym
     """What reads it."""
     name: str = ""
-    """reasoning_gym: the dataset's name; otherwise a path, or a dataset's hub name."""
+    """reasoning_gym: the dataset's name; function: `package.module:name` or `/path/file.py:name`;
+    otherwise a path, or a dataset's hub name."""
     params: dict[str, Any] = field(default_factory=dict)
-    """reasoning_gym: the dataset's own parameters; huggingface: keywords of `load_dataset`."""
+    """reasoning_gym, function: parameters of its own; huggingface: keywords of `load_dataset`."""
     split: str = "train"
     """huggingface: which split."""
     prompt_column: str = "prompt"

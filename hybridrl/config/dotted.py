@@ -1,0 +1,44 @@
+"""Functions named in the config by a dotted path."""
+
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.errors import ConfigError
+
+
+def load_function(key: str, path: str) -> Callable[..., Any]:
+    """The function that `package.module:name` or `/path/file.py:name` names.
+
+    It runs the module's own code. Raises ConfigError naming `key` where the path has another form,
+    the module does not import, or it has no such function.
+    """
+    module, _, name = path.rpartition(":")
+    if not module or not name:
+        raise ConfigError(key, path, "package.module:name or /path/file.py:name")
+    try:
+        if module.endswith(".py"):
+            found = _from_file(Path(module), name)
+        else:
+            found = pkgutil.resolve_name(f"{module}:{name}")
+    except (Exception, SystemExit) as error:  # whatever the user's module does on import
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(key, path, f"a function that can be imported ({problem})") from error
+    if not callable(found):
+        raise ConfigError(key, path, f"a function, not {type(found).__name__}")
+    return found
+
+
+def _from_file(file: Path, name: str) -> Any:
+    # A name of its own, so that a file called like an installed module hides nothing.
+    module_name = f"hybridrl_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None  # a name that ends in .py has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return getattr(module, name)

@@ -1,0 +1,261 @@
+"""Training and held-out items of a run, and the stream of prompts."""
+
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import ConfigError, DataConfig
+from hybridrl.data.prompts import Item, make_items
+from hybridrl.data.sources import GENERATED, rows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a run trains on and what it is judged by; no prompt stands in both."""
+
+    train: list[Item]
+    eval: list[Item]
+    weights: dict[str, float]
+    """Share of every source in the mixture; they sum to 1."""
+    skipped: int
+    """Prompts left out because they were too long (`data.skip_long_prompts`)."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its target, which supervised training must hold."""
+        return max(len(item.prompt_ids) + len(item.target_ids) for item in self.train)
+
+
+def load_data(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_context: int,
+    max_new_tokens: int,
+) -> Data:
+    """Items of all sources, each prompt once, the held-out ones apart.
+
+    `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
+    both in tokens. Sources give to the held-out part in proportion to their weights; so do
+    generated sources to the `data.size` items of training (fewer where a source has not so many
+    different prompts, which is logged). Raises ConfigError, with the key to change.
+    """
+    if not config.sources:
+        raise ConfigError("data.sources", {}, "at least one source")
+    weights = _weights(config)
+    longest = min(config.max_prompt_tokens, max_context - max_new_tokens)
+    if longest < 1:
+        raise ConfigError(
+            "rollout.max_new_tokens", max_new_tokens, f"less than the context, {max_context} tokens"
+        )
+    collector = _Collector(config, tokenizer, longest, max_context)
+    generated = {
+        name: weights[name] for name, source in config.sources.items() if source.kind in GENERATED
+    }
+    sizes = _shares(config.size, generated)
+    eval_sizes = _shares(config.eval_size, weights)
+    train: list[Item] = []
+    held_out: list[Item] = []
+    for name in config.sources:
+        items = collector.collect(name, eval_sizes[name], sizes.get(name))
+        held_out += items[: eval_sizes[name]]
+        train += items[eval_sizes[name] :]
+    _warn_of_unknown_characters(train, tokenizer)
+    return Data(train, held_out, weights, collector.skipped)
+
+
+class _Collector:
+    """Gathers items whose prompts differ over all sources; counts the long ones it left out."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        max_context: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.longest = longest
+        self.max_context = max_context
+        self.seen: set[str] = set()
+        self.skipped = 0
+
+    def collect(self, name: str, num_eval: int, num_train: int | None) -> list[Item]:
+        """Items of the source `name`, the held-out ones first; `num_train` None takes all."""
+        source = self.config.sources[name]
+        wanted = None if num_train is None else num_eval + num_train
+        stream = rows(f"data.sources.{name}", source, self.config.seed, wanted or 0)
+        items = self._all(name, stream) if wanted is None else self._draw(name, stream, wanted)
+        if wanted is None:  # a file may be sorted
+            random.Random(f"{self.config.seed}/{name}").shuffle(items)
+        if len(items) <= num_eval:
+            raise ConfigError(
+                "data.eval_size",
+                self.config.eval_size,
+                f"fewer held-out items: source {name} should give {num_eval} of them and has "
+                f"{len(items)} different prompts in all, some of which training needs",
+            )
+        if wanted is not None and len(items) < wanted:
+            log.warning(
+                "data.sources.%s has %d different prompts: %d held out, %d to train on instead of "
+                "the %d of data.size",
+                name, len(items), num_eval, len(items) - num_eval, num_train,
+            )  # fmt: skip
+        return items
+
+    def _all(self, name: str, stream: Iterator[dict]) -> list[Item]:
+        return self._accept(make_items(name, list(stream), self.config, self.tokenizer))
+
+    def _draw(self, name: str, stream: Iterator[dict], wanted: int) -> list[Item]:
+        """Up to `wanted` items; stops where a round of drawing finds next to nothing new."""
+        items: list[Item] = []
+        while len(items) < wanted:
+            chunk = list(itertools.islice(stream, max(wanted - len(items), 64)))
+            skipped = self.skipped
+            new = self._accept(make_items(name, chunk, self.config, self.tokenizer))
+            items += new
+            if len(new) + (self.skipped - skipped) < max(1, len(chunk) // 50) or (
+                self.skipped > 10 * wanted
+            ):
+                break
+        return items[:wanted]
+
+    def _accept(self, items: list[Item]) -> list[Item]:
+        accepted = []
+        for item in items:
+            if item.prompt in self.seen:
+                continue
+            if len(item.prompt_ids) > self.longest:
+                if not self.config.skip_long_prompts:
+                    raise self._too_long(item)
+                self.skipped += 1
+                continue
+            self.seen.add(item.prompt)
+            accepted.append(item)
+        return accepted
+
+    def _too_long(self, item: Item) -> ConfigError:
+        tokens = len(item.prompt_ids)
+        limit = f"(or data.skip_long_prompts=true): {item.source} has {item.prompt[:80]!r}"
+        if tokens > self.config.max_prompt_tokens:
+            return ConfigError(
+                "data.max_prompt_tokens", self.config.max_prompt_tokens, f"{tokens} or more {limit}"
+            )
+        return ConfigError(
+            "rollout.max_new_tokens",
+            self.max_context - self.longest,
+            f"at most {self.max_context - tokens}, the model's context of {self.max_context} less "
+            f"a prompt of {tokens} tokens {limit}",
+        )
+
+
+def _warn_of_unknown_characters(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase) -> None:
+    unk = tokenizer.unk_token_id
+    if unk is None or unk == tokenizer.eos_token_id:
+        return
+    unknown = [item for item in items if unk in item.prompt_ids or unk in item.target_ids]
+    if unknown:
+        log.warning(
+            "%d of %d training items hold characters that the tokenizer does not know, such as %r "
+            "(tiny model: model.tiny.alphabet)",
+            len(unknown), len(items), unknown[0].prompt[:80],
+        )  # fmt: skip
+
+
+def _weights(config: DataConfig) -> dict[str, float]:
+    for name, source in config.sources.items():
+        if source.weight <= 0:
+            raise ConfigError(f"data.sources.{name}.weight", source.weight, "above 0")
+    total = sum(source.weight for source in config.sources.values())
+    return {name: source.weight / total for name, source in config.sources.items()}
+
+
+def _shares(total: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """`total` split by `weights` into whole numbers, the largest remainders rounded up."""
+    scale = total / sum(weights.values()) if weights else 0.0
+    exact = {name: weight * scale for name, weight in weights.items()}
+    shares = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])
+    for name in by_remainder[: total - sum(shares.values())]:
+        shares[name] += 1
+    return shares
+
+
+class PromptStream:
+    """Endless, deterministic stream of `(position, item)` over training items.
+
+    State: `position`, the number of items given so far. Invariant: what comes at a position depends
+    on the items, the weights and the seed alone, so `seek` resumes exactly.
+
+    Sources take turns by smooth weighted round robin: with weights 2 and 1 the order is a b a, a b
+    a, ...; over n positions a source is given its share of n to within one item per source. Each
+    source is shuffled anew every epoch of its own: with items x, y and seed 0 it gives, say, y x,
+    then x y, and so on.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], seed: int, weights: Mapping[str, float] | None = None
+    ) -> None:
+        self.seed = seed
+        self.position = 0
+        self._items: dict[str, list[Item]] = {}
+        for item in items:
+            self._items.setdefault(item.source, []).append(item)
+        if not self._items:
+            raise ValueError("a prompt stream needs at least one item")
+        given = weights or {name: float(len(part)) for name, part in self._items.items()}
+        self._weights = {name: given[name] for name in self._items}
+        self._reset()
+
+    def __iter__(self) -> Iterator[tuple[int, Item]]:
+        return self
+
+    def __next__(self) -> tuple[int, Item]:
+        position = self.position
+        source, number = self._turn()
+        epoch, index = divmod(number, len(self._items[source]))
+        return position, self._items[source][self._order(source, epoch)[index]]
+
+    def seek(self, position: int) -> None:
+        """Go to `position`: the next item is the one that a new stream gives there."""
+        if position < 0:
+            raise ValueError(f"position {position}: wanted 0 or more")
+        if position < self.position:
+            self._reset()
+        if len(self._items) == 1:
+            (source,) = self._items
+            self.position = self._given[source] = position
+        while self.position < position:
+            self._turn()
+
+    def _reset(self) -> None:
+        self.position = 0
+        self._credit = dict.fromkeys(self._items, 0.0)
+        self._given = dict.fromkeys(self._items, 0)
+        self._orders: dict[str, tuple[int, list[int]]] = {}
+
+    def _turn(self) -> tuple[str, int]:
+        """The source whose turn it is, and how many of its items were given before."""
+        self.position += 1
+        for name, weight in self._weights.items():
+            self._credit[name] += weight
+        source = max(self._credit, key=self._credit.__getitem__)
+        self._credit[source] -= sum(self._weights.values())
+        number = self._given[source]
+        self._given[source] += 1
+        return source, number
+
+    def _order(self, source: str, epoch: int) -> list[int]:
+        cached = self._orders.get(source)
+        if cached is None or cached[0] != epoch:
+            order = list(range(len(self._items[source])))
+            random.Random(f"{self.seed}/{source}/{epoch}").shuffle(order)
+            cached = self._orders[source] = (epoch, order)
+        return cached[1]

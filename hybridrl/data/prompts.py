@@ -1,0 +1,120 @@
+"""From a row to what the model reads and what it should write: templates, chat, tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import ConfigError, DataConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question, ready for the model."""
+
+    prompt: str
+    """The text that the model reads, chat template included."""
+    prompt_ids: tuple[int, ...]
+    """Its tokens."""
+    answer: str
+    """The expected answer as the source gives it; empty where it has none."""
+    target_ids: tuple[int, ...]
+    """Tokens of the filled answer template and the token that ends a response (supervised)."""
+    source: str
+    """Name of its source in `data.sources`."""
+    item: dict[str, Any] = field(repr=False)
+    """The source's whole row, for the verifier."""
+
+
+def end_token_id(tokenizer: PreTrainedTokenizerBase, chat: bool) -> int:
+    """The token that ends a response: the chat template's end of turn, else end of text.
+
+    Some chat models name another token as end of text than the one that closes a turn
+    (SmolLM2-Instruct: `<|im_start|>` against `<|im_end|>`), so the template is asked first.
+    """
+    eos = tokenizer.eos_token_id
+    if chat:
+        messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+        text = _chat_texts(tokenizer, [messages], add_generation_prompt=False)[0]
+        after = tokenizer(text[text.rindex("A") + 1 :].strip(), add_special_tokens=False)
+        if after["input_ids"] and after["input_ids"][0] in tokenizer.all_special_ids:
+            return int(after["input_ids"][0])
+    if eos is None:
+        raise ConfigError("model.path", tokenizer.name_or_path, "a tokenizer with an eos token")
+    return int(eos)
+
+
+def make_items(
+    source: str, rows: Sequence[Mapping[str, Any]], config: DataConfig, tokenizer: Any
+) -> list[Item]:
+    """Items of `rows`, in order: templates filled, one tokenizer call for all prompts.
+
+    Raises ConfigError where a template names a field that a row lacks, or where messages or a chat
+    template are wanted that are not there.
+    """
+    if not rows:
+        return []
+    prompts = [_prompt(source, row, config) for row in rows]
+    if config.chat:
+        texts = _chat_texts(tokenizer, prompts, add_generation_prompt=True)
+    else:
+        texts = [prompt[-1]["content"] for prompt in prompts]
+    targets = [_fill("data.answer_template", config.answer_template, row) for row in rows]
+    # A chat template writes its own special tokens.
+    encoded = tokenizer(texts, add_special_tokens=not config.chat, verbose=False)["input_ids"]
+    target_ids = tokenizer(targets, add_special_tokens=False, verbose=False)["input_ids"]
+    end = end_token_id(tokenizer, config.chat)
+    items = []
+    for row, text, ids, target in zip(rows, texts, encoded, target_ids, strict=True):
+        if not config.chat and ids and ids[-1] == tokenizer.eos_token_id:
+            ids = ids[:-1]  # tokenizers that close every text would end the response here
+        items.append(Item(text, tuple(ids), _answer(row), (*target, end), source, dict(row)))
+    return items
+
+
+def _prompt(source: str, row: Mapping[str, Any], config: DataConfig) -> list[dict[str, str]]:
+    """The messages of one row, the last one's content filled into the prompt template."""
+    question = row["question"]
+    messages = [{"role": "user", "content": question}]
+    if not isinstance(question, str):
+        if not config.chat:
+            raise ConfigError("data.chat", False, f"true, since {source} has lists of messages")
+        messages = [dict(message) for message in question]
+    filled = {**row, "question": messages[-1]["content"]}
+    messages[-1]["content"] = _fill("data.prompt_template", config.prompt_template, filled)
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+def _fill(key: str, template: str, row: Mapping[str, Any]) -> str:
+    """`template` with the row's fields; metadata's fields may be named without `metadata`."""
+    metadata = row.get("metadata")
+    fields = {**metadata, **row} if isinstance(metadata, Mapping) else row
+    fields = {**fields, "answer": _answer(row)}
+    try:
+        return template.format_map(fields)
+    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            key,
+            template,
+            f"fields among {', '.join(sorted(map(str, fields)))}; {{{{ and }}}} for braces "
+            f"({type(error).__name__}: {error})",
+        ) from error
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    return "" if row["answer"] is None else str(row["answer"])
+
+
+def _chat_texts(tokenizer: Any, prompts: list[Any], *, add_generation_prompt: bool) -> list[str]:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "data.chat", True, f"false, since {tokenizer.name_or_path} has no chat template"
+        )
+    return list(
+        tokenizer.apply_chat_template(
+            prompts, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    )

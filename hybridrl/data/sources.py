@@ -1,0 +1,185 @@
+"""Sources of questions: each gives rows, plain dicts with `question` and `answer`.
+
+Generated sources (reasoning_gym, function) have no end: rows are drawn until enough prompts differ.
+File sources (jsonl, parquet, huggingface) give all that they have.
+"""
+
+import difflib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from hybridrl.config import ConfigError, SourceConfig, SourceKind
+from hybridrl.config.dotted import load_function
+
+Row = dict[str, Any]
+
+GENERATED = frozenset({SourceKind.reasoning_gym, SourceKind.function})
+
+
+def rows(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
+    """Every row of `source`; `key` is its place in the config, for error messages.
+
+    `chunk` is how many rows of a generated source are made at a time. Raises ConfigError for a
+    name, a parameter, a file or a column that is not there.
+    """
+    if source.kind is SourceKind.reasoning_gym:
+        return _reasoning_gym(key, source, seed, chunk)
+    if source.kind is SourceKind.function:
+        return _function(key, source, seed)
+    return _with_columns(key, source, READERS[source.kind](key, source))
+
+
+def reasoning_gym_dataset(key: str, source: SourceConfig, seed: int, size: int) -> Any:
+    """The reasoning_gym dataset that `source` names, a `ProceduralDataset` of `size` items.
+
+    Raises ConfigError for an unknown name (with the near ones) and for parameters it refuses.
+    """
+    import reasoning_gym  # two seconds, which runs without it need not pay
+    from reasoning_gym.factory import DATASETS
+
+    if source.name not in DATASETS:
+        near = difflib.get_close_matches(source.name, DATASETS, n=5, cutoff=0.4)
+        near += [name for name in DATASETS if source.name and source.name in name]
+        hint = f", such as {', '.join(dict.fromkeys(near))}" if near else ""
+        raise ConfigError(
+            f"{key}.name", source.name, f"one of reasoning_gym's {len(DATASETS)} datasets{hint}"
+        )
+    if "size" in source.params:
+        raise ConfigError(f"{key}.params", source.params, "no size: data.size says how many")
+    try:
+        return reasoning_gym.create_dataset(
+            source.name, **{"seed": seed, **source.params}, size=size
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        fields = ", ".join(DATASETS[source.name][1].__dataclass_fields__)
+        raise ConfigError(
+            f"{key}.params",
+            source.params,
+            f"parameters that {source.name} takes: {fields} ({_one_line(error)})",
+        ) from error
+
+
+def _reasoning_gym(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
+    first = source.params.get("seed", seed)
+    params = {k: v for k, v in source.params.items() if k != "seed"}
+    bare = SourceConfig(kind=source.kind, name=source.name, params=params)
+    # Item i of a dataset is made from seed + i; a new chunk therefore goes on where the last ended.
+    for start in itertools.count(0, chunk):
+        dataset = reasoning_gym_dataset(key, bare, first + start, chunk)
+        for index in range(chunk):
+            try:
+                yield dataset[index]
+            except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                raise ConfigError(
+                    f"{key}.params",
+                    source.params,
+                    f"parameters with which {source.name} makes items ({_one_line(error)})",
+                ) from error
+
+
+def _function(key: str, source: SourceConfig, seed: int) -> Iterator[Row]:
+    make = cast(Callable[..., Iterable[Row]], load_function(f"{key}.name", source.name))
+    try:
+        made = iter(make(**{"seed": seed, **source.params}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}.params", source.params, f"what {source.name} takes ({_one_line(error)})"
+        ) from error
+    for row in made:
+        missing = [name for name in ("question", "answer") if name not in row]
+        if missing:
+            raise ConfigError(
+                f"{key}.name",
+                source.name,
+                f"a function that yields dicts with {' and '.join(missing)}, not {sorted(row)}",
+            )
+        yield row
+
+
+def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterator[Row]:
+    for row in read:
+        for column in ("prompt_column", "answer_column"):
+            if getattr(source, column) not in row:
+                raise ConfigError(f"{key}.{column}", getattr(source, column), sorted(row))
+        yield {
+            **row,
+            "question": row[source.prompt_column],
+            "answer": row[source.answer_column],
+        }
+
+
+def _jsonl(key: str, source: SourceConfig) -> Iterator[Row]:
+    with _existing(key, source).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{key}.name", source.name, f"one JSON object a line (line {number}: {error})"
+                ) from error
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{key}.name", source.name, f"one JSON object a line (line {number} has none)"
+                )
+            yield row
+
+
+def _parquet(key: str, source: SourceConfig) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = _existing(key, source)
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{key}.name", source.name, f"parquet ({_one_line(error)})") from error
+    return iter(table.to_pylist())
+
+
+def _huggingface(key: str, source: SourceConfig) -> Iterator[Row]:
+    import datasets
+
+    try:
+        if (Path(source.name) / "dataset_dict.json").exists():
+            splits = datasets.load_from_disk(source.name)
+            if source.split not in splits:
+                raise ConfigError(f"{key}.split", source.split, sorted(splits))
+            read = splits[source.split]
+        elif (Path(source.name) / "state.json").exists():
+            read = datasets.load_from_disk(source.name)
+        else:
+            read = datasets.load_dataset(source.name, split=source.split, **source.params)
+    except ConfigError:
+        raise
+    # load_dataset raises many kinds, from its network stack as well; each means the same here.
+    except Exception as error:
+        raise ConfigError(
+            f"{key}.name",
+            source.name,
+            f"a dataset of split {source.split} that opens ({_one_line(error)})",
+        ) from error
+    return iter(read)
+
+
+READERS: dict[SourceKind, Callable[[str, SourceConfig], Iterator[Row]]] = {
+    SourceKind.jsonl: _jsonl,
+    SourceKind.parquet: _parquet,
+    SourceKind.huggingface: _huggingface,
+}
+
+
+def _existing(key: str, source: SourceConfig) -> Path:
+    path = Path(source.name).expanduser()
+    if not source.name or not path.exists():
+        raise ConfigError(f"{key}.name", source.name, f"a {source.kind.value} file that exists")
+    return path
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]

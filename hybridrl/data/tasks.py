@@ -1,0 +1,57 @@
+"""Generated tasks of our own, for `kind: function` sources: endless iterators of rows.
+
+Both have responses whose lengths differ widely, which is what schedules are measured with.
+"""
+
+import random
+import string
+from collections.abc import Iterator
+from typing import Any
+
+
+def gcd_subtraction(seed: int, max_value: int = 40) -> Iterator[dict[str, Any]]:
+    """Greatest common divisor of two numbers up to `max_value`, the subtractions written out.
+
+    `12,8` has the answer `4` and `steps` `4,8>4,4`: the larger number less the smaller one, until
+    both are equal. The number of steps is the sum of the quotients of Euclid's algorithm, so the
+    lengths have a tail (to 40: p99 over p50 is about 4.5).
+    """
+    if max_value < 2:
+        raise ValueError(f"max_value {max_value}: wanted 2 or more")
+    draw = random.Random(seed)
+    while True:
+        a, b = draw.randint(1, max_value), draw.randint(1, max_value)
+        steps = [f"{x},{y}" for x, y in _subtractions(a, b)]
+        yield {
+            "question": f"{a},{b}",
+            "answer": steps[-1].split(",")[0] if steps else str(a),
+            "steps": ">".join(steps),
+            "num_steps": len(steps),
+        }
+
+
+def _subtractions(a: int, b: int) -> Iterator[tuple[int, int]]:
+    while a != b:
+        a, b = (a - b, b) if a > b else (a, b - a)
+        yield a, b
+
+
+def work(
+    seed: int, median: float = 10.0, spread: float = 0.9, max_work: int = 99
+) -> Iterator[dict[str, Any]]:
+    """Counting down from a number in the prompt, then the prompt's letters: a tail by choice.
+
+    `dkq4` has `steps` `4,3,2,1` and the answer `dkq`. The number is log-normal with `median` and
+    `spread` (standard deviation of the logarithm), cut off at `max_work`; p99 over p50 is
+    exp(2.33 spread), 8.1 at 0.9. A small model learns it soon, since each step is a local rule.
+    """
+    draw = random.Random(seed)
+    while True:
+        letters = "".join(draw.choices(string.ascii_lowercase, k=3))
+        count = min(max(1, round(draw.lognormvariate(0.0, spread) * median)), max_work)
+        yield {
+            "question": f"{letters}{count}",
+            "answer": letters,
+            "steps": ",".join(str(step) for step in range(count, 0, -1)),
+            "num_steps": count,
+        }
