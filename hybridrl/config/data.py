@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from omegaconf import MISSING
+
 from hybridrl.config.errors import ConfigError
 
 
@@ -23,7 +25,7 @@ class SourceConfig:
 
     kind: SourceKind = SourceKind.reasoning_gym
     """What reads it."""
-    name: str = ""
+    name: str = MISSING
     """reasoning_gym: the dataset's name; function: `package.module:name` or `/path/file.py:name`;
     otherwise a path, or a dataset's hub name."""
     params: dict[str, Any] = field(default_factory=dict)

@@ -57,6 +57,8 @@ class ModelConfig:
     """Shape of the model that is made when there is no path."""
 
     def __post_init__(self) -> None:
+        if self.path == "":
+            raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
         if self.tiny.num_heads % self.tiny.num_kv_heads:
             raise ConfigError(
                 "model.tiny.num_kv_heads",

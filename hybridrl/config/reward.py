@@ -36,6 +36,9 @@ class RewardConfig:
     """Verifier processes per rank."""
 
     def __post_init__(self) -> None:
+        for kind, key in ((RewardKind.regex, "pattern"), (RewardKind.function, "function")):
+            if self.kind is kind and not getattr(self, key):
+                raise ConfigError(f"reward.{key}", "null", f"a value, for reward.kind={kind.value}")
         if self.timeout_s <= 0:
             raise ConfigError("reward.timeout_s", self.timeout_s, "seconds above 0")
         if self.num_processes < 1:

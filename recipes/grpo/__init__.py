@@ -1,0 +1,74 @@
+"""Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300, section 4.1)."""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+from hybridrl.algorithms import advantages, losses
+from hybridrl.flow import Flow, recipe
+
+
+class OldLogProbs(Enum):
+    """Whose log-probabilities the ratio is taken against."""
+
+    rollout = "rollout"  # the rollout engine's, as sampled: no extra pass
+    trainer = "trainer"  # recomputed by the train engine before the update
+
+
+@dataclass(kw_only=True, slots=True)
+class GRPOConfig:
+    """Settings of GRPO; the defaults are DAPO's token mean without a KL term."""
+
+    group_size: int = 8
+    """Samples per prompt."""
+    std_normalise: bool = True
+    """Divide by the group's standard deviation; Dr.GRPO (arXiv 2503.20783) does not."""
+    skip_equal_groups: bool = True
+    """Leave out groups whose rewards are all equal: they have no advantage."""
+    old_log_probs: OldLogProbs = OldLogProbs.rollout
+    """Whose log-probabilities are the old policy's."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high; DAPO (arXiv 2503.14476) takes 0.28."""
+    dual_clip: float | None = None
+    """Bound of the loss for negative advantages (arXiv 1912.09729), above 1; null: none."""
+    kl_coef: float = 0.0
+    """Weight of the KL term to the reference policy; 0 needs no reference."""
+    kl: str = "k3"
+    """Estimator of that KL: k1, k2 or k3."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    normalise: str = "token"
+    """token (DAPO), sequence (GRPO) or constant (Dr.GRPO)."""
+
+
+@recipe("grpo")
+def grpo(flow: Flow, cfg: GRPOConfig) -> None:
+    """Sample groups, compare within each, take a clipped step."""
+    samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
+    samples = flow.reward.score(samples)
+    if cfg.skip_equal_groups:
+        samples = samples.filter(has_spread)
+    if cfg.old_log_probs is OldLogProbs.trainer:
+        samples = flow.actor.log_probs(samples)
+    if cfg.kl_coef:
+        samples = flow.reference.log_probs(samples)
+    samples = samples.by_group(
+        partial(advantages.group_relative, std_normalise=cfg.std_normalise)
+    )
+    loss = losses.ClippedLoss(
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip,
+        kl_coef=cfg.kl_coef,
+        kl=cfg.kl,
+        entropy_coef=cfg.entropy_coef,
+        normalise=cfg.normalise,
+    )
+    flow.actor.update(samples, loss=loss)
+
+
+def has_spread(rewards: list[float]) -> bool:
+    """Whether a group's rewards differ."""
+    return max(rewards) > min(rewards)
