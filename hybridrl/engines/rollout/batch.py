@@ -1,0 +1,180 @@
+"""The arrays of one forward pass of the rollout engine: who rides where, and what each reads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.sampling import SamplingBatch
+from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup
+
+Ints = npt.NDArray[np.int64]
+
+_GROUP_KEYS = 512  # keys whose gather and attention cost as much as one more group
+_GROUP_TOKENS = 4  # the same in tokens of a prefill
+_PREFILL_TOKENS = 4096  # tokens of one prefill pass, unless one prompt is longer
+
+
+def split(sizes: Sequence[int], overhead: int) -> list[tuple[int, int]]:
+    """Cut descending `sizes` into ranges [start, stop), each padded to its first size.
+
+    The cut of least cost, where a range costs `size * count + overhead`: exact dynamic programming
+    over at most 16 distinct sizes (finer differences are rounded up).
+    """
+    if not sizes:
+        return []
+    unit = -(-sizes[0] // 16)
+    rounded = [-(-size // unit) * unit for size in sizes]
+    edges = [i for i in range(len(sizes)) if i == 0 or rounded[i] != rounded[i - 1]]
+    edges.append(len(sizes))
+    best: list[tuple[int, int]] = [(0, 0)]
+    for stop in range(1, len(edges)):
+        best.append(
+            min(
+                (
+                    best[start][0]
+                    + rounded[edges[start]] * (edges[stop] - edges[start])
+                    + overhead,
+                    start,
+                )
+                for start in range(stop)
+            )
+        )
+    cuts, stop = [], len(edges) - 1
+    while stop:
+        start = best[stop][1]
+        cuts.append((edges[start], edges[stop]))
+        stop = start
+    return cuts[::-1]
+
+
+class DecodeBatch:
+    """The running sequences, longest first, for as long as none joins or leaves.
+
+    All grow by one token a step, so the order by length stays and groups of like length are
+    contiguous rows. `counts` [rows] are response tokens so far, `slots` [rows] the rows' places in
+    the engine's block tables.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[Request, int, int]],
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        rows = sorted(rows, key=lambda row: -row[2])
+        self.requests = [request for request, _, _ in rows]
+        self.slots: Ints = np.array([slot for _, slot, _ in rows])
+        self.positions: Ints = np.array([length - 1 for _, _, length in rows])
+        self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
+        self.sampling = _sampling(self.requests, vocab_size, device)
+        pages = [length // block_size + 1 for _, _, length in rows]
+        self._cuts = split(pages, -(-_GROUP_KEYS // block_size))
+        self._device = device
+        last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
+        self._tokens = torch.tensor(last, device=device)
+
+    def inputs(self, pool: KVPool, tables: Ints) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+        """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
+        size = pool.block_size
+        tables = tables[self.slots]
+        page, offset = np.divmod(self.positions, size)
+        written = tables[np.arange(len(page)), page] * size + offset
+        positions = torch.from_numpy(self.positions).to(self._device, copy=True)
+        groups = [
+            PagedGroup(
+                start=start,
+                rows=stop - start,
+                queries=1,
+                pages=_tensor(tables[start:stop, : page[start] + 1].reshape(-1), self._device),
+                positions=positions[start:stop, None],
+            )
+            for start, stop in self._cuts
+        ]
+        return PagedBatch(pool, _tensor(written, self._device), groups), self._tokens, positions
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """The drawn `tokens` [rows] are the pending ones of the next step."""
+        self._tokens = tokens
+        self.positions += 1
+        self.counts += 1
+
+
+def _sampling(requests: list[Request], vocab_size: int, device: torch.device) -> SamplingBatch:
+    params = [request.sampling for request in requests]
+    temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
+    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+    return SamplingBatch(
+        temperature=temperature,
+        plain=all(p.temperature in (0, 1) for p in params),
+        greedy=greedy if any(p.temperature == 0 for p in params) else None,
+        top_k=top_k if any(0 < p.top_k < vocab_size for p in params) else None,
+        top_p=top_p if any(p.top_p < 1 for p in params) else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens to cache at positions `start`, `start` + 1, ... of a sequence that has `blocks`."""
+
+    tokens: list[int]
+    start: int
+    blocks: list[int]
+
+
+def prefill_batches(
+    jobs: Sequence[Prefill], pool: KVPool, device: torch.device
+) -> Iterator[tuple[PagedBatch, torch.Tensor, torch.Tensor]]:
+    """Passes that cache the jobs' tokens: batch, token ids [tokens] and positions [tokens].
+
+    Jobs of like length are padded to the longest of their group; padding is written to block 0.
+    """
+    jobs = sorted(jobs, key=lambda job: -len(job.tokens))
+    pending: list[Sequence[Prefill]] = []
+    for start, stop in split([len(job.tokens) for job in jobs], _GROUP_TOKENS):
+        rows = max(1, _PREFILL_TOKENS // len(jobs[start].tokens))
+        for first in range(start, stop, rows):
+            group = jobs[first : min(first + rows, stop)]
+            used = sum(len(other) * len(other[0].tokens) for other in pending)
+            if pending and used + len(group) * len(group[0].tokens) > _PREFILL_TOKENS:
+                yield _prefill_batch(pending, pool, device)
+                pending = []
+            pending.append(group)
+    if pending:
+        yield _prefill_batch(pending, pool, device)
+
+
+def _prefill_batch(
+    groups: Sequence[Sequence[Prefill]], pool: KVPool, device: torch.device
+) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+    size = pool.block_size
+    paged, slots, ids, start = [], [], [], 0
+    for jobs in groups:
+        shape = (len(jobs), len(jobs[0].tokens))
+        token_ids, positions, written = (np.zeros(shape, np.int64) for _ in range(3))
+        pages = np.zeros((len(jobs), max(-(-(j.start + len(j.tokens)) // size) for j in jobs)), int)
+        for row, job in enumerate(jobs):
+            count = len(job.tokens)
+            used = job.blocks[: pages.shape[1]]
+            pages[row, : len(used)] = used
+            token_ids[row, :count] = job.tokens
+            positions[row, :count] = np.arange(job.start, job.start + count)
+            page, offset = np.divmod(positions[row, :count], size)
+            written[row, :count] = pages[row, page] * size + offset
+        queries = _tensor(positions, device)
+        paged.append(PagedGroup(start, *shape, _tensor(pages.reshape(-1), device), queries))
+        slots.append(_tensor(written.reshape(-1), device))
+        ids.append(_tensor(token_ids.reshape(-1), device))
+        start += shape[0] * shape[1]
+    positions_row = torch.cat([group.positions.reshape(-1) for group in paged])
+    return PagedBatch(pool, torch.cat(slots), paged), torch.cat(ids), positions_row
+
+
+def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

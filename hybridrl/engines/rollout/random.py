@@ -1,0 +1,53 @@
+"""Counter-based random numbers: what a sample draws depends on its key and the position alone.
+
+Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+
+Words = npt.NDArray[np.uint64]
+
+
+def stream_key(seed: int, prompt: int, branch: str = "", k: int = 0, attempt: int = 0) -> int:
+    """The 64-bit key of a sample's random stream, from the run's seed and the sample's identity."""
+    identity = repr((int(seed), int(prompt), str(branch), int(k), int(attempt)))
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+
+
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
+) -> tuple[Words, Words, Words, Words]:
+    """Philox4x32-10: 32-bit words (held in uint64, broadcast together) of one counter and key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for round_ in range(_ROUNDS):
+        bump0, bump1 = (np.uint64(round_ * weyl & 0xFFFFFFFF) for weyl in _WEYL)
+        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT) ^ c1 ^ ((k0 + bump0) & _LOW),
+            product1 & _LOW,
+            (product0 >> _SHIFT) ^ c3 ^ ((k1 + bump1) & _LOW),
+            product0 & _LOW,
+        )
+    return c0, c1, c2, c3
+
+
+def uniforms(
+    keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Uniforms in [0, 1) with 53 random bits for 64-bit `keys` at token `positions` (broadcast)."""
+    keys, positions = np.asarray(keys, np.uint64), np.asarray(positions).astype(np.uint64)
+    zero = np.uint64(0)
+    counter = (positions & _LOW, positions >> _SHIFT, zero, zero)
+    high, low, _, _ = philox4x32(counter, (keys & _LOW, keys >> _SHIFT))
+    bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
+    return bits.astype(np.float64) * 2.0**-53
