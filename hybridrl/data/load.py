@@ -5,12 +5,14 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from hybridrl.config import ConfigError, DataConfig
 from hybridrl.data.prompts import Item, make_items
 from hybridrl.data.sources import GENERATED, rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Data:
 
 def load_data(
     config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     max_context: int,
     max_new_tokens: int,
@@ -76,7 +78,7 @@ class _Collector:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         longest: int,
         max_context: int,
     ) -> None:
@@ -156,7 +158,9 @@ class _Collector:
         )
 
 
-def _warn_of_unknown_characters(items: Sequence[Item], tokenizer: PreTrainedTokenizerBase) -> None:
+def _warn_of_unknown_characters(
+    items: Sequence[Item], tokenizer: "PreTrainedTokenizerBase"
+) -> None:
     unk = tokenizer.unk_token_id
     if unk is None or unk == tokenizer.eos_token_id:
         return

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Item:
     """The source's whole row, for the verifier."""
 
 
-def end_token_id(tokenizer: PreTrainedTokenizerBase, chat: bool) -> int:
+def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
     """The token that ends a response: the chat template's end of turn, else end of text.
 
     Some chat models name another token as end of text than the one that closes a turn

@@ -1,0 +1,150 @@
+"""Verifiers: from a response to a number. Pure functions, built from the config.
+
+They run in sandboxed processes (see `hybridrl.rewards.pool`); nothing here imports torch or ray.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from hybridrl.config import ConfigError, RewardConfig, RewardKind, SourceConfig, SourceKind
+from hybridrl.config.dotted import load_function
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """One response to judge."""
+
+    prompt: str
+    """The text that the model read."""
+    response: str
+    """What it wrote."""
+    answer: str
+    """The expected answer."""
+    item: Mapping[str, Any] = field(default_factory=dict)
+    """The source's whole row."""
+    source: str = ""
+    """Name of the source in `data.sources`."""
+
+
+Judge = Callable[[RewardInput, str], float]
+"""Reward of an input whose judged text is the second argument."""
+
+
+def make_verifier(
+    config: RewardConfig, sources: Mapping[str, SourceConfig] | None = None
+) -> Callable[[RewardInput], float]:
+    """The function that `config` describes.
+
+    It takes the last match's first group of `extract` (the whole match where it has no group) as
+    the text to judge; without a match the reward is 0. `sources` (`data.sources`) is needed by
+    kind=dataset, whose scorers depend on the dataset's parameters. Raises ConfigError.
+    """
+    judge = _JUDGES[config.kind](config, sources or {})
+    extract = _compile("reward.extract", config.extract) if config.extract is not None else None
+
+    def verify(item: RewardInput) -> float:
+        text = item.response if extract is None else last_match(extract, item.response)
+        return 0.0 if text is None else as_reward(judge(item, text))
+
+    return verify
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The first group of the pattern's last match in `text` (all of it without groups), or None."""
+    found = None
+    for found in pattern.finditer(text):  # noqa: B007 (the last one is wanted)
+        pass
+    return None if found is None else found.group(min(1, pattern.groups))
+
+
+def as_reward(value: object) -> float:
+    """`value` as a finite float; raises TypeError or ValueError where it is none."""
+    if not isinstance(value, Real):
+        raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}, wanted a finite number")
+    return reward
+
+
+def _exact(config: RewardConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+    return lambda item, text: float(text == item.answer)
+
+
+def _regex(config: RewardConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+    if config.pattern is None:
+        raise ConfigError("reward.pattern", None, "a regular expression, for reward.kind=regex")
+    pattern = config.pattern
+    _compile("reward.pattern", pattern.replace("{answer}", "answer"))
+    return lambda item, text: float(
+        re.fullmatch(pattern.replace("{answer}", re.escape(item.answer)), text) is not None
+    )
+
+
+def _math(config: RewardConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+    """math-verify on its own; both time limits off, since they need SIGALRM in a main thread."""
+    import logging
+
+    # It warns once that its limits are off; ours is the pool's.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    from math_verify import parse, verify
+
+    @functools.lru_cache(maxsize=4096)
+    def expected(answer: str) -> Any:
+        bare = parse(answer, parsing_timeout=None)
+        return bare or parse(f"${answer}$", parsing_timeout=None)
+
+    def judge(item: RewardInput, text: str) -> float:
+        given = parse(text, parsing_timeout=None)
+        return float(verify(expected(item.answer), given, timeout_seconds=None))
+
+    return judge
+
+
+def _dataset(config: RewardConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+    """reasoning_gym's `score_answer`, of the dataset with the source's parameters."""
+    others = {n: s.kind.value for n, s in sources.items() if s.kind is not SourceKind.reasoning_gym}
+    if others or not sources:
+        raise ConfigError(
+            "reward.kind",
+            "dataset",
+            f"another kind, since only reasoning_gym has scorers (data.sources: {others})",
+        )
+    import reasoning_gym  # two seconds, which other verifiers need not pay
+
+    datasets = {
+        name: reasoning_gym.create_dataset(source.name, **{**source.params, "size": 1})
+        for name, source in sources.items()
+    }
+    return lambda item, text: float(datasets[item.source].score_answer(text, dict(item.item)))
+
+
+def _function(config: RewardConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+    if config.function is None:
+        raise ConfigError("reward.function", None, "a dotted path, for reward.kind=function")
+    function = load_function("reward.function", config.function)
+    # The value is checked by `as_reward`, whatever the user's function gives.
+    return lambda item, text: function(
+        prompt=item.prompt, response=text, answer=item.answer, item=dict(item.item)
+    )
+
+
+_JUDGES: dict[RewardKind, Callable[[RewardConfig, Mapping[str, SourceConfig]], Judge]] = {
+    RewardKind.dataset: _dataset,
+    RewardKind.exact: _exact,
+    RewardKind.regex: _regex,
+    RewardKind.math: _math,
+    RewardKind.function: _function,
+}
+
+
+def _compile(key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(key, pattern, f"a regular expression ({error})") from error

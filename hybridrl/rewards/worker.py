@@ -1,0 +1,76 @@
+"""What a verifier process runs: `python -m hybridrl.rewards.worker FD PARENT`.
+
+It reads pickles from its parent, which it trusts, and answers in JSON, since what judges a model's
+output is not to be trusted by the parent. It imports neither torch nor ray.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from hybridrl.config import ConfigError
+from hybridrl.rewards.verifiers import RewardInput, make_verifier
+
+MEMORY_LIMIT = 4 << 30
+"""Bytes of data (heap, anonymous maps) of one verifier process."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def limit_process(parent: int) -> None:
+    """Bound this process's memory, write no core dumps, and die when `parent` does (Linux)."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+
+def judge(verify: Callable[[RewardInput], float], item: RewardInput) -> list[object]:
+    """`[reward, None]`, or `[0.0, message]` where the verifier raises whatever it may."""
+    try:
+        return [verify(item), None]
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
+        return [0.0, f"{type(error).__name__}: {error}"[:500]]
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Get ready, say so, then judge chunk after chunk; one answer a sample, as soon as it is known.
+
+    The parent closes the connection to end the process.
+    """
+    limit_process(parent)
+    connection = Connection(descriptor)
+
+    def answer(value: object) -> None:
+        connection.send_bytes(json.dumps(value).encode())
+
+    config, sources, paths = connection.recv()
+    sys.path[:] = paths  # a user's module is found as in the parent
+    try:
+        verify = make_verifier(config, sources)
+    except ConfigError as error:
+        answer(["ConfigError", error.key, str(error.value), error.allowed])
+        return
+    except BaseException as error:
+        answer(["Error", f"{type(error).__name__}: {error}"])
+        return
+    answer(["ready"])
+    with contextlib.suppress(EOFError):
+        while True:
+            for item in connection.recv():
+                answer(judge(verify, RewardInput(*item)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
