@@ -37,8 +37,8 @@ class Stage:
     - GENERATE: `num_samples`, `branch` (of the samples' ids), `sampling` (what differs from the
       schedule's `Sampling`, by its field names).
     - ANSWERS: `column` (None: the dataset's answer), `branch`.
-    - COMPUTE `map`: `function`, called per sample with the `inputs` in order; returns the
-      `outputs`, as one value or as a tuple of them. COMPUTE `top_log_probs`: `k`.
+    - COMPUTE `map`: `function`, called per sample with the `inputs` in order; `returns`, the names
+      of what it gives (one value, or a tuple of several). COMPUTE `top_log_probs`: `k`.
     - BY_GROUP, BY_BATCH, FILTER: `function`; BY_BATCH also `grouped`.
     - JOIN: `prefix`, or `sides` for a pair.
     - TAKE: `num_groups`, `round_prompts` (None for both: the schedule's prompts per step),
@@ -93,6 +93,12 @@ class Graph:
             )
         assert all(name in self.stages for name in stage.upstream), stage
         self.stages[stage.name] = stage
+
+    def on_ranks(self) -> "Graph":
+        """The part that the ranks need, picklable: without the driver's stages and states."""
+        kinds = (Kind.GENERATE, Kind.ANSWERS, Kind.COMPUTE, Kind.UPDATE)
+        stages = {name: stage for name, stage in self.stages.items() if stage.kind in kinds}
+        return Graph(stages, dict(self.copies))
 
     def ancestors(self, name: str) -> frozenset[str]:
         """Names of all stages that `name` waits for, itself left out."""

@@ -136,7 +136,9 @@ class Actor(Scorer, Trainable):
         if num_samples < 1:
             raise ValueError(f"{stage_name!r}: got num_samples={num_samples}, wanted 1 or more")
         if greedy and temperature:
-            raise ValueError(f"{stage_name!r}: got greedy and temperature={temperature}, wanted one")
+            raise ValueError(
+                f"{stage_name!r}: got greedy and temperature={temperature}, wanted one"
+            )
         sampling = {
             "temperature": 0.0 if greedy else temperature,
             "top_p": top_p,

@@ -213,7 +213,9 @@ class Stream:
         stage_name = name or f"join_{prefix.rstrip('_')}"
         self._check_related(other, stage_name)
         if not prefix:
-            raise ValueError(f"join {stage_name!r}: got an empty prefix, wanted one, like 'greedy_'")
+            raise ValueError(
+                f"join {stage_name!r}: got an empty prefix, wanted one, like 'greedy_'"
+            )
         if other.num_samples not in (1, self.num_samples):
             raise ValueError(
                 f"join {stage_name!r}: got {other.num_samples} samples a prompt, "

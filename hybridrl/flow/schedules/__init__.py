@@ -1,0 +1,34 @@
+"""Schedules by name. A schedule decides when and where each sample's next subtask runs."""
+
+from dataclasses import dataclass
+
+from hybridrl.flow.sample import Sample, SampleId
+
+SCHEDULES = {
+    "serial": "hybridrl.flow.schedules.serial:SerialSchedule",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """When a stage ran, by the executor's clock (seconds)."""
+
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step: the batch in training order, and everything else that was dispatched.
+
+    `samples` were trained on (or collected), `dropped` maps every other sample to the reason.
+    `metrics` are the updates' own under `<role>/<name>`, counts under `samples/<name>`, and the
+    recipe's numbers under `state/<name>`. `spans` are the stages as they ran.
+    """
+
+    step: int
+    samples: tuple[Sample, ...]
+    dropped: dict[SampleId, str]
+    metrics: dict[str, float]
+    spans: tuple[StageSpan, ...]

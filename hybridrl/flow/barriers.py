@@ -1,0 +1,135 @@
+"""The stages that the driver runs itself, on scalars: by_group, by_batch, filter, join.
+
+Each takes samples in training order and gives samples in training order. What the recipe's own
+functions return is checked here, since it is known only now.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrl.flow.batch import Ledger, groups
+from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.sample import Sample
+
+
+def run_barrier(
+    stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
+) -> list[Sample]:
+    """Run a driver stage on its upstream's samples; `others` are a join's second stream."""
+    match stage.kind:
+        case Kind.BY_GROUP:
+            for group in groups(samples):
+                _write(stage, group, _call(stage, group))
+            return samples
+        case Kind.BY_BATCH:
+            _by_batch(stage, samples)
+            return samples
+        case Kind.FILTER:
+            return _filter(stage, samples, ledger)
+        case Kind.JOIN if "sides" in stage.options:
+            return _pair(stage, samples, others, ledger)
+        case Kind.JOIN:
+            return _join(stage, samples, others, ledger)
+    raise AssertionError(f"{stage.kind} is no stage of the driver's")
+
+
+def _call(stage: Stage, samples: Sequence[Sample]) -> Any:
+    return stage.options["function"](*([s.scalars[x] for s in samples] for x in stage.inputs))
+
+
+def _by_batch(stage: Stage, samples: list[Sample]) -> None:
+    if not stage.options["grouped"]:
+        _write(stage, samples, _call(stage, samples))
+        return
+    grouped = groups(samples)
+    inputs = ([[s.scalars[x] for s in group] for group in grouped] for x in stage.inputs)
+    result = stage.options["function"](*inputs)
+    for column, values in zip(stage.outputs, _columns(stage, result), strict=True):
+        if len(values) != len(grouped):
+            raise ValueError(_wrong_length(stage, column, len(values), len(grouped), "groups"))
+        for group, group_values in zip(grouped, values, strict=True):
+            _write_column(stage, column, group, group_values)
+
+
+def _filter(stage: Stage, samples: list[Sample], ledger: Ledger) -> list[Sample]:
+    kept = []
+    for group in groups(samples):
+        if _call(stage, group):
+            kept += group
+        else:
+            ledger.leave(group, f"filter: {stage.name}")
+    return kept
+
+
+def _join(
+    stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
+) -> list[Sample]:
+    """Lend the partner's scalars; a single partner serves its whole group."""
+    prefix: str = stage.options["prefix"]
+    partners = {group[0].id.prompt: group for group in groups(others)}
+    kept = []
+    for group in groups(samples):
+        found = partners.get(group[0].id.prompt, [])
+        by_k = {partner.id.k: partner for partner in found}
+        for sample in group:
+            partner = by_k.get(sample.id.k) if len(found) != 1 else found[0]
+            if partner is None:
+                ledger.leave([sample], f"join: no partner in {stage.name}")
+                continue
+            for name in stage.outputs:
+                sample.scalars[name] = partner.scalars[name.removeprefix(prefix)]
+            kept.append(sample)
+    ledger.leave(others, f"join: lent its scalars to {stage.name}")
+    return kept
+
+
+def _pair(
+    stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
+) -> list[Sample]:
+    """Partners side by side, those of one prompt together."""
+    first, second = stage.options["sides"]
+    partners = {(other.id.prompt, other.id.k): other for other in others}
+    kept = []
+    for sample in samples:
+        partner = partners.pop((sample.id.prompt, sample.id.k), None)
+        if partner is None:
+            ledger.leave([sample], f"pair: no partner in {stage.name}")
+            continue
+        sample.scalars["side"], partner.scalars["side"] = first, second
+        kept += [sample, partner]
+    ledger.leave(partners.values(), f"pair: no partner in {stage.name}")
+    return kept
+
+
+def _write(stage: Stage, samples: Sequence[Sample], result: Any) -> None:
+    for column, values in zip(stage.outputs, _columns(stage, result), strict=True):
+        _write_column(stage, column, samples, values)
+
+
+def _columns(stage: Stage, result: Any) -> Sequence[Any]:
+    """One sequence per output of the stage."""
+    num = len(stage.outputs)
+    if num == 0:
+        if result is not None:
+            raise ValueError(f"{stage.name!r} has no outputs but returned {type(result).__name__}")
+        return ()
+    if num == 1:
+        return (result,)
+    if not isinstance(result, tuple) or len(result) != num:
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(f"{stage.name!r} returned {got}, wanted a tuple: {list(stage.outputs)}")
+    return result
+
+
+def _write_column(stage: Stage, column: str, samples: Sequence[Sample], values: Any) -> None:
+    if not hasattr(values, "__len__") or len(values) != len(samples):
+        got = len(values) if hasattr(values, "__len__") else type(values).__name__
+        raise ValueError(_wrong_length(stage, column, got, len(samples), "samples"))
+    for sample, value in zip(samples, values, strict=True):
+        sample.scalars[column] = float(value)
+
+
+def _wrong_length(stage: Stage, column: str, got: object, wanted: int, of: str) -> str:
+    return (
+        f"{stage.name!r} returned {got} values of {column!r}, wanted one for each of {wanted} {of}"
+    )

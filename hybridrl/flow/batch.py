@@ -1,0 +1,150 @@
+"""Bookkeeping that every schedule shares: which samples there are, and what became of them."""
+
+from collections.abc import Iterable, Sequence
+
+from hybridrl.flow.executor import Computed, Finished, Phase, Sampling
+from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.sample import Sample, SampleId, Span
+
+
+class Ledger:
+    """What became of every sample of a step.
+
+    States of a sample: dispatched -> used (trained on or collected) or dropped with a reason.
+    Leaving a stream is not the end, since another stream may hold the sample: `leave` notes the
+    reason, and `settle` drops what nothing has used by then.
+
+    Invariants: an id is dispatched once; `settle` accounts for every id exactly once; a sample is
+    never both used and dropped.
+
+    Example: samples a, b are dispatched, a filter lets b go, the update reads a. Then `settle` gives
+    {b: "filter: has_spread"} and a is used.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[SampleId, Sample] = {}
+        self._used: dict[SampleId, Sample] = {}
+        self._reasons: dict[SampleId, str] = {}
+
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        """Every sample that was dispatched, in that order."""
+        return tuple(self._samples)
+
+    def dispatch(self, samples: Iterable[Sample]) -> None:
+        """Samples begin."""
+        for sample in samples:
+            assert sample.id not in self._samples, f"sample {sample.id} was dispatched twice"
+            self._samples[sample.id] = sample
+
+    def use(self, samples: Iterable[Sample]) -> None:
+        """An update or a collect has read these; actor and critic may read the same."""
+        for sample in samples:
+            assert sample.id in self._samples, f"sample {sample.id} was never dispatched"
+            self._used[sample.id] = sample
+
+    def leave(self, samples: Iterable[Sample], reason: str) -> None:
+        """These left a stream; the first reason counts."""
+        for sample in samples:
+            assert sample.id in self._samples, f"sample {sample.id} was never dispatched"
+            self._reasons.setdefault(sample.id, reason)
+
+    def settle(self) -> tuple[list[Sample], dict[SampleId, str]]:
+        """Close the step: the used samples in the order of use, the dropped ones with reasons."""
+        dropped = {}
+        for id, sample in self._samples.items():
+            if id not in self._used:
+                sample.dropped = dropped[id] = self._reasons.get(id, "unused: no update reads it")
+        return list(self._used.values()), dropped
+
+
+def phase_of(stage: Stage) -> Phase | None:
+    """The phase that a stage runs in when nothing is overlapped; None is any.
+
+    Forward passes go through the train engine, so they need its shards.
+    """
+    if stage.kind is Kind.GENERATE:
+        return Phase.GENERATE
+    if stage.kind is Kind.UPDATE:
+        return Phase.TRAIN
+    if stage.kind is Kind.COMPUTE and stage.method not in ("map", "score"):
+        return Phase.TRAIN
+    return None
+
+
+def ready(stage: Stage, sample: Sample) -> bool:
+    """Whether the sample has every field that a per-sample stage reads."""
+    return all(sample.has(name) for name in stage.inputs)
+
+
+def generation_first(stages: Sequence[Stage]) -> list[Stage]:
+    """The recipe's order with samples made first, so that ranks change phase as seldom as can be.
+
+    Nothing moves across an update, since it changes the weights.
+    """
+    order: list[Stage] = []
+    made: list[Stage] = []
+    rest: list[Stage] = []
+    for stage in stages:
+        if stage.kind in (Kind.PROMPTS, Kind.GENERATE, Kind.ANSWERS):
+            made.append(stage)
+        else:
+            rest.append(stage)
+        if stage.kind is Kind.UPDATE:
+            order += made + rest
+            made, rest = [], []
+    return order + made + rest
+
+
+def before_take(graph: Graph) -> tuple[Stage | None, frozenset[str]]:
+    """The graph's `take`, if any, and the names of the stages that run once per round for it."""
+    take = next((s for s in graph.stages.values() if s.kind is Kind.TAKE), None)
+    return take, graph.ancestors(take.name) if take else frozenset()
+
+
+def new_samples(stage: Stage, positions: Iterable[int]) -> list[list[Sample]]:
+    """The samples that a GENERATE or ANSWERS stage makes: one list per prompt, in order of k."""
+    branch, num_samples = stage.options["branch"], stage.options.get("num_samples", 1)
+    return [
+        [Sample(id=SampleId(position, branch, k)) for k in range(num_samples)]
+        for position in positions
+    ]
+
+
+def sampling_of(stage: Stage, default: Sampling) -> Sampling:
+    """The run's sampling settings with what the stage says otherwise."""
+    given = {name: getattr(default, name) for name in Sampling.__slots__}
+    return Sampling(**{**given, **stage.options["sampling"]})
+
+
+def record_finished(stage: Stage, sample: Sample, event: Finished) -> None:
+    """Write a finished response into the sample's metadata."""
+    assert sample.rank < 0, f"sample {sample.id} finished twice"
+    sample.rank = event.rank
+    sample.prompt_tokens = event.prompt_tokens
+    sample.response_tokens = event.response_tokens
+    if event.response_tokens:
+        sample.spans = (*sample.spans, Span(0, event.response_tokens, event.version))
+    sample.scalars["finish"] = event.finish
+    sample.tensors.update(set(stage.outputs) - set(stage.scalars))
+
+
+def record_computed(stage: Stage, samples: dict[SampleId, Sample], event: Computed) -> None:
+    """Write what a per-sample stage has made into the metadata of `event.ids`."""
+    assert event.stage == stage.name, f"an event of {event.stage!r} while {stage.name!r} runs"
+    missing = set(stage.outputs) - set(event.scalars) - set(event.tensors)
+    assert not missing or not event.ids, f"stage {stage.name!r} did not make {sorted(missing)}"
+    for i, id in enumerate(event.ids):
+        sample = samples[id]
+        for name, values in event.scalars.items():
+            value = values[i]
+            sample.scalars[name] = value if isinstance(value, str | int) else float(value)
+        sample.tensors.update(event.tensors)
+
+
+def groups(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Samples by prompt, prompts and samples in the order they come."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.id.prompt, []).append(sample)
+    return list(found.values())
