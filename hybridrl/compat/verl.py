@@ -16,9 +16,11 @@ from hybridrl.workers.dispatch import Dispatch, dispatched_methods
 _FUNCTION_MODULES = ("verl.trainer.ppo.core_algos", "verl.utils.reward_score")
 
 
-def environment(use_gpu: bool) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Variables that verl reads at import; they must be set in the driver and in every worker."""
-    if use_gpu:
+    import torch
+
+    if torch.cuda.is_available():
         return {"VERL_USE_EXTERNAL_PLUGINS": "none"}
     return {
         "VERL_PLATFORM": "cpu",
@@ -114,7 +116,7 @@ def subgroup(group: Any, ranks: list[int]) -> Any:
 
 def function(name: str) -> Callable[..., Any]:
     """verl's function `name` (an advantage estimator, a policy loss, a scorer)."""
-    os.environ.update({k: v for k, v in environment(False).items() if k not in os.environ})
+    os.environ.update({k: v for k, v in environment().items() if k not in os.environ})
     for module in map(importlib.import_module, _FUNCTION_MODULES):
         if callable(found := getattr(module, name, None)):
             return partial(found)

@@ -55,7 +55,7 @@ class RayExecutor:
             mine = slice(rank, None, self.group.size)
             if ids[mine]:
                 call = self.group.call_place(
-                    rank, stage.name, tuple(ids[mine]), tuple(prompts[mine])
+                    rank, stage, tuple(ids[mine]), tuple(prompts[mine])
                 )
                 self._pending[call] = rank
 
@@ -75,7 +75,7 @@ class RayExecutor:
                 {x: sample.scalars[x] for x in stage.inputs if x in sample.scalars}
                 for sample in by_rank[rank]
             )
-            self._pending[self.group.call_compute(rank, stage.name, ids, fields)] = rank
+            self._pending[self.group.call_compute(rank, stage, ids, fields)] = rank
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one, in the order they were started."""
@@ -107,7 +107,7 @@ class RayExecutor:
             )
             scalars = {id: wanted[id] for ids in mini_batches for id in ids}
             shares.append(UpdateShare(mini_batches, scalars, tuple(parcels[rank])))
-        return self.group.update(stage.name, shares)
+        return self.group.update(stage, shares)
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Let the ranks forget samples."""

@@ -2,19 +2,21 @@
 
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ClusterConfig, ConfigError
 
 
 @contextmanager
-def ray_runtime(config: ClusterConfig, env: dict[str, str]) -> Iterator[Any]:
+def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Iterator[Any]:
     """Join the cluster at `cluster.address`, or start a local one; yields the ray module.
 
-    A local cluster has its own temporary directory and more logical CPUs than ranks, since Ray's
+    The workers' logs of a local cluster are kept in `logs`. It has its own temporary directory and more logical CPUs than ranks, since Ray's
     CPUs are only tickets: the ranks' threads are set by `cluster.threads_per_rank`.
     """
     os.environ.update(env)
@@ -40,6 +42,17 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str]) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+        if config.address is None:
+            _keep_logs(Path(temp), logs)
+
+
+def _keep_logs(temp: Path, logs: Path) -> None:
+    """Keep what the workers printed, and delete Ray's temporary directory."""
+    logs.mkdir(parents=True, exist_ok=True)
+    for file in temp.glob("session_2*/logs/worker-*"):
+        if file.suffix in (".out", ".err") and file.stat().st_size:
+            shutil.copy(file, logs)
+    shutil.rmtree(temp, ignore_errors=True)
 
 
 def ranks_placement(ray: Any, config: ClusterConfig, use_gpu: bool) -> Any:

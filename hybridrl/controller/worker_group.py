@@ -10,7 +10,7 @@ from hybridrl.config import Config, ConfigError, OptimConfig
 from hybridrl.controller.data_plane import RayDataPlane
 from hybridrl.controller.runtime import ranks_placement
 from hybridrl.flow.executor import Command, Phase
-from hybridrl.flow.graph import Graph
+from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.rank import RankWorker, Reply, Span, UpdateShare
 
@@ -32,7 +32,7 @@ class WorkerGroup:
         self.ray, self.config, self.on_span = ray, config, on_span
         use_gpu = torch.cuda.is_available()
         placement = ranks_placement(ray, config.cluster, use_gpu)
-        env = verl.environment(use_gpu) | {
+        env = verl.environment() | {
             "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -98,7 +98,7 @@ class WorkerGroup:
         return answers
 
     def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> None:
-        """Take up a recipe's stages with a fresh optimizer."""
+        """Make a recipe's roles and a fresh optimizer on every rank."""
         self.gather(self._group.begin(graph, optim, total_updates))
 
     def enter(self, phase: Phase) -> list[dict[str, float]]:
@@ -111,7 +111,7 @@ class WorkerGroup:
         """`moves[source][destination]` lists ids; answers with references in the same shape."""
         return self.gather(self._group.export(moves, [fields] * self.size))
 
-    def update(self, stage: str, shares: list[UpdateShare]) -> dict[str, float]:
+    def update(self, stage: Stage, shares: list[UpdateShare]) -> dict[str, float]:
         """One pass over an update's mini-batches; metrics are equal on all ranks."""
         return self.gather(self._group.update([stage] * self.size, shares))[0]
 
@@ -145,13 +145,13 @@ class WorkerGroup:
         return self._ranks[instance].advance(instance, list(commands), steps)[0]
 
     def call_place(
-        self, rank: int, stage: str, ids: tuple[SampleId, ...], items: tuple[Any, ...]
+        self, rank: int, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
     ) -> Any:
         """Start making samples of the dataset's targets on one rank."""
         return self._ranks[rank].place(stage, ids, items)[0]
 
     def call_compute(
-        self, rank: int, stage: str, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
+        self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
     ) -> Any:
         """Start a per-sample stage on one rank."""
         return self._ranks[rank].compute(stage, ids, scalars)[0]

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.data.items import Item
+from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
@@ -39,11 +39,14 @@ class Actor:
     ) -> None:
         self.config, self.store, self.device = config, store, device
         rollout = config.rollout
+        self.mesh = init_device_mesh(
+            device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
+        )
         self.train_engine = TrainEngine(
             model_path,
             model=config.model,
             trainer=config.trainer,
-            mesh=init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
+            mesh=self.mesh,
             temperature=rollout.temperature or 1.0,
         )
         model_config = AutoConfig.from_pretrained(model_path)
@@ -57,6 +60,7 @@ class Actor:
             max_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
         )
         self.stop_token_ids = _stop_token_ids(tokenizer, model_path, rollout.stop)
+        self.rollout.sleep()
         self.phase = Phase.TRAIN
         self.generating_version = -1
         self._items: dict[SampleId, tuple[Item, int]] = {}
@@ -64,7 +68,12 @@ class Actor:
 
     def describe(self) -> dict[str, Any]:
         """What is worth logging about the actor."""
-        return self.train_engine.describe()
+        parameters = self.train_engine.named_shards().values()
+        return {
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "attention": self.train_engine.attention.value,
+            "device": str(self.device),
+        }
 
     def close(self) -> None:
         """Nothing to end."""
@@ -94,7 +103,7 @@ class Actor:
                 self.train_engine.named_shards(), self.rollout.parameters(), dist.group.WORLD
             )
             report = {"bytes_received": switch.bytes_received, "seconds": switch.seconds}
-            self.rollout.weights_updated()
+            self.rollout.update_weights(())  # the tensors are written; cached prompts are stale
             self.generating_version = self.train_engine.version
         if self.phase is Phase.TRAIN:
             self.train_engine.offload()
@@ -207,9 +216,8 @@ class Reference:
             model_path,
             model=config.model,
             trainer=config.trainer,
-            mesh=actor.train_engine.mesh,
+            mesh=actor.mesh,
             temperature=config.rollout.temperature or 1.0,
-            trainable=False,
         )
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:

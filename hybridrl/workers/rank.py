@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from hybridrl.config import Config, ConfigError, OptimConfig
-from hybridrl.data.items import Item
+from hybridrl.data import Item
 from hybridrl.flow.executor import Advanced, Command, Computed, Finished, Phase, Placed
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
@@ -56,7 +56,7 @@ class UpdateShare:
 class RankWorker:
     """One rank of the colocated pool.
 
-    States: made -> `setup` (process group, weights) -> `begin` (a recipe's stages) -> phases, any
+    States: made -> `setup` (process group, weights) -> `begin` (a recipe's roles) -> phases, any
     number of times. In GENERATE the rollout engine holds the actor's newest weights; in TRAIN the
     training shards and the optimizer are in place. Samples stay in `store` from the call that
     made them until `release`.
@@ -68,7 +68,6 @@ class RankWorker:
         self.rank, self.world_size = rank, world_size
         self.config, self.model_path, self.data_plane = config, model_path, data_plane
         self.store = SampleStore()
-        self.stages: dict[str, Stage] = {}
         self.roles: dict[str, Role] = {}
         self._spans: list[Span] = []
 
@@ -92,7 +91,7 @@ class RankWorker:
             self.actor = Actor(self.config, self.model_path, self.tokenizer, self.store, device)
         self.roles = {
             "actor": self.actor,
-            "reward": RewardModel(self.config.reward, self.tokenizer, self.store),
+            "reward": RewardModel(self.config, self.tokenizer, self.store),
         }
         return self._reply(
             {"pid": os.getpid(), "node": os.uname().nodename, **self.actor.describe()}
@@ -100,8 +99,7 @@ class RankWorker:
 
     @dispatch(Dispatch.SAME)
     def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> Reply:
-        """Take up a recipe's stages, make the roles that it needs, start a fresh optimizer."""
-        self.stages = graph.stages
+        """Make the roles that a recipe needs and start a fresh optimizer."""
         self.actor.train_engine.reset_optimizer(optim, total_updates)
         for name in graph.roles:
             if name in self.roles:
@@ -143,7 +141,7 @@ class RankWorker:
     # -- per-sample stages -------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def place(self, name: str, ids: tuple[SampleId, ...], items: tuple[Item, ...]) -> Reply:
+    def place(self, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Item, ...]) -> Reply:
         """Make the dataset's targets the responses of new samples (supervised training)."""
         placed = []
         for id, item in zip(ids, items, strict=True):
@@ -151,21 +149,20 @@ class RankWorker:
             num_prompt, num_target = len(item.prompt_ids), len(item.target_ids)
             self.store.add(id, StoredSample(num_target, item, {"tokens": tokens}))
             placed.append(Finished(id, self.rank, num_prompt, num_target, "stop", -1))
-        return self._reply(Placed(name, tuple(placed)))
+        return self._reply(Placed(stage.name, tuple(placed)))
 
     @dispatch(Dispatch.SAME)
     def compute(
-        self, name: str, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
+        self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
     ) -> Reply:
         """Run a per-sample stage on samples that live here; `scalars` are the driver's fields."""
-        stage = self.stages[name]
         with self._span(stage.method or stage.name):
             if stage.method == "map":
                 made, tensors = run_map(stage, self.store, ids, scalars)
             else:
                 assert stage.role is not None
                 made, tensors = self.roles[stage.role].compute(stage, ids)
-        return self._reply(Computed(name, ids, made, tensors))
+        return self._reply(Computed(stage.name, ids, made, tensors))
 
     # -- training ----------------------------------------------------------------------------
 
@@ -181,10 +178,8 @@ class RankWorker:
         return self._reply(parcels)
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, name: str, share: UpdateShare) -> Reply:
+    def update(self, stage: Stage, share: UpdateShare) -> Reply:
         """Train on this rank's share of every mini-batch; metrics are the same on all ranks."""
-        stage = self.stages[name]
-        assert stage.role is not None
         with self._span("fetch"):
             for parcel in self.data_plane.get(list(share.parcels)):
                 self.store.accept(parcel)

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.config import RewardConfig
+from hybridrl.config import Config
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import SampleId
-from hybridrl.rewards.pool import RewardInput, RewardPool
+from hybridrl.rewards import RewardInput, RewardPool
 from hybridrl.workers.store import SampleStore
 
 Scalars = dict[str, tuple[float | int | str, ...]]
@@ -30,10 +30,10 @@ class RewardModel:
     """A programmatic verifier in sandboxed processes."""
 
     def __init__(
-        self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, store: SampleStore
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, store: SampleStore
     ) -> None:
         self.tokenizer, self.store = tokenizer, store
-        self.pool = RewardPool(config)
+        self.pool = RewardPool(config.reward, config.data.sources)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Decode and judge; a verifier that fails marks its sample and scores 0."""

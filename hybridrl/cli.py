@@ -1,0 +1,112 @@
+"""`hybridrl train | eval | report`: the rest of the line is Hydra overrides."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridrl.config import ConfigError
+
+USAGE = """usage: hybridrl COMMAND [OVERRIDES]
+
+  train    post-train a model by a recipe        hybridrl train --help
+  eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
+  report   render a run's page                   hybridrl report RUN
+
+A run ends with one JSON line on stdout. Errors a user can mend are one line on stderr, exit 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the command line; exits the process."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], None]] = {
+        "train": lambda rest: _run("train", rest),
+        "eval": lambda rest: _run("evaluate_only", rest),
+        "report": _report,
+    }
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if args else 2)
+    if args[0] not in commands:
+        _fail(f"{args[0]}: wanted one of {', '.join(commands)}", 2)
+    try:
+        commands[args[0]](args[1:])
+    except ConfigError as error:
+        _fail(str(error), 2)
+
+
+def _run(action: str, args: list[str]) -> None:
+    """Check the overrides, then let Hydra compose the config(s) and call the job for each."""
+    import hydra
+    from omegaconf import DictConfig
+
+    from hybridrl.config import compose
+
+    compose.register()
+    _check(args)
+
+    @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")
+    def job(composed: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        composed.run.dir = HydraConfig.get().runtime.output_dir
+        try:
+            _job(action, compose.to_config(composed))
+        except ConfigError as error:
+            _fail(str(error), 2)
+
+    sys.argv = [f"hybridrl {'train' if action == 'train' else 'eval'}", *args]
+    job()
+
+
+def _check(args: list[str]) -> None:
+    """One-line errors before Hydra's own; its options pass through."""
+    from hybridrl.config import compose
+
+    informational = {"--help", "-h", "--hydra-help", "--version", "--info", "-i"}
+    overrides, config_dir, skip = [], None, False
+    for i, arg in enumerate(args):
+        if skip:
+            skip = False
+        elif arg in informational:
+            return
+        elif arg in ("--config-dir", "-cd"):
+            config_dir, skip = (args[i + 1] if i + 1 < len(args) else None), True
+        elif arg.startswith("--config-dir="):
+            config_dir = arg.partition("=")[2]
+        elif arg in ("--cfg", "-c", "--package", "-p", "--config-name", "-cn"):
+            skip = True
+        elif not arg.startswith("-"):
+            overrides.append(arg)
+    compose.check(overrides, config_dir)
+
+
+def _job(action: str, config: Any) -> None:
+    from hybridrl.controller import job
+
+    try:
+        result = getattr(job, action)(config)
+    except KeyboardInterrupt:
+        _fail(f"interrupted; the run directory is {config.run.dir}", 130)
+    except (job.WorkerError, job.TrainingStopped, OSError) as error:
+        _fail(f"{error}; the run directory is {config.run.dir}", 1)
+    print(json.dumps(result), flush=True)
+
+
+def _report(args: list[str]) -> None:
+    from pathlib import Path
+
+    from hybridrl.telemetry.report import render
+
+    if len(args) != 1:
+        _fail("hybridrl report: wanted one run directory", 2)
+    print(render(Path(args[0])))
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"hybridrl: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""A run from its config to its last line: bring-up, warm start, the recipe, evaluation, records."""
+
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from hybridrl.checkpoint.keep import to_keep
+from hybridrl.compat import verl
+from hybridrl.config import Config, OptimConfig
+from hybridrl.controller.evaluate import evaluate, evaluation_graph
+from hybridrl.controller.executor import RayExecutor
+from hybridrl.controller.prepare import Prepared, prepare
+from hybridrl.controller.runtime import ray_runtime
+from hybridrl.controller.worker_group import WorkerError, WorkerGroup
+from hybridrl.data import PromptStream
+from hybridrl.flow import Graph
+from hybridrl.flow.executor import Sampling
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.schedules import StepResult
+from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.telemetry import Telemetry
+from hybridrl.workers.rank import Span
+
+__all__ = ["TrainingStopped", "WorkerError", "evaluate_only", "train"]
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot usefully go on; the message says why."""
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run warm start and recipe; returns the result that the command line prints."""
+    started = time.time()
+    prepared = prepare(config)
+    with _job(config, prepared) as job:
+        job.warm_start()
+        before = job.evaluate()
+        job.run_recipe()
+        after = job.evaluate(final=True)
+        job.finish()
+    return {
+        "accuracy_before": before["eval_accuracy"],
+        "accuracy_after": after["eval_accuracy"],
+        "seconds": round(time.time() - started, 1),
+        "run": config.run.dir,
+    }
+
+
+def evaluate_only(config: Config) -> dict[str, Any]:
+    """Evaluate the model on the held-out items; returns the metrics."""
+    prepared = prepare(config)
+    with _job(config, prepared) as job:
+        metrics = job.evaluate(final=True)
+    return {**metrics, "run": config.run.dir}
+
+
+@contextmanager
+def _job(config: Config, prepared: Prepared) -> Iterator["Job"]:
+    """A job with its ranks up; on the way out, whatever happened, no process is left."""
+    total = config.warm_start.steps + config.trainer.steps
+    run_dir = Path(config.run.dir)
+    with (
+        Telemetry(run_dir, config.telemetry, total) as telemetry,
+        ray_runtime(config.cluster, verl.environment(), run_dir / "logs") as ray,
+    ):
+        telemetry.stage("starting the ranks")
+        job = Job(config, prepared, telemetry, ray)
+        try:
+            yield job
+            job.group.close()
+        finally:
+            job.group.kill()
+
+
+class Job:
+    """The parts of a run. `step` counts optimizer iterations over warm start and recipe."""
+
+    def __init__(
+        self, config: Config, prepared: Prepared, telemetry: Telemetry, ray: Any
+    ) -> None:
+        self.config, self.prepared, self.telemetry = config, prepared, telemetry
+        self.step = 0
+        self.bad_steps = 0
+        self.group = WorkerGroup(ray, config, prepared.model_path, self._on_span)
+        described = self.group.setup()[0]
+        telemetry.event("ranks", **described)
+        self.executor = RayExecutor(self.group, config.trainer, self._on_switch)
+        self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
+        self.evaluation = evaluation_graph(config.eval.num_samples)
+        self._saved: dict[int, float | None] = {}  # step of each checkpoint: held-out accuracy
+
+    # -- phases --------------------------------------------------------------------------------
+
+    def warm_start(self) -> None:
+        """The supervised phase, where the config asks for one."""
+        warm = self.config.warm_start
+        if self.prepared.warm_start is not None:
+            self._fit(
+                "warm_start", self.prepared.warm_start, warm.steps, warm.prompts_per_step,
+                warm.optim, updates_per_step=1,
+            )  # fmt: skip
+
+    def run_recipe(self) -> None:
+        """The recipe's own steps."""
+        trainer = self.config.trainer
+        self._fit(
+            "rl", self.prepared.graph, trainer.steps, trainer.prompts_per_step,
+            trainer.optim, updates_per_step=trainer.epochs * trainer.mini_batches,
+        )  # fmt: skip
+
+    def _fit(
+        self, name: str, graph: Graph, steps: int, prompts_per_step: int,
+        optim: OptimConfig, updates_per_step: int,
+    ) -> None:  # fmt: skip
+        rollout = self.config.rollout
+        self.telemetry.phase(name, steps, self.step)
+        self.group.begin(graph, optim, steps * updates_per_step)
+        schedule = SerialSchedule(
+            graph,
+            self.executor,
+            self.prompts,
+            sampling=Sampling(
+                rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
+            ),
+            decode_steps=rollout.decode_steps,
+            prompts_per_step=prompts_per_step,
+        )
+        for _ in range(steps):
+            self.step += 1
+            start = time.time()
+            result = schedule.run_step(self.step)
+            self._record(result, time.time() - start)
+            last = self.step == self.config.warm_start.steps + self.config.trainer.steps
+            if name == "rl" and not last:
+                self._evaluate_and_save()
+
+    def _evaluate_and_save(self) -> None:
+        done = self.step - self.config.warm_start.steps
+        every, save_every = self.config.eval.every, self.config.trainer.save_every
+        accuracy = None
+        if every and done % every == 0:
+            accuracy = self.evaluate()["eval_accuracy"]
+        if save_every and done % save_every == 0:
+            self._save(accuracy)
+
+    # -- evaluation and checkpoints ------------------------------------------------------------
+
+    def evaluate(self, final: bool = False) -> dict[str, float]:
+        """Held-out metrics, recorded at the present step."""
+        self.telemetry.stage("evaluating")
+        start = time.time()
+        metrics, samples = evaluate(
+            self.config, self.evaluation, self.executor, self.prepared.data.eval, self.step
+        )
+        self.telemetry.log(self.step, metrics)
+        self.telemetry.event("evaluation", step=self.step, seconds=time.time() - start, **metrics)
+        return metrics
+
+    def _save(self, accuracy: float | None) -> None:
+        self.telemetry.stage("saving")
+        folder = Path(self.config.run.dir) / "checkpoints"
+        path = folder / f"step_{self.step:06d}"
+        self.group.save(str(path))
+        self._saved[self.step] = accuracy
+        self.telemetry.event("checkpoint", step=self.step, path=str(path), accuracy=accuracy)
+        kept = to_keep(self._saved, self.config.trainer.keep_last)
+        for step in self._saved.keys() - kept:
+            del self._saved[step]
+            shutil.rmtree(folder / f"step_{step:06d}")
+
+    def finish(self) -> None:
+        """Save the final model."""
+        self.telemetry.stage("saving")
+        final = Path(self.config.run.dir) / "final"
+        self.group.save(str(final))
+        self.telemetry.event("checkpoint", step=self.step, path=str(final))
+
+    # -- records -------------------------------------------------------------------------------
+
+    def _on_span(self, rank: int, span: Span) -> None:
+        self.telemetry.span(f"rank {rank}", span.name, span.start, span.stop, self.step)
+
+    def _on_switch(self, reports: list[dict[str, float]]) -> None:
+        self.telemetry.event(
+            "switch",
+            step=self.step,
+            bytes_received=[int(report["bytes_received"]) for report in reports],
+            seconds=max(report["seconds"] for report in reports),
+        )
+
+    def _record(self, result: StepResult, seconds: float) -> None:
+        metrics = step_metrics(result, seconds)
+        for span in result.spans:
+            self.telemetry.span("driver", span.name, span.start, span.stop, self.step)
+        self.telemetry.log(self.step, metrics)
+        self.telemetry.lengths(self.step, [sample.response_tokens for sample in result.samples])
+        self.telemetry.samples(self.step, self._texts(result.samples))
+        self._check_finite(metrics)
+
+    def _texts(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        shown = samples[: self.config.telemetry.samples_per_step]
+        by_rank: dict[int, list[SampleId]] = defaultdict(list)
+        for sample in shown:
+            by_rank[sample.rank].append(sample.id)
+        texts = self.group.texts(by_rank)
+        return [
+            {
+                "id": str(sample.id),
+                "prompt": texts[sample.id][0],
+                "response": texts[sample.id][1],
+                "reward": sample.scalars.get("reward"),
+                "status": sample.scalars.get("reward_status"),
+                "tokens": sample.response_tokens,
+                "finish": sample.scalars.get("finish"),
+                "advantage": sample.scalars.get("advantage"),
+            }
+            for sample in shown
+        ]
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        """Report a step whose loss was not finite; stop after too many in a row."""
+        if not metrics.get("bad_steps"):
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
+        if self.bad_steps >= self.config.trainer.max_bad_steps:
+            raise TrainingStopped(
+                f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
+                f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"
+                f" {self.step}; the parameters are those before them"
+            )
+
+
+def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
+    """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
+    samples = result.samples
+    metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
+    metrics |= {"step_s": seconds, "dropped": float(len(result.dropped))}
+    for span in result.spans:
+        key = f"{span.name}_s"
+        metrics[key] = metrics.get(key, 0.0) + span.stop - span.start
+    rewards = [float(s.scalars["reward"]) for s in samples if "reward" in s.scalars]
+    if rewards:
+        metrics |= {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards)}
+    for status in ("error", "timeout"):
+        found = sum(s.scalars.get("reward_status") == status for s in samples)
+        if rewards:
+            metrics[f"reward_{status}"] = float(found)
+    lengths = sorted(sample.response_tokens for sample in samples)
+    if lengths:
+        metrics |= {
+            "response_tokens_mean": fmean(lengths),
+            "response_tokens_p10": float(lengths[len(lengths) // 10]),
+            "response_tokens_p90": float(lengths[len(lengths) * 9 // 10]),
+            "response_tokens_max": float(lengths[-1]),
+            "tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
+            "samples_per_s": len(samples) / seconds,
+        }
+    return metrics
