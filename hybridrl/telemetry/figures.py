@@ -1,0 +1,205 @@
+"""Numbers of a run as the report's charts and tiles show them: pure functions on `RunData`."""
+
+import statistics
+from typing import Any
+
+from hybridrl.telemetry.rundata import RunData, StepKey
+
+_PHASES = {"warm_start": "warm start", "rl": "reinforcement learning", "evaluation": "evaluation"}
+_MAX_POINTS = 4000  # a series beyond it is thinned evenly, its ends kept
+_LENGTH_BINS = 40
+
+# Title, unit, keys with their labels. The first key gives the value beside the title.
+_CHARTS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "accuracy": (
+        "Held-out accuracy",
+        "",
+        {"eval_accuracy": "accuracy", "eval_pass_at_k": "pass@k"},
+    ),
+    "reward": ("Reward", "", {"reward_mean": "mean reward"}),
+    "loss": ("Loss", "", {"loss": "loss"}),
+    "grad_norm": ("Gradient norm", "", {"grad_norm": "gradient norm"}),
+    "entropy": ("Entropy", "nats per token", {"entropy": "entropy"}),
+    "kl": ("KL from the policy that generated", "nats per token", {"approx_kl": "KL"}),
+    "response_tokens": ("Response length", "tokens", {"response_tokens_mean": "mean"}),
+    "tokens_per_s": ("Throughput", "tokens/s", {"tokens_per_s": "tokens/s"}),
+}
+_BAND = ("response_tokens_p10", "response_tokens_p90")
+_TROUBLE = {
+    "dropped": "samples dropped",
+    "reward_error": "reward errors",
+    "reward_timeout": "reward timeouts",
+}
+
+
+def phases(run: RunData) -> list[dict[str, Any]]:
+    """The phases with their range on the common axis and their wall seconds."""
+    out: list[dict[str, Any]] = []
+    for name in run.offsets:
+        keys = [key for key in run.metrics if key.phase == name]
+        times = [run.metrics[key]["time"] for key in keys if "time" in run.metrics[key]]
+        # A phase begins where the one before it ended, in steps and in time.
+        first = out[-1]["last"] if out else min(key.x for key in keys)
+        start = out[-1]["end"] if out else run.started
+        end = max(times, default=start)
+        out.append(
+            {
+                "name": name,
+                "label": _PHASES.get(name, name.replace("_", " ")),
+                "first": first,
+                "last": max(key.x for key in keys),
+                "end": end,
+                "seconds": None if end is None or start is None else max(0.0, end - start),
+            }
+        )
+    return out
+
+
+def headline(run: RunData) -> dict[str, Any] | None:
+    """Accuracy before and after: the last evaluation of the warm start and the last of all.
+
+    Without a warm start, before is the first evaluation. None if there were fewer than one.
+    """
+    points = [(key, value) for key, value in run.series("eval_accuracy") if value is not None]
+    if not points:
+        return None
+    warm_end = max((key.x for key in run.metrics if key.phase == "warm_start"), default=None)
+    early = [p for p in points if warm_end is not None and p[0].x <= warm_end]
+    before, after = (early[-1] if early else points[0]), points[-1]
+    return {
+        "before": before[1],
+        "after": after[1],
+        "num_before": "after the warm start" if early else f"step {before[0].step}",
+        "num_after": f"step {after[0].step}",
+    }
+
+
+def tiles(run: RunData) -> list[dict[str, Any]]:
+    """The few numbers at the top, beside accuracy and duration; troubles only if there were any."""
+    out: list[dict[str, Any]] = []
+    trained = {
+        phase: sum(key.phase == phase and "loss" in row for key, row in run.metrics.items())
+        for phase in run.offsets
+    }
+    steps = {phase: count for phase, count in trained.items() if count}
+    if steps:
+        note = ", ".join(f"{_PHASES.get(p, p)} {n}" for p, n in steps.items())
+        out.append({"label": "Steps", "text": f"{sum(steps.values()):,}", "note": note})
+    speed = [v for key, v in run.series("tokens_per_s") if v is not None and key.phase == "rl"]
+    if speed:
+        text = f"{statistics.median(speed):,.0f}"
+        out.append({"label": "Tokens per second", "text": text, "note": "median of the steps"})
+    moved = [row.get("bytes") for row in run.events if row.get("kind") == "switch"]
+    numbers = [count for count in moved if isinstance(count, int | float)]
+    if numbers:
+        note = f"{len(numbers):,} weight switches"
+        out.append({"label": "Weights moved", "bytes": sum(numbers), "note": note})
+    bad = sum(row.get("kind") == "bad_step" for row in run.events)
+    troubles = {"steps skipped": bad} | {
+        label: int(sum(value or 0 for _, value in run.series(key)))
+        for key, label in _TROUBLE.items()
+    }
+    found = [f"{count:,} {label}" for label, count in troubles.items() if count]
+    if found:
+        out.append({"label": "Troubles", "text": found[0], "note": ", ".join(found[1:])})
+    return out
+
+
+def charts(run: RunData) -> list[dict[str, Any]]:
+    """Every metric as a chart: accuracy first, then the known ones, then whatever else is there."""
+    out = []
+    shown: set[str] = {*_BAND}
+    for id_, (title, unit, keys) in _CHARTS.items():
+        shown |= keys.keys()
+        series = [_series(run, key, label) for key, label in keys.items() if run.series(key)]
+        if not series:
+            continue
+        group = "hero" if id_ == "accuracy" else "main"
+        chart = {"id": id_, "title": title, "unit": unit, "group": group, "series": series}
+        if id_ in ("accuracy", "reward"):
+            chart["range"] = _unit_range(series)
+        if id_ == "response_tokens":
+            chart["band"] = _band(run)
+        if id_ == "loss":
+            out += _split(chart)
+        else:
+            out.append(chart)
+    for key in run.metric_names:
+        if key not in shown:
+            title = key.replace("_", " ")
+            series = [_series(run, key, title)]
+            out.append({"id": key, "title": title, "unit": "", "group": "more", "series": series})
+    return out
+
+
+def lengths(run: RunData) -> dict[str, Any] | None:
+    """Response lengths of the first and the last RL step in common bins, as shares of the step."""
+    steps: dict[StepKey, list[int]] = {}
+    for row in run.lengths:
+        values = row.get("lengths")
+        if isinstance(values, list) and values:
+            steps[run.key(row)] = [int(v) for v in values]
+    chosen = sorted(key for key in steps if key.phase == "rl") or sorted(steps)
+    if not chosen:
+        return None
+    ends = list(dict.fromkeys([chosen[0], chosen[-1]]))
+    low = min(min(steps[key]) for key in ends)
+    high = max(max(steps[key]) for key in ends)
+    width = max(1, -(-(high - low + 1) // _LENGTH_BINS))
+    starts = range(low - low % width, high + 1, width)
+    sets = []
+    for key, color in zip(ends, ("first", "rl") if len(ends) > 1 else ("rl",), strict=True):
+        values = steps[key]
+        counts = dict.fromkeys(starts, 0)
+        for value in values:
+            counts[value - value % width] += 1
+        sets.append(
+            {
+                "label": f"step {key.step}",
+                "color": color,
+                "mean": statistics.fmean(values),
+                "longest": max(values),
+                "shares": [[start, count / len(values)] for start, count in counts.items()],
+            }
+        )
+    return {"width": width, "sets": sets}
+
+
+def _series(run: RunData, key: str, label: str) -> dict[str, Any]:
+    points = [
+        {"x": at.x, "y": value, "phase": at.phase, "step": at.step} for at, value in run.series(key)
+    ]
+    return {"key": key, "label": label, "points": _thin(points)}
+
+
+def _band(run: RunData) -> list[dict[str, Any]]:
+    low, high = (dict(run.series(key)) for key in _BAND)
+    points = []
+    for at in low:
+        if low[at] is not None and high.get(at) is not None:
+            points.append({"x": at.x, "low": low[at], "high": high[at], "phase": at.phase})
+    return _thin(points)
+
+
+def _split(chart: dict[str, Any]) -> list[dict[str, Any]]:
+    """One chart per phase: a supervised loss and a policy loss are different quantities."""
+    out = []
+    series = chart["series"][0]
+    for phase in dict.fromkeys(point["phase"] for point in series["points"]):
+        points = [point for point in series["points"] if point["phase"] == phase]
+        title = {"warm_start": "Supervised loss", "rl": "Policy loss"}.get(phase, chart["title"])
+        id_ = f"{chart['id']}_{phase}"
+        out.append(chart | {"id": id_, "title": title, "series": [series | {"points": points}]})
+    return out
+
+
+def _unit_range(series: list[dict[str, Any]]) -> list[float] | None:
+    values = [point["y"] for one in series for point in one["points"] if point["y"] is not None]
+    return [0.0, 1.0] if values and min(values) >= 0 and max(values) <= 1 else None
+
+
+def _thin(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if len(points) <= _MAX_POINTS:
+        return points
+    stride = -(-len(points) // _MAX_POINTS)
+    return [*points[:-1:stride], points[-1]]

@@ -1,0 +1,81 @@
+"""One self-contained page about a run: no server, no network, nothing beside the file itself.
+
+The data is gathered here and embedded as JSON; `page/*.js` draws it at the width of the screen.
+"""
+
+import string
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.telemetry.figures import charts, headline, lengths, phases, tiles
+from hybridrl.telemetry.records import dump, write_atomic
+from hybridrl.telemetry.rundata import RunData, load
+from hybridrl.telemetry.tables import events, samples, switches, timelines
+
+_RECORDS = ("run.json", "metrics.jsonl", "events.jsonl", "trace.json")
+
+
+def render(run_dir: Path) -> Path:
+    """Write `report.html` into a run directory and return its path.
+
+    Missing, empty or truncated files are left out of the page. To show the final state, render
+    after the run's `Telemetry` has closed. Raises `ConfigError` if the directory holds no run.
+    """
+    run_dir = Path(run_dir)
+    if not any((run_dir / name).is_file() for name in _RECORDS):
+        raise ConfigError("run", run_dir, "a run directory (one that holds run.json)")
+    page = files("hybridrl.telemetry") / "page"
+    parts = {name: (page / name).read_text("utf-8") for name in _page_files()}
+    report = run_dir / "report.html"
+    run = load(run_dir)
+    html = string.Template(parts["page.html"]).substitute(
+        title=_escape(f"{run.name} · hybridrl"),
+        style=parts["page.css"],
+        script=parts["charts.js"] + parts["page.js"],
+        # `<` never appears in the embedded JSON, so no text of a model can end the script element.
+        data=dump(gather(run)).replace("<", "\\u003c"),
+    )
+    write_atomic(report, html)
+    return report
+
+
+def gather(run: RunData) -> dict[str, Any]:
+    """Everything that the page shows, as JSON."""
+    known = phases(run)
+    shown, note = samples(run)
+    return {
+        "name": run.name,
+        "directory": run.directory,
+        "state": run.state,
+        "reason": run.status.get("reason") or "",
+        "started": _clock(run.started),
+        "duration": run.seconds,
+        "headline": headline(run),
+        "tiles": tiles(run),
+        "phases": known,
+        "charts": charts(run),
+        "timelines": timelines(run),
+        "lengths": lengths(run),
+        "switches": switches(run),
+        "samples": shown,
+        "samples_note": note,
+        "events": events(run),
+        "config": run.config,
+        "environment": [[key, str(value)] for key, value in run.environment.items()],
+        "made": _clock(time.time()),
+    }
+
+
+def _page_files() -> tuple[str, ...]:
+    return ("page.html", "page.css", "charts.js", "page.js")
+
+
+def _clock(when: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if when else ""
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,162 @@
+"""A run directory as it is read back, whatever has become of it."""
+
+import contextlib
+import math
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.telemetry.records import parse, read_lines
+from hybridrl.telemetry.trace import Span, read_spans
+
+_CONFIGS = ("config.yaml", "config.json", ".hydra/config.yaml")
+_NOT_METRICS = {"step", "time", "phase"}
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class StepKey:
+    """A step of a phase, at `x` on the axis that counts over all phases."""
+
+    x: int
+    phase: str
+    step: int
+
+
+@dataclass(kw_only=True)
+class RunData:
+    """What the files of a run directory hold. `metrics` is merged per step, in order of `x`."""
+
+    name: str
+    directory: str
+    status: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[StepKey, dict[str, Any]] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    lengths: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    config: str = ""
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `failed`, `interrupted`; `killed` if its process is gone."""
+        state = str(self.status.get("state", "unknown"))
+        pid, host = self.status.get("pid"), self.status.get("host")
+        if state != "running" or host != socket.gethostname() or not isinstance(pid, int):
+            return state
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "killed"
+        except PermissionError:  # it lives, as another user
+            return state
+        return state
+
+    @property
+    def started(self) -> float | None:
+        """Seconds since the epoch."""
+        times = [self.status.get("started"), *(row.get("time") for row in self.metrics.values())]
+        return min((t for t in times if isinstance(t, int | float)), default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall seconds from the start to the end, or to the last record of a run without one."""
+        ended = self.status.get("ended")
+        rows = [*self.metrics.values(), *self.events]
+        times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
+        last = ended if isinstance(ended, int | float) else max(times, default=None)
+        return None if last is None or self.started is None else max(0.0, last - self.started)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Machine and versions."""
+        environment = self.status.get("environment")
+        return environment if isinstance(environment, dict) else {}
+
+    def key(self, record: dict[str, Any]) -> StepKey:
+        """Where a record belongs."""
+        phase, step = str(record.get("phase") or "rl"), _step(record)
+        return StepKey(self.offsets.get(phase, 0) + step, phase, step)
+
+    def series(self, name: str) -> list[tuple[StepKey, float | None]]:
+        """A metric over the steps that have it; None where it was not finite."""
+        return [
+            (key, finite(row[name]))
+            for key, row in self.metrics.items()
+            if row.get(name) is not None and is_number(row[name])
+        ]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Every metric that some step has, in order of first appearance."""
+        names = dict.fromkeys(name for row in self.metrics.values() for name in row)
+        return [name for name in names if name not in _NOT_METRICS and self.series(name)]
+
+
+def load(run_dir: Path) -> RunData:
+    """Read a run directory. What is missing or cut off is left out."""
+    status = _read_json(run_dir / "run.json")
+    run = RunData(
+        name=run_dir.resolve().name,
+        directory=str(run_dir),
+        status=status,
+        events=read_lines(run_dir / "events.jsonl"),
+        samples=read_lines(run_dir / "samples.jsonl"),
+        lengths=read_lines(run_dir / "lengths.jsonl"),
+        spans=read_spans(run_dir / "trace.json"),
+        config=next((_text(run_dir / n) for n in _CONFIGS if (run_dir / n).is_file()), ""),
+    )
+    rows = [row for row in read_lines(run_dir / "metrics.jsonl") if is_number(row.get("step"))]
+    run.offsets = _offsets(rows)
+    for row in rows:  # in file order: a step that was run again after a resume replaces the first
+        key = run.key(row)
+        run.metrics.setdefault(key, {}).update(row)
+    order = {phase: number for number, phase in enumerate(run.offsets)}
+    run.metrics = dict(sorted(run.metrics.items(), key=lambda kv: (kv[0].x, order[kv[0].phase])))
+    return run
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a number, None for one that is not finite."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number, or the text that stands for one that is not finite."""
+    if isinstance(value, str):
+        return value in {"NaN", "Infinity", "-Infinity"}
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _offsets(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Steps before each phase on the common axis: 0 where steps already count over all phases."""
+    ranges: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        phase, step = str(row.get("phase") or "rl"), _step(row)
+        low, high = ranges.get(phase, (step, step))
+        ranges[phase] = (min(low, step), max(high, step))
+    offsets, end = {}, 0
+    for phase, (low, high) in ranges.items():
+        # A phase may begin with an evaluation at the very step at which the one before it ended.
+        offsets[phase] = end if low < end else 0
+        end = max(end, offsets[phase] + high)
+    return offsets
+
+
+def _step(record: dict[str, Any]) -> int:
+    step = record.get("step", 0)
+    return int(step) if is_number(step) and finite(step) is not None else 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value = parse(_text(path)) if path.is_file() else None
+    return value if isinstance(value, dict) else {}
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text("utf-8", "replace")
+    return ""

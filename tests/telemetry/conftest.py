@@ -1,0 +1,122 @@
+"""A made-up run that looks like a real one: two ranks, a warm start of 60 steps, 60 steps of RL."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.run import TelemetryConfig
+from hybridrl.telemetry.run import Telemetry
+
+WARM, RL = 60, 60
+HOSTILE = "<script>document.title = 'owned'</script><b>7</b>"
+
+
+def rank_spans(
+    telemetry: Telemetry, rng: random.Random, step: int, start: float, rl: bool
+) -> float:
+    """Spans of one step on the driver and two ranks; returns when it ended."""
+    stages = [("switch", 0.012), ("generate", 0.55), ("score", 0.04), ("log_probs", 0.09)]
+    now = start
+    for name, seconds in [*(stages if rl else []), ("update", 0.31)]:
+        ends = []
+        for rank in range(2):
+            end = now + seconds * rng.uniform(0.75, 1.0)
+            telemetry.span(f"rank {rank}", name, now, end, step, tokens=rng.randint(900, 1100))
+            ends.append(end)
+        telemetry.span("driver", name, now, max(ends), step)
+        now = max(ends) + 0.004
+    return now
+
+
+def rl_metrics(rng: random.Random, step: int) -> dict[str, float]:
+    """Metrics of RL step `step`, 1 to 60."""
+    done = step / RL
+    reward = 0.58 + 0.37 * (1 - math.exp(-3 * done)) + rng.gauss(0, 0.025)
+    length = 9 + 3 * done + rng.gauss(0, 0.3)
+    return {
+        "loss": rng.gauss(0, 0.012),
+        "grad_norm": 0.4 + abs(rng.gauss(0, 0.12)),
+        "lr": 3e-4,
+        "entropy": 0.42 * math.exp(-1.6 * done) + rng.gauss(0, 0.01),
+        "reward_mean": min(1.0, reward),
+        "reward_std": 0.4 - 0.2 * done,
+        "response_tokens_mean": length,
+        "response_tokens_p10": length - 4 - rng.random(),
+        "response_tokens_p90": length + 5 + rng.random(),
+        "response_tokens_max": 24,
+        "tokens_per_s": 4300 + rng.gauss(0, 220),
+        "samples_per_s": 256 + rng.gauss(0, 10),
+        "step_s": 0.95,
+        "approx_kl": abs(rng.gauss(2e-4, 1e-4)),
+        "clip_fraction": abs(rng.gauss(0.004, 0.002)),
+        "dropped": 0,
+        "reward_error": 1 if step == 17 else 0,
+        "reward_timeout": 0,
+    }
+
+
+def sample(rng: random.Random, step: int, k: int) -> dict[str, object]:
+    """One record of samples.jsonl."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    right = rng.random() < 0.6 + 0.35 * step / RL
+    hostile = step == RL and k == 0
+    return {
+        "id": f"{step * 32 + k}.{k}",
+        "prompt": f"sort: {a} {b} {a + b} -> ",
+        "response": HOSTILE if hostile else f"{min(a, b)} {max(a, b)} {a + b if right else a}.",
+        "reward": 1.0 if right and not hostile else 0.0,
+        "status": "ok",
+        "tokens": rng.randint(5, 20),
+        "finish": "stop",
+        "advantage": rng.gauss(0, 1),
+    }
+
+
+def write_run(run_dir: Path) -> Path:
+    """Write the whole run through `Telemetry` and return its directory."""
+    rng = random.Random(0)
+    config = TelemetryConfig(progress=False, tensorboard=False)
+    now = 1.7e9
+    with Telemetry(run_dir, config, WARM + RL) as telemetry:
+        telemetry.phase("warm_start", WARM)
+        for step in range(1, WARM + 1):
+            now = rank_spans(telemetry, rng, step, now, rl=False)
+            loss = 2.6 * math.exp(-step / 14) + 0.42 + rng.gauss(0, 0.03)
+            norm = 2.2 * math.exp(-step / 20) + abs(rng.gauss(0.3, 0.1))
+            telemetry.log(step, {"loss": loss, "grad_norm": norm, "tokens_per_s": 9100.0})
+            if step % 20 == 0:
+                accuracy = 0.6 * step / WARM + 0.004
+                telemetry.log(step, {"eval_accuracy": accuracy, "eval_pass_at_k": accuracy + 0.15})
+        telemetry.phase("rl", RL, first_step=WARM)
+        for step in range(WARM + 1, WARM + RL + 1):
+            number = step - WARM
+            now = rank_spans(telemetry, rng, step, now, rl=True)
+            metrics = rl_metrics(rng, number)
+            if number == 30:
+                metrics |= {"loss": math.nan, "grad_norm": math.inf}
+                telemetry.event("bad_step", step=step, loss=math.nan)
+            telemetry.event("switch", step=step, bytes=8_400_000, seconds=rng.uniform(9e-3, 14e-3))
+            telemetry.lengths(step, [int(rng.gauss(8 + number / 20, 3)) % 25 for _ in range(256)])
+            telemetry.samples(step, [sample(rng, number, k) for k in range(8)])
+            telemetry.log(step, metrics)
+            if number % 10 == 0:
+                accuracy = min(1.0, 0.6 + 0.35 * (1 - math.exp(-3.5 * number / RL)))
+                telemetry.log(step, {"eval_accuracy": accuracy, "eval_pass_at_k": 0.97})
+        telemetry.event("checkpoint", step=WARM + RL, path="checkpoints/final", bytes=12_600_000)
+    (run_dir / "config.yaml").write_text("recipe:\n  target: hybridrl.recipes.grpo.recipe:grpo\n")
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished synthetic run. Do not write into it: copy it first."""
+    return write_run(tmp_path_factory.mktemp("runs") / "sort-three-numbers")
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[[Path], Path]:
+    """Writes a synthetic run into a directory of your own."""
+    return write_run
