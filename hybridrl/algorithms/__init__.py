@@ -1,0 +1,49 @@
+"""Advantages, losses and KL estimators: pure functions, and the tables of their names.
+
+A table maps a name of the config to a dotted string, so that reading it imports nothing. A value
+`package.module:name` brings one's own; `verl:name` takes verl's function of that name, which keeps
+verl's arguments (padded tensors and a mask).
+"""
+
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.config import ConfigError
+from hybridrl.config.dotted import load_function
+
+ADVANTAGES: Mapping[str, str] = {
+    "group_relative": "hybridrl.algorithms.advantages:group_relative",
+}
+LOSSES: Mapping[str, str] = {
+    "clipped": "hybridrl.algorithms.losses:ClippedLoss",
+    "cross_entropy": "hybridrl.algorithms.losses:CrossEntropyLoss",
+}
+KL_ESTIMATORS: Mapping[str, str] = {
+    "k1": "hybridrl.algorithms.kl:k1",
+    "k2": "hybridrl.algorithms.kl:k2",
+    "k3": "hybridrl.algorithms.kl:k3",
+}
+NORMALISATIONS: Mapping[str, str] = {
+    "token": "hybridrl.algorithms.normalise:token",
+    "sequence": "hybridrl.algorithms.normalise:sequence",
+    "constant": "hybridrl.algorithms.normalise:constant",
+}
+
+
+def resolve(table: Mapping[str, str], key: str, name: str) -> Any:
+    """What `name` stands for: an entry of `table`, `verl:name` or `package.module:name`.
+
+    Raises ConfigError naming the config key `key` and the known names.
+    """
+    if name in table:
+        return pkgutil.resolve_name(table[name])
+    if name.startswith("verl:"):
+        # By string: only the controller's side may import verl.
+        return pkgutil.resolve_name("hybridrl.compat.verl:function")(name.removeprefix("verl:"))
+    if ":" in name:
+        return load_function(key, name)
+    raise ConfigError(key, name, [*table, "verl:<name>", "package.module:name"])
+
+
+__all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "NORMALISATIONS", "resolve"]
