@@ -17,8 +17,8 @@ class Ledger:
     Invariants: an id is dispatched once; `settle` accounts for every id exactly once; a sample is
     never both used and dropped.
 
-    Example: samples a, b are dispatched, a filter lets b go, the update reads a. Then `settle` gives
-    {b: "filter: has_spread"} and a is used.
+    Example: samples a, b are dispatched, a filter lets b go, the update reads a. Then `settle`
+    gives a as used and {b: "filter: has_spread"} as dropped.
     """
 
     def __init__(self) -> None:

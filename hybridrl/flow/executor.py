@@ -115,9 +115,9 @@ class Executor(Protocol):
     """The seam between a schedule and what runs it.
 
     `advance`, `compute` and `place` start work and return at once; `wait` blocks until at least one
-    piece has ended. `enter`, `update` and `release` are whole-group and block. At most one `advance` is in flight
-    per instance. Events of one call keep their order; schedules must not depend on the order of
-    different calls for anything that reaches the training batch.
+    piece has ended. `enter`, `update` and `release` are whole-group and block. At most one
+    `advance` is in flight per instance. Events of one call keep their order; schedules must not
+    depend on the order of different calls for anything that reaches the training batch.
     """
 
     clock: Clock

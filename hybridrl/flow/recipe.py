@@ -9,6 +9,8 @@ from hybridrl.flow.roles import Actor, Critic, Reference, Reward, RoleHandle, Te
 from hybridrl.flow.roles import source as make_source
 from hybridrl.flow.stream import Prompts, Stream
 
+ROLES = ("actor", "reference", "critic", "reward", "cost", "cost_critic", "teacher")
+
 
 class State:
     """One number of the recipe's own that lives in the driver and is checkpointed.
@@ -119,6 +121,10 @@ class Flow:
             raise ValueError(
                 f"copy {copy_name!r}: got update={update!r} with decay={decay}, "
                 "wanted 0 < decay < 1 for ewma and no decay for frozen"
+            )
+        if copy_name in ROLES:
+            raise ValueError(
+                f"copy {copy_name!r}: the name is a role's; wanted another than {', '.join(ROLES)}"
             )
         if copy_name in self.graph.copies:
             raise ValueError(

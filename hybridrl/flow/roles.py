@@ -237,8 +237,9 @@ def _loss_fields(
         found = next((c for c in candidates if c in stream.fields), None)
         if found is None:
             raise ValueError(
-                f"{stage_name!r}: the loss wants the field {field!r} (as {' or '.join(candidates)}),"
-                f" which no stage before it makes; available are {sorted(stream.fields)}"
+                f"{stage_name!r}: the loss wants the field {field!r} (as "
+                f"{' or '.join(candidates)}), which no stage before it makes; "
+                f"available are {sorted(stream.fields)}"
             )
         resolved[field] = found
     return resolved

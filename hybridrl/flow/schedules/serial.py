@@ -48,7 +48,7 @@ class SerialSchedule:
 
     Invariants: samples are trained in the stream's order, whatever the order in which they
     finished; prompts are dealt to instances by position in the step, all samples of a prompt to
-    one; every dispatched sample is used or dropped, and the ranks may forget it after the step.
+    one; every dispatched sample is used or dropped, and the ranks keep it until `release`.
 
     `prompts` gives positions (growing over the run) and prompts; the sampling settings hold where a
     stage does not say otherwise; `decode_steps` bound one call of an instance.
@@ -78,16 +78,22 @@ class SerialSchedule:
         Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
         recipe's function returns what does not fit.
         """
+        self.release()
         self._begin()
         batch = self._run_rounds() if self._take else self._pull(self.prompts_per_step)
         for stage in self._order:
             if stage.name not in batch:
                 self._run(stage, batch)
         used, dropped = self._ledger.settle()
-        self.executor.release(self._ledger.ids)
         return StepResult(
             step, tuple(used), dropped, self._summary(used, len(dropped)), tuple(self._spans)
         )
+
+    def release(self) -> None:
+        """Let the ranks forget the last step's samples; the next step does it by itself."""
+        if self._ledger.ids:
+            self.executor.release(self._ledger.ids)
+        self._ledger = Ledger()
 
     # -- prompts and rounds --------------------------------------------------------------------
 
@@ -165,7 +171,9 @@ class SerialSchedule:
                 case Kind.COLLECT:
                     self._ledger.use(upstream)
                 case _:
-                    batch[stage.name] = run_barrier(stage, upstream, sum(others, []), self._ledger)
+                    batch[stage.name] = run_barrier(
+                        stage, upstream, others[0] if others else [], self._ledger
+                    )
 
     def _generate(self, stage: Stage) -> list[Sample]:
         """Submit every group to its instance, then let the instances run until all is finished."""

@@ -1,0 +1,239 @@
+"""The serial schedule: exactly once, training order by identity, nothing chosen by time."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.flow import Flow, SampleId, Span, recipe
+from hybridrl.flow.batch import Ledger
+from hybridrl.flow.executor import Sampling
+from hybridrl.flow.sample import Sample
+from hybridrl.flow.schedules.serial import SerialSchedule
+
+
+class Loss:
+    fields = ("advantages", "old_log_probs", "reference_log_probs")
+
+
+@recipe("toy")
+def toy(flow: Flow, cfg: dict[str, Any]) -> None:
+    """GRPO with a filter, and a take where `cfg` has one."""
+    samples = flow.actor.generate(flow.prompts, num_samples=cfg.get("k", 2))
+    samples = flow.reward.score(samples)
+    samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
+    if "take" in cfg:
+        samples = samples.take(**cfg["take"])
+    samples = flow.reference.log_probs(samples)
+    samples = samples.by_group(lambda rewards: [r - max(rewards) for r in rewards])
+    flow.actor.update(samples, loss=Loss())
+
+
+def make(executor, cfg, *, prompts_per_step=4, decode_steps=5, num_prompts=10_000, graph=None):
+    return SerialSchedule(
+        graph or toy.build(cfg),
+        executor,
+        ((i, f"prompt {i}") for i in range(num_prompts)),
+        sampling=Sampling(max_new_tokens=20),
+        decode_steps=decode_steps,
+        prompts_per_step=prompts_per_step,
+    )
+
+
+def batch(result):
+    """What reaches training, and what becomes of the rest; where a sample lay is left out."""
+    rows = [(s.id, s.tokens, sorted(s.scalars.items()), sorted(s.tensors)) for s in result.samples]
+    return rows, result.dropped
+
+
+cases = given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    num_instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    decode_steps=st.tuples(st.integers(1, 25), st.integers(1, 25)),
+    k=st.integers(1, 4),
+    prompts_per_step=st.integers(1, 6),
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=7),
+    rewards=st.lists(
+        st.sampled_from([(0.0, "ok"), (1.0, "ok"), (0.0, "error"), (0.0, "timeout")]),
+        min_size=1,
+        max_size=5,
+    ),
+)
+
+
+def of_id(values):
+    return lambda id: values[(7 * id.prompt + 3 * id.k) % len(values)]
+
+
+@settings(max_examples=60, deadline=None)
+@cases
+def test_batch_is_the_same_whatever_the_timing(
+    virtual_executor, seeds, num_instances, decode_steps, k, prompts_per_step, lengths, rewards
+):
+    seen = []
+    for i in range(2):
+        executor = virtual_executor(num_instances[i], seeds[i], of_id(lengths), of_id(rewards))
+        schedule = make(
+            executor, {"k": k}, prompts_per_step=prompts_per_step, decode_steps=decode_steps[i]
+        )
+        results = [schedule.run_step(step) for step in range(2)]
+        seen.append(([batch(result) for result in results], executor.updates))
+        dispatched = [id for _, submit in executor.submits for id in submit.ids]
+        expected = [SampleId(p, "", n) for p in range(2 * prompts_per_step) for n in range(k)]
+        assert sorted(dispatched) == expected
+        assert executor.released == expected
+        for result in results:
+            used = [sample.id for sample in result.samples]
+            assert used == sorted(used)
+            assert not set(used) & set(result.dropped)
+            assert len(used) + len(result.dropped) == k * prompts_per_step
+        assert [name for name, _ in executor.updates] == ["update_actor"] * sum(
+            bool(result.samples) for result in results
+        )
+    assert seen[0] == seen[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    passing=st.lists(st.booleans(), min_size=1, max_size=9).filter(any),
+    seed=st.integers(0, 2**16),
+    num_groups=st.integers(1, 5),
+    round_prompts=st.integers(1, 5),
+)
+def test_take_is_by_prompt_order(virtual_executor, passing, seed, num_groups, round_prompts):
+    def reward_of(id):
+        return float(id.k and passing[id.prompt % len(passing)]), "ok"
+
+    # Later prompts are shorter, so that whoever took what is quick would take the wrong ones.
+    executor = virtual_executor(3, seed, lambda id: max(0, 40 - id.prompt), reward_of)
+    take = {"num_groups": num_groups, "round_prompts": round_prompts, "max_rounds": 50}
+    result = make(executor, {"take": take}).run_step(0)
+    first = [p for p in range(1000) if passing[p % len(passing)]][:num_groups]
+    assert [s.id for s in result.samples] == [SampleId(p, "", k) for p in first for k in (0, 1)]
+    num_pulled = -(-(first[-1] + 1) // round_prompts) * round_prompts
+    assert result.metrics["samples/prompts"] == num_pulled
+    assert set(result.dropped.values()) <= {
+        "filter: spread",
+        f"take: past the first {num_groups} groups of take",
+    }
+    assert len(result.samples) + len(result.dropped) == 2 * num_pulled
+
+
+def test_take_gives_up_by_name(virtual_executor):
+    executor = virtual_executor(reward_of=lambda id: (0.0, "ok"))
+    schedule = make(executor, {"take": {"max_rounds": 3}})
+    with pytest.raises(ValueError, match=r"take 'take': got 0 groups out of 12 prompts.*wanted 4"):
+        schedule.run_step(0)
+
+
+def test_a_group_shares_an_instance_and_prompts_are_dealt_round_robin(virtual_executor):
+    executor = virtual_executor(num_instances=3)
+    make(executor, {"k": 2}, prompts_per_step=7).run_step(0)
+    dealt = {submit.ids[0].prompt: instance for instance, submit in executor.submits}
+    assert dealt == {p: p % 3 for p in range(7)}
+    assert all(len(submit.ids) == 2 for _, submit in executor.submits)
+    assert {s.prompt for _, s in executor.submits if s.ids[0].prompt == 3} == {"prompt 3"}
+
+
+def test_finishing_order_differs_from_training_order(virtual_executor):
+    executor = virtual_executor(reward_of=lambda id: (float(id.k), "ok"))
+    result = make(executor, {"k": 3}).run_step(0)
+    assert executor.finish_order != sorted(executor.finish_order)
+    assert [s.id for s in result.samples] == sorted(executor.finish_order)
+
+
+def test_versions_stand_on_the_spans(virtual_executor):
+    executor = virtual_executor(
+        length_of=lambda id: 4 * id.k, reward_of=lambda id: (float(id.k), "ok")
+    )
+    schedule = make(executor, {})
+    for version in range(2):
+        empty, full = schedule.run_step(version).samples[:2]
+        assert empty.spans == ()
+        assert full.spans == (Span(0, 4, version),)
+
+
+def test_a_step_whose_groups_are_all_dropped_trains_nothing(virtual_executor):
+    executor = virtual_executor(reward_of=lambda id: (1.0, "ok"))
+    result = make(executor, {}).run_step(0)
+    assert not result.samples
+    assert not executor.updates
+    assert len(result.dropped) == len(executor.released) == 8
+
+
+def test_stages_have_spans_in_order(virtual_executor):
+    executor = virtual_executor(reward_of=lambda id: (float(id.k), "ok"))
+    spans = make(executor, {}).run_step(0).spans
+    assert [span.name for span in spans] == [
+        "to_generate",
+        "generate",
+        "reward",
+        "spread",
+        "to_train",
+        "reference_log_probs",
+        "by_group",
+        "update_actor",
+    ]
+    for before, after in pairwise(spans):
+        assert before.start <= before.stop == after.start
+
+
+def test_prompts_that_end_are_an_error(virtual_executor):
+    schedule = make(virtual_executor(), {}, num_prompts=6)
+    schedule.run_step(0)
+    with pytest.raises(ValueError, match="got 2, wanted 4"):
+        schedule.run_step(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "outputs", "message"),
+    [
+        (lambda rewards: rewards[1:], ("advantage",), "returned 1 values of 'advantage'"),
+        (lambda rewards: 3.0, ("advantage",), "returned float values of 'advantage'"),
+        (lambda rewards: rewards, ("a", "b"), "returned list, wanted a tuple"),
+        (lambda rewards: rewards, (), "has no outputs but returned list"),
+    ],
+)
+def test_what_a_barrier_returns_is_checked(virtual_executor, function, outputs, message):
+    flow = Flow()
+    samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=2))
+    flow.collect(samples.by_group(function, outputs=outputs, name="mine"))
+    with pytest.raises(ValueError, match=message):
+        make(virtual_executor(), {}, graph=flow.graph).run_step(0)
+
+
+def test_grouped_by_batch_sees_groups(virtual_executor):
+    flow = Flow()
+    samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=3))
+    samples = samples.by_batch(
+        lambda groups: [[i + 10 * n for i in range(len(group))] for n, group in enumerate(groups)],
+        outputs=("place",),
+        grouped=True,
+    )
+    flow.collect(samples)
+    result = make(virtual_executor(), {}, graph=flow.graph, prompts_per_step=2).run_step(0)
+    assert [s.scalars["place"] for s in result.samples] == [0, 1, 2, 10, 11, 12]
+
+
+def test_ledger_refuses_a_second_dispatch_and_strangers():
+    ledger, sample = Ledger(), Sample(id=SampleId(0))
+    ledger.dispatch([sample])
+    with pytest.raises(AssertionError, match="dispatched twice"):
+        ledger.dispatch([sample])
+    with pytest.raises(AssertionError, match="never dispatched"):
+        ledger.use([Sample(id=SampleId(1))])
+
+
+def test_ledger_counts_what_nothing_reads():
+    ledger = Ledger()
+    a, b, c = (Sample(id=SampleId(i)) for i in range(3))
+    ledger.dispatch([a, b, c])
+    ledger.leave([a, b], "filter: f")
+    ledger.leave([b], "take: t")
+    ledger.use([a])
+    used, dropped = ledger.settle()
+    assert used == [a]
+    assert dropped == {b.id: "filter: f", c.id: "unused: no update reads it"}
+    assert (a.dropped, b.dropped) == (None, "filter: f")

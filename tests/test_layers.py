@@ -1,0 +1,181 @@
+"""The house's floor plan: who may import whom, and how long files and functions may be.
+
+Imports are read with `ast`, those inside functions too: a lazy import is still an import. The
+exceptions are listed, so that a new one is a decision.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
+
+# Room -> the rooms of the package that it may import besides itself.
+CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow"}
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "layout": {"config"},
+    "flow": {"config", "layout"},
+    "planner": {"config", "flow", "layout"},
+    "telemetry": {"config"},
+    "kernels": {"config"},
+    "models": {"config", "layout", "kernels"},
+    "algorithms": {"config", "layout", "kernels", "models"},
+    "engines": {"config", "layout", "kernels", "models", "algorithms"},
+    "data": CORE,
+    "rewards": CORE,
+    "checkpoint": CORE,
+    "compat": {"config", "workers"},
+    "workers": CORE | {"data", "rewards", "checkpoint"},
+}
+TORCH_FREE = ("config", "flow", "planner", "telemetry")
+# Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
+RAY_ROOMS = {"controller", "cluster", "cli", "compat"}
+# Starting fast: these import the heavy libraries inside functions.
+LAZY = {"torch": {"controller", "cluster", "cli"}, "ray": {"cli"}}
+
+
+def python_files() -> list[tuple[str, Path]]:
+    """Every module of the package with its room; recipes, conf and kernels lie beside hybridrl."""
+    found = []
+    for path in sorted((ROOT / "hybridrl").rglob("*.py")):
+        parts = path.relative_to(ROOT / "hybridrl").parts
+        found.append((parts[0].removesuffix(".py"), path))
+    for room in ("recipes", "conf", "kernels"):
+        found += [(room, path) for path in sorted((ROOT / room).rglob("*.py"))]
+    return found
+
+
+FILES = python_files()
+
+
+def at_import(source: str) -> set[str]:
+    """Top-level packages that a module imports as soon as it is imported itself."""
+    module = ast.parse(source)
+    module.body = [n for n in module.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return {name.split(".")[0] for _, name in imports(ast.unparse(module))}
+
+
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """(line, full dotted name) of every import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def violations(room: str, source: str, *, pure: bool = False) -> list[str]:
+    """What a module of `room` imports and may not; `pure` forbids torch in a room that has it."""
+    wrong = []
+    for line, name in imports(source):
+        parts = name.split(".")
+        if parts[0] == "hybridrl" and len(parts) > 1:
+            target = parts[1]
+            rooms = {r for r, _ in FILES} - {"__init__"}
+            if target == "recipes" and room != "recipes":
+                wrong.append(f"{line}: {name}: recipes are found by dotted string")
+            elif (
+                target in rooms
+                and target != room
+                and room in ALLOWED
+                and target not in ALLOWED[room]
+            ):
+                wrong.append(f"{line}: {name}: {room} may import {sorted(ALLOWED[room])}")
+        elif parts[0] in ("torch", "transformers") and (room in TORCH_FREE or pure):
+            wrong.append(f"{line}: {name}: {room} is torch-free")
+        elif parts[0] == "ray" and room not in RAY_ROOMS:
+            wrong.append(f"{line}: {name}: only {sorted(RAY_ROOMS)} touch ray")
+        elif parts[0] == "verl" and room != "compat":
+            wrong.append(f"{line}: {name}: only compat imports verl")
+    for library in at_import(source):
+        if room in LAZY.get(library, ()):
+            wrong.append(f"{library}: {room} imports it lazily, inside functions")
+    return wrong
+
+
+def is_pure_layout(path: Path) -> bool:
+    """The planning half of layout: pure data, without torch."""
+    return path.parent.name == "layout" and path.name != "execute.py"
+
+
+@pytest.mark.parametrize(
+    ("room", "path"), FILES, ids=[str(path.relative_to(ROOT)) for _, path in FILES]
+)
+def test_imports_keep_to_the_floor_plan(room: str, path: Path) -> None:
+    assert not violations(room, path.read_text(), pure=is_pure_layout(path))
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("flow", "import torch"),
+        ("flow", "def f():\n    from torch import nn"),
+        ("flow", "from hybridrl.engines.train import interface"),
+        ("flow", "from hybridrl import controller"),
+        ("engines", "import ray"),
+        ("models", "import hybridrl.engines"),
+        ("workers", "from hybridrl.controller import x"),
+        ("workers", "from verl import DataProto"),
+        ("controller", "import verl.single_controller"),
+        ("cli", "from hybridrl.recipes.grpo import grpo"),
+        ("cli", "import ray"),
+        ("controller", "from torch import nn"),
+    ],
+)
+def test_the_rule_catches(room: str, source: str) -> None:
+    assert violations(room, source)
+
+
+def test_torch_free_rooms_bring_neither_torch_nor_ray() -> None:
+    modules = []
+    for room, path in FILES:
+        if room in TORCH_FREE:
+            modules.append(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert len(modules) > 10
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name.removesuffix('.__init__'))\n"
+        "print(sorted({'torch', 'ray', 'verl', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def too_long(source: str, max_function: int) -> list[str]:
+    """Functions longer than so many lines."""
+    return [
+        f"{node.name} at line {node.lineno}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno
+        and node.end_lineno - node.lineno + 1 > max_function
+    ]
+
+
+@pytest.mark.parametrize(
+    ("room", "path"), FILES, ids=[str(path.relative_to(ROOT)) for _, path in FILES]
+)
+def test_sizes(room: str, path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= (MAX_RECIPE if room == "recipes" else MAX_FILE)
+    assert not too_long(source, MAX_FUNCTION)
+
+
+def test_the_size_rule_catches() -> None:
+    assert too_long("def f():\n" + "    pass\n" * MAX_FUNCTION, MAX_FUNCTION)
+
+
+def test_lazy_imports_are_let_through() -> None:
+    assert not violations("cli", "def main():\n    import ray\n    import torch")
