@@ -97,6 +97,7 @@ class NativeEngine:
             self._model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=paged_attention.NAME, dtype=dtype
             )
+        self._model.tie_weights()  # no_init_weights leaves this out
         self._model.to(self._device).eval().requires_grad_(False)
         self._vocab_size: int = config.vocab_size
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
