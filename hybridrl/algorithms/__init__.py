@@ -5,6 +5,7 @@ A table maps a name of the config to a dotted string, so that reading it imports
 verl's arguments (padded tensors and a mask).
 """
 
+import functools
 import pkgutil
 from collections.abc import Mapping
 from typing import Any
@@ -42,8 +43,12 @@ def resolve(table: Mapping[str, str], key: str, name: str) -> Any:
         # By string: only the controller's side may import verl.
         return pkgutil.resolve_name("hybridrl.compat.verl:function")(name.removeprefix("verl:"))
     if ":" in name:
-        return load_function(key, name)
+        return _load(key, name)
     raise ConfigError(key, name, [*table, "verl:<name>", "package.module:name"])
+
+
+# A loss resolves its names at every call; a file is to run once.
+_load = functools.cache(load_function)
 
 
 __all__ = ["ADVANTAGES", "KL_ESTIMATORS", "LOSSES", "NORMALISATIONS", "resolve"]
