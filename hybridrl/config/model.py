@@ -39,7 +39,7 @@ class TinyModelConfig:
     """Width of one head."""
     max_positions: int = 512
     """Longest sequence, in tokens."""
-    alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 #:,>=+-*/().?"
+    alphabet: str = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 #:,>=+-*/().?"
     """Characters that the tokenizer knows, one token each."""
 
 

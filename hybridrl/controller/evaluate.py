@@ -1,7 +1,7 @@
 """Held-out evaluation: greedy accuracy and pass@k, through the same schedule as training."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import comb
 
 from hybridrl.config import Config
@@ -29,7 +29,7 @@ def evaluation_graph(num_samples: int) -> Graph:
 
 def evaluate(
     config: Config, graph: Graph, executor: RayExecutor, items: Sequence[Item], step: int
-) -> tuple[dict[str, float], list[Sample]]:
+) -> tuple[dict[str, float], tuple[Sample, ...]]:
     """Metrics `eval_accuracy`, `eval_reward`, `eval_pass_at_k`; and the samples, in order."""
     items = items[: config.eval.num_prompts or None]
     schedule = SerialSchedule(
@@ -41,6 +41,7 @@ def evaluate(
         prompts_per_step=len(items),
     )
     samples = schedule.run_step(step).samples
+    schedule.release()
     greedy = [s for s in samples if s.id.branch == "eval"]
     metrics = {
         "eval_accuracy": _share(_right(config, s) for s in greedy),
@@ -67,6 +68,6 @@ def _right(config: Config, sample: Sample) -> bool:
     return float(sample.scalars["reward"]) >= config.eval.success_threshold
 
 
-def _share(values) -> float:
+def _share(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0

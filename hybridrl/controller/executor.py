@@ -91,9 +91,9 @@ class RayExecutor:
         parcels = self._move(samples, ranks, ("tokens", *fields.values()))
         wanted = {
             sample.id: {
-                name: float(sample.scalars[source])
-                for name, source in fields.items()
-                if source in sample.scalars
+                field: float(sample.scalars[field])
+                for field in fields.values()
+                if field in sample.scalars
             }
             for sample in samples
         }

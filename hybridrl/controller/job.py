@@ -23,7 +23,7 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.serial import SerialSchedule
-from hybridrl.telemetry import Telemetry
+from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.rank import Span
 
 __all__ = ["TrainingStopped", "WorkerError", "evaluate_only", "train"]
@@ -198,8 +198,8 @@ class Job:
         for span in result.spans:
             self.telemetry.span("driver", span.name, span.start, span.stop, self.step)
         self.telemetry.log(self.step, metrics)
-        self.telemetry.lengths(self.step, [sample.response_tokens for sample in result.samples])
-        self.telemetry.samples(self.step, self._texts(result.samples))
+        self.telemetry.lengths(self.step, [sample.response_tokens for sample in result.dispatched])
+        self.telemetry.samples(self.step, self._texts(result.dispatched))
         self._check_finite(metrics)
 
     def _texts(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -239,7 +239,7 @@ class Job:
 
 def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
-    samples = result.samples
+    samples = result.dispatched
     metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
     metrics |= {"step_s": seconds, "dropped": float(len(result.dropped))}
     for span in result.spans:

@@ -34,7 +34,11 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Check the config against the world, make the tiny model; raises `ConfigError`."""
+    from transformers.utils import logging as transformers_logging
+
     from hybridrl.rewards import validate_reward
+
+    transformers_logging.disable_progress_bar()
 
     run_dir = Path(config.run.dir)
     graph = build_recipe(config.recipe)

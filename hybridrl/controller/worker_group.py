@@ -1,6 +1,6 @@
 """The colocated ranks as the driver sees them: typed calls, one error for a dead worker."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class WorkerGroup:
         """Write the actor as a Hugging Face directory."""
         self.gather(self._group.save(path))
 
-    def texts(self, by_rank: dict[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
+    def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
         """Prompt and response texts of samples, by the rank that holds them."""
         references = {
             rank: self._ranks[rank].texts(tuple(ids))[0] for rank, ids in by_rank.items()

@@ -27,6 +27,11 @@ class Ledger:
         self._reasons: dict[SampleId, str] = {}
 
     @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Every sample that was dispatched, in that order."""
+        return tuple(self._samples.values())
+
+    @property
     def ids(self) -> tuple[SampleId, ...]:
         """Every sample that was dispatched, in that order."""
         return tuple(self._samples)

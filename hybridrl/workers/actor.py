@@ -1,7 +1,7 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ class Actor:
         device: torch.device,
     ) -> None:
         self.config, self.store, self.device = config, store, device
+        self.group = dist.group.WORLD
+        assert self.group is not None, "the process group is up before the actor"
         rollout = config.rollout
         self.mesh = init_device_mesh(
             device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
@@ -100,7 +102,7 @@ class Actor:
             self.generating_version = -1
         if self.generating_version != self.train_engine.version:
             switch = switch_to_replica(
-                self.train_engine.named_shards(), self.rollout.parameters(), dist.group.WORLD
+                self.train_engine.named_shards(), self.rollout.parameters(), self.group
             )
             report = {"bytes_received": switch.bytes_received, "seconds": switch.seconds}
             self.rollout.update_weights(())  # the tensors are written; cached prompts are stale
@@ -123,9 +125,10 @@ class Actor:
                 case Submit():
                     self.rollout.submit(self._requests(command))
                 case Park(ids=ids):
-                    requests = self.rollout.park(ids)
-                    self._parked.update({request.id: request for request in requests})
-                    parked += [request.id for request in requests]
+                    for request in self.rollout.park(ids):
+                        id = cast(SampleId, request.id)
+                        self._parked[id] = request
+                        parked.append(id)
                 case Resume(ids=ids):
                     self.rollout.submit([self._parked.pop(id) for id in ids])
         finished: list[Finished] = []
@@ -153,7 +156,7 @@ class Actor:
         ]
 
     def _finish(self, output: Output) -> Finished:
-        id: SampleId = output.id
+        id = cast(SampleId, output.id)
         item, version = self._items.pop(id)
         self.store.add(
             id,
@@ -237,6 +240,7 @@ def log_probs_stage(
     scored = engine.log_probs(
         [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
     )
+    assert isinstance(scored, list)
     for sample, log_probs in zip(samples, scored, strict=True):
         sample.tensors[name] = log_probs
     return {}, (name,)

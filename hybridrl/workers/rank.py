@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from hybridrl.config import Config, ConfigError, OptimConfig
 from hybridrl.data import Item
@@ -76,6 +77,7 @@ class RankWorker:
     @dispatch(Dispatch.SAME)
     def setup(self) -> Reply:
         """Join the process group and load the actor. Answers with what is worth logging."""
+        transformers_logging.disable_progress_bar()
         torch.set_num_threads(self.config.cluster.threads_per_rank)
         device = torch.device("cpu")
         if torch.cuda.is_available():

@@ -22,13 +22,15 @@ class StageSpan:
 class StepResult:
     """One step: the batch in training order, and everything else that was dispatched.
 
-    `samples` were trained on (or collected), `dropped` maps every other sample to the reason.
+    `samples` were trained on (or collected), `dispatched` are all that were made, in order of
+    dispatch, and `dropped` maps those that were not used to the reason.
     `metrics` are the updates' own under `<role>/<name>`, counts under `samples/<name>`, and the
     recipe's numbers under `state/<name>`. `spans` are the stages as they ran.
     """
 
     step: int
     samples: tuple[Sample, ...]
+    dispatched: tuple[Sample, ...]
     dropped: dict[SampleId, str]
     metrics: dict[str, float]
     spans: tuple[StageSpan, ...]

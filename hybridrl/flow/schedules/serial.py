@@ -70,10 +70,11 @@ class SerialSchedule:
         self.decode_steps, self.prompts_per_step = decode_steps, prompts_per_step
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
+        self._ledger = Ledger()
         self._begin()
 
     def run_step(self, step: int) -> StepResult:
-        """One iteration. `step` is for the record.
+        """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
 
         Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
         recipe's function returns what does not fit.
@@ -86,7 +87,12 @@ class SerialSchedule:
                 self._run(stage, batch)
         used, dropped = self._ledger.settle()
         return StepResult(
-            step, tuple(used), dropped, self._summary(used, len(dropped)), tuple(self._spans)
+            step,
+            tuple(used),
+            self._ledger.samples,
+            dropped,
+            self._summary(used, len(dropped)),
+            tuple(self._spans),
         )
 
     def release(self) -> None:
@@ -98,7 +104,6 @@ class SerialSchedule:
     # -- prompts and rounds --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._ledger = Ledger()
         self._spans: list[StageSpan] = []
         self._metrics: dict[str, float] = {}
         self._phase: Phase | None = None
