@@ -1,0 +1,120 @@
+"""A model as a Hugging Face directory, written whole or not at all."""
+
+import errno
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+MAX_SHARD_BYTES = 4 * 2**30
+"""Bytes of one weight file; the writer holds at most one in memory."""
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+
+
+def write_hf(
+    path: Path,
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    tokenizer_dir: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `weights` in `dtype` with the model's config, and the tokenizer's files beside them.
+
+    `weights` yields every parameter of `shapes` once, in its order. All is written to a hidden
+    directory beside `path`, which then takes its place; an earlier checkpoint at `path` stays
+    whole until that moment. Raises OSError with the path when anything cannot be written, and
+    leaves nothing of the new checkpoint behind.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
+        temporary.mkdir(parents=True)
+        _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype)
+        _write_config(temporary, model, dtype)
+        for pattern in _TOKENIZER_FILES if tokenizer_dir else ():
+            for file in sorted(tokenizer_dir.glob(pattern)):
+                shutil.copyfile(file, temporary / file.name)
+        _replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        # safetensors reports a full disk as an error of its own
+        code = getattr(error, "errno", None) or errno.EIO
+        raise OSError(code, f"the checkpoint could not be written: {error}", str(path)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _shards(
+    shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int
+) -> list[list[str]]:
+    """Names of each file, in order; a parameter that exceeds the bound has a file of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = shape.numel() * dtype.itemsize
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_weights(
+    directory: Path,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shards: list[list[str]],
+    dtype: torch.dtype,
+) -> None:
+    stream = iter(weights)
+    files, total = {}, 0
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = "model.safetensors" if len(shards) == 1 else file
+        tensors = {}
+        for name in names:
+            got, tensor = next(stream)
+            assert got == name, f"got {got}, wanted {name}: weights and shapes differ in order"
+            tensors[name] = tensor.to("cpu", dtype).contiguous()
+            total += tensors[name].nbytes
+            files[name] = file
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    before = model.config.dtype, model.config.architectures
+    # FSDP renames the class of a module that it shards; the config must carry transformers' name.
+    name = next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers."))
+    model.config.dtype, model.config.architectures = dtype, [name]
+    try:
+        model.config.save_pretrained(directory)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(directory)
+    finally:
+        model.config.dtype, model.config.architectures = before
+
+
+def _replace(source: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)  # a directory that is not empty cannot be renamed over
+    source.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

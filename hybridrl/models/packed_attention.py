@@ -1,0 +1,150 @@
+"""Attention over one row of packed sequences, through transformers' attention interface.
+
+All sequences of a micro-batch lie behind each other in one row, so no padding token is computed
+anywhere. A micro-batch is described once (`Packing`) and the description travels to every layer
+as an extra keyword of the model's call. Two implementations:
+
+- `flash`: flash-attn's variable-length kernel, on a GPU;
+- `torch`: the row is sorted by length, so sequences of one length are a contiguous block, which is
+  viewed as a batch [sequences, heads, length, head_dim] and given to torch's causal attention: one
+  call per distinct length, no padding and no mask over the row.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from hybridrl.config import Attention, ConfigError
+
+logger = logging.getLogger(__name__)
+
+NAME = "hybridrl_packed"
+"""What the attention is called in transformers' interface."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the sequences of a packed row lie; they stand in the order of ascending length.
+
+    `blocks` holds (number of sequences, length) of each run of equal lengths, `starts`
+    [sequences + 1] the first token of each sequence (int32, on the row's device) and the end,
+    `longest` the length of the longest.
+    """
+
+    implementation: Attention
+    blocks: tuple[tuple[int, int], ...]
+    starts: torch.Tensor
+    longest: int
+
+
+def make_packing(
+    lengths: Sequence[int], implementation: Attention, device: torch.device
+) -> Packing:
+    """Describe a row of sequences of these `lengths`, which must ascend."""
+    assert list(lengths) == sorted(lengths), "sequences must be packed by ascending length"
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    blocks = tuple((len(list(group)), length) for length, group in groupby(lengths))
+    return Packing(implementation, blocks, ends.to(device), lengths[-1])
+
+
+def choose_attention(wanted: Attention, device: torch.device) -> Attention:
+    """The implementation to use: flash where it is installed and `device` is a GPU, else torch.
+
+    Raises ConfigError where flash is asked for and cannot run.
+    """
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    usable = has_flash and device.type == "cuda"
+    if wanted is Attention.flash and not usable:
+        missing = "flash-attn is not installed" if not has_flash else "there is no GPU"
+        raise ConfigError("model.attention", "flash", f"torch or auto here: {missing}")
+    chosen = Attention.flash if usable and wanted is not Attention.torch else Attention.torch
+    logger.info("packed attention on %s: %s", device, chosen.value)
+    return chosen
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence of the row; transformers' signature.
+
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]; the result
+    is [1, tokens, heads, head_dim]. Dropout is never applied: log-probabilities must be those of
+    the policy that generated. `sliding_window` counts the attending token itself.
+    """
+    assert packing is not None, "packed attention needs the keyword `packing`"
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
+    window = sliding_window if sliding_window and sliding_window < packing.longest else None
+    attend = _flash if packing.implementation is Attention.flash else _torch
+    return attend(query[0], key[0], value[0], packing, scaling, window)[None], None
+
+
+def _torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    groups = query.shape[0] // key.shape[0]
+    sizes = [count * length for count, length in packing.blocks]
+    outputs = []
+    # One split, not slices: the backward of a slice would write zeros for the whole row.
+    rows = zip(query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), strict=True)
+    for (count, length), (q, k, v) in zip(packing.blocks, rows, strict=True):
+        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+        if groups > 1:
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        mask = None
+        if window is not None and length > window:
+            near = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = near.tril().triu(1 - window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
+        outputs.append(out.transpose(1, 2).reshape(count * length, *out.shape[1::2]))
+    return torch.cat(outputs)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        *(x.transpose(0, 1) for x in (query, key, value)),
+        cu_seqlens_q=packing.starts,
+        cu_seqlens_k=packing.starts,
+        max_seqlen_q=packing.longest,
+        max_seqlen_k=packing.longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,80 @@
+"""Real gloo processes for tests of every room."""
+
+import multiprocessing
+import operator
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"]
+
+
+class _ByValue:
+    """A call that reaches a process which cannot import the module of its function."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        module = sys.modules[self.function.__module__]
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            return cloudpickle.loads, (cloudpickle.dumps(partial(self.function, *self.args)),)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _rank(function: Callable[[], Any], rank: int, size: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size
+        )
+        torch.save(function(), directory / f"result{rank}")
+        dist.destroy_process_group()
+    except BaseException:
+        (directory / f"error{rank}").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """`ranks(size, function, *args)` runs `function(*args)` in `size` gloo processes.
+
+    Returns what they returned, by rank; raises with their tracebacks when one failed. A server
+    that has imported torch forks them, so that a test does not pay for the imports again.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+
+    def run(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        directory = tmp_path_factory.mktemp("ranks")
+        processes = [
+            context.Process(
+                target=operator.call,
+                args=(_ByValue(_rank), _ByValue(function, *args), rank, size, directory),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=120)
+        errors = [file.read_text() for file in sorted(directory.glob("error*"))]
+        failed = [process.exitcode for process in processes if process.exitcode != 0]
+        for process in processes:
+            process.kill()
+        if errors or failed:
+            raise AssertionError(f"exit codes {failed} (None: hung)\n" + "\n".join(errors))
+        return [torch.load(directory / f"result{rank}", weights_only=False) for rank in range(size)]
+
+    return run
