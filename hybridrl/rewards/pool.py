@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -79,14 +79,15 @@ class RewardPool:
         with self._lock:
             if not self._processes:
                 raise ValueError("the reward pool is closed")
-            return self._score(items)
+            with self._closed_on_error():
+                return self._score(items)
 
     def wait_ready(self) -> None:
         """Return when every process has its verifier; raises as `score` does.
 
         `score` waits by itself; this keeps the start out of a measurement or finds errors early.
         """
-        with self._lock:
+        with self._lock, self._closed_on_error():
             while not all(process.ready for process in self._processes):
                 self._step([], deque())
 
@@ -107,6 +108,15 @@ class RewardPool:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Close where a call ends early: answers that are under way would meet the next call."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _score(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         results: list[RewardResult | None] = [None] * len(items)
@@ -144,13 +154,13 @@ class RewardPool:
         if not process.ready:
             try:
                 process.set_ready()
-            except (EOFError, OSError, ValueError) as error:
+            except (EOFError, OSError) as error:
                 raise self._no_start(process) from error
             return
         try:
             result = process.result()
         except (EOFError, OSError, ValueError):
-            guilty = RewardResult(0.0, "error", f"the verifier process ended ({process.end()})")
+            guilty = RewardResult(0.0, "error", f"the verifier process ended ({process.kill()})")
             self._replace(process, guilty, results, queue)
             return
         results[process.pending[0]] = result
@@ -164,9 +174,9 @@ class RewardPool:
         queue: deque[range],
     ) -> None:
         """Put a new process in the place of a hung or dead one, whose sample gets `guilty`."""
-        process.kill()
         if not process.ready:
             raise self._no_start(process)
+        process.kill()
         if process.pending:
             results[process.pending[0]] = guilty
             if len(process.pending) > 1:
@@ -176,7 +186,7 @@ class RewardPool:
     def _no_start(self, process: "_Process") -> RuntimeError:
         return RuntimeError(
             f"a verifier process (reward.kind={self.config.kind.value}) was not ready within "
-            f"{START_TIMEOUT_S:.0f} s or ended before ({process.end()})"
+            f"{START_TIMEOUT_S:.0f} s or ended before ({process.kill()})"
         )
 
     def _start(self) -> "_Process":
@@ -248,20 +258,14 @@ class _Process:
             raise ValueError(f"{answer!r} is no answer")
         return answer
 
-    def end(self) -> str:
-        """How it ended, in words."""
-        try:
-            code = self.popen.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "its connection broke"
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-    def kill(self) -> None:
-        """End it, with all that it started; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError):
+    def kill(self) -> str:
+        """End it, with all that it started; returns, when it is gone, how it ended, in words."""
+        if self.popen.returncode is None:
+            # The group still has its zombie leader, so its number cannot be another's.
             os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+        code = self.popen.wait()  # its own code where it had ended before
         self.connection.close()
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def validate_reward(

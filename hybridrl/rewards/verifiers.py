@@ -96,8 +96,9 @@ def _math(config: RewardConfig, sources: Mapping[str, SourceConfig]) -> Judge:
 
     @functools.lru_cache(maxsize=4096)
     def expected(answer: str) -> Any:
-        bare = parse(answer, parsing_timeout=None)
-        return bare or parse(f"${answer}$", parsing_timeout=None)
+        # LaTeX without delimiters would be read as text, of which a stray number is left.
+        undelimited = "\\" in answer and "$" not in answer and "\\boxed" not in answer
+        return parse(f"${answer}$" if undelimited else answer, parsing_timeout=None)
 
     def judge(item: RewardInput, text: str) -> float:
         given = parse(text, parsing_timeout=None)

@@ -1,0 +1,307 @@
+"""The pool with real processes: who is guilty is marked, all others get their reward."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import ConfigError, RewardConfig, RewardKind, SourceConfig
+from hybridrl.rewards import RewardInput, RewardPool, RewardResult, pool, validate_reward
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+
+def score(prompt, response, answer, item):
+    print("garbage" * 1000)
+    print("garbage" * 1000, file=sys.stderr)
+    if response == "raise":
+        raise RuntimeError("no")
+    if response == "hang":
+        time.sleep(100)
+    if response == "spin":
+        sum(range(10**12))  # holds the interpreter
+    if response == "child":
+        subprocess.Popen(["sleep", "98.765"])
+        time.sleep(100)
+    if response == "nan":
+        return float("nan")
+    if response == "text":
+        return "1"
+    if response == "exit":
+        sys.exit(3)
+    if response == "die":
+        os._exit(3)
+    if response == "kill":
+        os.kill(os.getpid(), 9)
+    if response == "memory":
+        bytearray(5 << 30)
+    if response == "modules":
+        return len({"torch", "ray", "transformers"} & set(sys.modules))
+    if response == "pid":
+        return os.getpid()
+    return len(response)
+
+no_function = 3
+"""
+
+
+@pytest.fixture
+def function_file(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def config(function_file: Path) -> RewardConfig:
+    return RewardConfig(kind=RewardKind.function, function=f"{function_file}:score", timeout_s=0.5)
+
+
+@pytest.fixture
+def rewards(config: RewardConfig) -> Iterator[RewardPool]:
+    with RewardPool(config) as opened:
+        yield opened
+
+
+def inputs(*responses: str) -> list[RewardInput]:
+    return [RewardInput("", response, "") for response in responses]
+
+
+def test_only_the_guilty_sample_is_marked(rewards: RewardPool) -> None:
+    bad = {
+        "raise": ("error", "RuntimeError: no"),
+        "hang": ("timeout", "no reward within 0.5 s"),
+        "nan": ("error", "ValueError: the reward is nan, wanted a finite number"),
+        "text": ("error", "TypeError: the reward is str, wanted a number"),
+        "exit": ("error", "SystemExit: 3"),
+        "die": ("error", "the verifier process ended (exit code 3)"),
+        "kill": ("error", "the verifier process ended (SIGKILL)"),
+        "memory": ("error", "MemoryError: "),
+        "spin": ("timeout", "no reward within 0.5 s"),
+    }
+    responses = [name for pair in zip(bad, "abcdefghi", strict=True) for name in pair]
+    results = rewards.score(inputs(*responses, "modules"))
+    for response, result in zip(responses, results, strict=False):
+        if response in bad:
+            assert result == RewardResult(0.0, *bad[response])
+        else:
+            assert result == RewardResult(1.0)
+    assert results[-1] == RewardResult(0.0)  # neither torch nor ray nor transformers
+    assert rewards.score(inputs("again"))[0].reward == 5.0
+
+
+def test_order_is_kept_over_processes_and_threads(config: RewardConfig) -> None:
+    config.num_processes = 2
+    with RewardPool(config) as rewards:
+        given: dict[int, list[float]] = {}
+
+        def run(start: int) -> None:
+            texts = ["x" * n for n in range(start, start + 37)]
+            given[start] = [result.reward for result in rewards.score(inputs(*texts))]
+
+        threads = [threading.Thread(target=run, args=(start,)) for start in (0, 50, 100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert given == {start: list(map(float, range(start, start + 37))) for start in given}
+        assert len(given) == 3
+        assert rewards.score([]) == []
+        # The threads that scored are gone; the processes live on with the pool.
+        first = {result.reward for result in rewards.score(inputs(*["pid"] * 20))}
+        assert first <= {float(process.popen.pid) for process in rewards._processes}
+
+
+def test_a_process_that_died_while_idle_blames_nobody(rewards: RewardPool) -> None:
+    pid = int(rewards.score(inputs("pid"))[0].reward)
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.05)
+    results = rewards.score(inputs("a", "bb", "pid"))
+    assert [result.reward for result in results[:2]] == [1.0, 2.0]
+    assert results[2].reward != pid
+
+
+def test_nothing_is_left_after_close(config: RewardConfig) -> None:
+    before = children()
+    rewards = RewardPool(config)
+    pid = int(rewards.score(inputs("pid"))[0].reward)
+    assert rewards.score(inputs("child"))[0].status == "timeout"
+    rewards.score(inputs("a"))
+    rewards.close()
+    rewards.close()
+    assert not alive(pid)
+    assert children() == before
+    assert "sleep 98.765" not in command_lines()
+    with pytest.raises(ValueError, match="closed"):
+        rewards.score(inputs("a"))
+
+
+@pytest.mark.parametrize("response", ["a", "spin"])
+def test_nothing_is_left_when_the_parent_is_killed(config: RewardConfig, response: str) -> None:
+    config.timeout_s = 100.0
+    script = (
+        "import sys\n"
+        "from hybridrl.config import RewardConfig, RewardKind\n"
+        "from hybridrl.rewards import RewardInput, RewardPool\n"
+        "if __name__ == '__main__':\n"
+        "    config = RewardConfig(kind=RewardKind.function, function=sys.argv[1], timeout_s=100)\n"
+        "    pool = RewardPool(config)\n"
+        "    pool.wait_ready()\n"
+        "    print(pool._processes[0].popen.pid, flush=True)\n"
+        "    pool.score([RewardInput('', sys.argv[2], '')])\n"
+        "    input()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, config.function, response],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    time.sleep(0.2)
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(pid)
+
+
+def test_a_regular_expression_that_backtracks_for_ever_is_stopped() -> None:
+    config = RewardConfig(kind=RewardKind.regex, pattern=r"(a+)+{answer}", timeout_s=0.3)
+    with RewardPool(config) as rewards:
+        items = [RewardInput("", text, "b") for text in ("aab", "a" * 64 + "c", "ab")]
+        results = rewards.score(items)
+    assert [(r.reward, r.status) for r in results] == [(1.0, "ok"), (0.0, "timeout"), (1.0, "ok")]
+
+
+def test_a_dataset_is_scored_without_torch() -> None:
+    config = RewardConfig(kind=RewardKind.dataset, timeout_s=5.0)
+    with RewardPool(config, {"w": SourceConfig(name="spell_backward")}) as rewards:
+        item = {"question": "", "answer": "ab", "metadata": {"difficulty": {"word_len": (3, 8)}}}
+        results = rewards.score([RewardInput("", "ab", "ab", item, "w")] * 3)
+        assert results == [RewardResult(1.0)] * 3
+        maps = Path(f"/proc/{rewards._processes[0].popen.pid}/maps").read_text()
+        assert "libtorch" not in maps
+
+
+def test_exact_match_starts_no_process() -> None:
+    with RewardPool(RewardConfig()) as rewards:
+        assert rewards._processes == []
+        items = [RewardInput("", text, "b") for text in ("a", "b")]
+        assert rewards.score(items) == [RewardResult(0.0), RewardResult(1.0)]
+
+
+def test_many_small_samples_take_milliseconds() -> None:
+    with RewardPool(RewardConfig(extract="#(.*)$", timeout_s=5.0)) as rewards:
+        items = [RewardInput("word:", "#drow", "drow", {"metadata": {"word": "word"}})] * 128
+        times = []
+        for _ in range(12):
+            start = time.perf_counter()
+            assert sum(result.reward for result in rewards.score(items)) == 128
+            times.append(time.perf_counter() - start)
+    # 3 ms measured on an idle core of two; the rest is room for loaded machines.
+    assert min(times) < 0.03
+
+
+def test_validation_starts_what_the_run_would(
+    function_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate_reward(RewardConfig())
+    validate_reward(RewardConfig(kind=RewardKind.math))
+    good = RewardConfig(kind=RewardKind.function, function=f"{function_file}:score")
+    validate_reward(good)
+    dotted = RewardConfig(kind=RewardKind.function, function="functions:score")
+    with pytest.raises(ConfigError, match=r"reward\.function=functions:score.*ModuleNotFound"):
+        validate_reward(dotted)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    validate_reward(dotted)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_colon", "wanted package.module:name or /path/file.py:name"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("json:nothing", "has no attribute 'nothing'"),
+        ("/no/such/file.py:f", "No such file"),
+        ("{file}:nothing", "has no attribute 'nothing'"),
+        ("{file}:no_function", "a function, not int"),
+        ("{raises}:f", "RuntimeError: broken"),
+        ("{exits}:f", "SystemExit: 1"),
+        ("{dies}:f", "exit code 7"),
+        ("{hangs}:f", "was not ready within 2 s"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_named(
+    path: str,
+    message: str,
+    function_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "START_TIMEOUT_S", 2.0)
+    modules = {
+        "raises": "raise RuntimeError('broken')",
+        "exits": "raise SystemExit(1)",
+        "dies": "import os; os._exit(7)",
+        "hangs": "import time; time.sleep(100)",
+    }
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    files = {name: str(tmp_path / f"{name}.py") for name in modules}
+    function = path.format(file=function_file, **files)
+    with pytest.raises(ConfigError) as caught:
+        validate_reward(RewardConfig(kind=RewardKind.function, function=function))
+    assert caught.value.key == "reward.function"
+    assert function in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (RewardConfig(extract="("), "reward.extract"),
+        (RewardConfig(kind=RewardKind.regex, pattern="("), "reward.pattern"),
+        (RewardConfig(kind=RewardKind.dataset), "reward.kind"),
+    ],
+)
+def test_other_settings_that_cannot_work_are_named(config: RewardConfig, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_reward(config)
+    assert caught.value.key == key
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie, which waits for a slow init, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children() -> set[str]:
+    """Ids of this process's children."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def command_lines() -> str:
+    """Command lines of all running processes."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(lines)
