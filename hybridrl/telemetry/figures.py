@@ -19,16 +19,17 @@ _CHARTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "reward": ("Reward", "", {"reward_mean": "mean reward"}),
     "loss": ("Loss", "", {"loss": "loss"}),
     "grad_norm": ("Gradient norm", "", {"grad_norm": "gradient norm"}),
-    "entropy": ("Entropy", "nats per token", {"entropy": "entropy"}),
-    "kl": ("KL from the policy that generated", "nats per token", {"approx_kl": "KL"}),
+    "entropy": ("Entropy", "nats", {"entropy": "entropy"}),
+    "kl": ("KL from the rollout policy", "nats", {"approx_kl": "KL"}),
     "response_tokens": ("Response length", "tokens", {"response_tokens_mean": "mean"}),
     "tokens_per_s": ("Throughput", "tokens/s", {"tokens_per_s": "tokens/s"}),
+    "bubble_share": ("Bubbles (idle share)", "", {"bubble_share": "idle share"}),
 }
 _BAND = ("response_tokens_p10", "response_tokens_p90")
 _TROUBLE = {
-    "dropped": "samples dropped",
-    "reward_error": "reward errors",
-    "reward_timeout": "reward timeouts",
+    "dropped": ("sample dropped", "samples dropped"),
+    "reward_error": ("reward error", "reward errors"),
+    "reward_timeout": ("reward timeout", "reward timeouts"),
 }
 
 
@@ -46,6 +47,7 @@ def phases(run: RunData) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "label": _PHASES.get(name, name.replace("_", " ")),
+                "short": name.replace("_", " "),
                 "first": first,
                 "last": max(key.x for key in keys),
                 "end": end,
@@ -83,25 +85,25 @@ def tiles(run: RunData) -> list[dict[str, Any]]:
     }
     steps = {phase: count for phase, count in trained.items() if count}
     if steps:
-        note = ", ".join(f"{_PHASES.get(p, p)} {n}" for p, n in steps.items())
+        note = ", ".join(f"{p.replace('_', ' ')} {n:,}" for p, n in steps.items())
         out.append({"label": "Steps", "text": f"{sum(steps.values()):,}", "note": note})
     speed = [v for key, v in run.series("tokens_per_s") if v is not None and key.phase == "rl"]
     if speed:
         text = f"{statistics.median(speed):,.0f}"
-        out.append({"label": "Tokens per second", "text": text, "note": "median of the steps"})
+        out.append({"label": "Tokens/s", "text": text, "note": "median of the steps"})
     moved = [row.get("bytes") for row in run.events if row.get("kind") == "switch"]
     numbers = [count for count in moved if isinstance(count, int | float)]
     if numbers:
         note = f"{len(numbers):,} weight switches"
         out.append({"label": "Weights moved", "bytes": sum(numbers), "note": note})
     bad = sum(row.get("kind") == "bad_step" for row in run.events)
-    troubles = {"steps skipped": bad} | {
-        label: int(sum(value or 0 for _, value in run.series(key)))
-        for key, label in _TROUBLE.items()
-    }
-    found = [f"{count:,} {label}" for label, count in troubles.items() if count]
+    counts = {("step skipped", "steps skipped"): bad}
+    for key, names in _TROUBLE.items():
+        counts[names] = int(sum(value or 0 for _, value in run.series(key)))
+    found = [f"{count:,} {names[count > 1]}" for names, count in counts.items() if count]
     if found:
-        out.append({"label": "Troubles", "text": found[0], "note": ", ".join(found[1:])})
+        text = f"{sum(counts.values()):,}"
+        out.append({"label": "Problems", "text": text, "note": ", ".join(found)})
     return out
 
 
@@ -115,7 +117,13 @@ def charts(run: RunData) -> list[dict[str, Any]]:
         if not series:
             continue
         group = "hero" if id_ == "accuracy" else "main"
-        chart = {"id": id_, "title": title, "unit": unit, "group": group, "series": series}
+        chart: dict[str, Any] = {
+            "id": id_,
+            "title": title,
+            "unit": unit,
+            "group": group,
+            "series": series,
+        }
         if id_ in ("accuracy", "reward"):
             chart["range"] = _unit_range(series)
         if id_ == "response_tokens":

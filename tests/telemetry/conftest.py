@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,8 +80,8 @@ def write_run(run_dir: Path) -> Path:
     """Write the whole run through `Telemetry` and return its directory."""
     rng = random.Random(0)
     config = TelemetryConfig(progress=False, tensorboard=False)
-    now = 1.7e9
     with Telemetry(run_dir, config, WARM + RL) as telemetry:
+        now = time.time()
         telemetry.phase("warm_start", WARM)
         for step in range(1, WARM + 1):
             now = rank_spans(telemetry, rng, step, now, rl=False)

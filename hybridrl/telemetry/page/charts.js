@@ -81,7 +81,7 @@ function frame(box, width, height, { x, y, xName, yFormat = tickText, right = 10
       draw("text", { x: left - 6, y: sy(mark) + 4, "text-anchor": "end" }, yFormat(mark, yMarks)),
     );
   }
-  const xMarks = ticks(x[0], x[1], Math.max(2, Math.floor((width - left) / 70)), whole);
+  const xMarks = ticks(x[0], x[1], Math.max(2, Math.floor((width - left) / 52)), whole);
   for (const mark of xMarks.filter((m) => m >= x[0] - 1e-9 && m <= x[1] + 1e-9)) {
     svg.append(
       draw("line", { class: "axis", x1: sx(mark), x2: sx(mark), y1: bottom, y2: bottom + 4 }),
@@ -131,9 +131,11 @@ function runs(points) {
 const path = (points, sx, sy) =>
   points.map((p, i) => `${i ? "L" : "M"}${sx(p.x).toFixed(2)} ${sy(p.y).toFixed(2)}`).join("");
 
-function trailingMean(points, window) {
+// Mean of the points around each, the same number on both sides: a trailing mean would lag.
+function runningMean(points, window) {
   return points.map((point, i) => {
-    const near = points.slice(Math.max(0, i - window + 1), i + 1);
+    const reach = Math.min(Math.floor(window / 2), i, points.length - 1 - i);
+    const near = points.slice(i - reach, i + reach + 1);
     return { ...point, y: near.reduce((sum, p) => sum + p.y, 0) / near.length };
   });
 }
@@ -160,13 +162,15 @@ function lineChart(chart, phases) {
   const last = finite[finite.length - 1];
   const window = !chart.hero && finite.length >= 24 ? Math.min(25, Math.round(finite.length / 10)) : 1;
   const box = plot(chart.hero ? 290 : 176, (box, width, height) => {
-    const x = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [xs[0] - 1, xs[0] + 1];
-    const room = chart.hero ? { top: 26, right: 50 } : {};
+    // The main chart spans the whole run, also where nothing was evaluated yet.
+    const ends = chart.hero ? phases.flatMap((p) => [p.first, p.last]) : xs;
+    const x = ends.length > 1 ? [Math.min(...ends), Math.max(...ends)] : [xs[0] - 1, xs[0] + 1];
+    const room = chart.hero ? { top: 26, right: width < 600 ? 44 : 108 } : {};
     const f = frame(box, width, height, { x, y: domain(chart), xName: "step", ...room });
     for (const phase of phases) paintPhase(f, phase, x, chart.hero && phases.length > 1);
     if (chart.band) paintBand(f, chart.band);
     chart.series.forEach((series, index) => paintSeries(f, series, index, window, chart.hero));
-    if (chart.hero) paintEnds(f, chart.series);
+    if (chart.hero) paintEnds(f, chart.series, width >= 600);
     hover(box, f, chart, xs, height);
   });
   const value = last && make("span", { class: "last", "data-key": chart.series[0].key, "data-value": last.y },
@@ -207,7 +211,7 @@ function paintSeries(f, series, index, window, dots) {
     f.svg.append(raw);
     if (window > 1) {
       const own = run.joined ? run.points.slice(1) : run.points;
-      f.svg.append(draw("path", { class: `mean ${run.phase}`, d: path(trailingMean(own, window), f.sx, f.sy) }));
+      f.svg.append(draw("path", { class: `mean ${run.phase}`, d: path(runningMean(own, window), f.sx, f.sy) }));
     }
     const alone = run.points.length === 1;
     for (const p of dots || alone ? run.points.slice(run.joined ? 1 : 0) : []) {
@@ -221,12 +225,13 @@ function paintSeries(f, series, index, window, dots) {
 }
 
 // Labels at the right end of each series, pushed apart where they would touch.
-function paintEnds(f, series) {
-  const ends = series.map((s) => s.points.filter((p) => p.y !== null).at(-1)).filter(Boolean);
+function paintEnds(f, series, named) {
+  const label = (s, p) => ({ ...p, text: named ? `${number(p.y)} ${s.label}` : number(p.y) });
+  const ends = series.map((s) => [s, s.points.filter((p) => p.y !== null).at(-1)]).filter(([, p]) => p).map(([s, p]) => label(s, p));
   let floor = -Infinity;
   for (const p of ends.sort((a, b) => b.y - a.y)) {
     floor = Math.max(f.sy(p.y) + 4, floor + 13);
-    f.svg.append(draw("text", { class: "end", x: f.sx(p.x) + 8, y: floor }, number(p.y)));
+    f.svg.append(draw("text", { class: "end", x: f.sx(p.x) + 8, y: floor }, p.text));
   }
 }
 

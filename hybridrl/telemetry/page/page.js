@@ -3,15 +3,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 
 const STAGES = ["generate", "score", "log_probs", "update", "switch", "eval", "save"];
-const others = [];
-function stageColor(name) {
-  let index = STAGES.indexOf(name);
-  if (index < 0) {
-    if (!others.includes(name)) others.push(name);
-    index = STAGES.length + (others.indexOf(name) % 1);
-  }
-  return `var(--c${index})`;
-}
+const stageColor = (name) => `var(--c${STAGES.includes(name) ? STAGES.indexOf(name) : STAGES.length})`;
 
 function duration(seconds) {
   if (seconds === null) return "unknown";
@@ -61,7 +53,7 @@ function header() {
         make("span", { class: "after", "data-value": after }, number(after))),
       make("div", { class: "note" }, `${num_before} → ${num_after}`)));
   }
-  tiles.append(tile("Duration", duration(data.duration), data.phases.map((p) => `${p.label} ${duration(p.seconds)}`).join(", ")));
+  tiles.append(tile("Duration", duration(data.duration), data.phases.map((p) => `${p.short} ${duration(p.seconds)}`).join(", ")));
   for (const t of data.tiles) tiles.append(tile(t.label, t.bytes !== undefined ? bytes(t.bytes) : t.text || number(t.value), t.note));
   page.append(tiles);
 }
@@ -73,7 +65,7 @@ function curves() {
   const [hero, rest, more] = ["hero", "main", "more"].map((group) => data.charts.filter((c) => c.group === group));
   if (!data.charts.length) return section("Curves", "No metrics were recorded.");
   const warm = data.phases.some((p) => p.name === "warm_start");
-  section("Curves", `${warm ? "Amber is the supervised warm start, blue the reinforcement learning. " : ""}Thin lines are single steps, thick ones the mean of the last few. A red mark is a value that was not finite.`);
+  section("Curves", `${warm ? "Amber is the supervised warm start, blue the reinforcement learning. " : ""}Thin lines are single steps, thick ones the mean of the steps around. A red mark is a value that was not finite.`);
   for (const chart of hero) page.append(lineChart({ ...chart, hero: true }, data.phases));
   page.append(make("div", { class: "grid wide" }, ...rest.map((chart) => lineChart(chart, data.phases))));
   if (more.length) {
