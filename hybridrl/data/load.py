@@ -134,12 +134,12 @@ class _Collector:
         for item in items:
             if item.prompt in self.seen:
                 continue
+            self.seen.add(item.prompt)
             if len(item.prompt_ids) > self.longest:
                 if not self.config.skip_long_prompts:
                     raise self._too_long(item)
                 self.skipped += 1
                 continue
-            self.seen.add(item.prompt)
             accepted.append(item)
         return accepted
 

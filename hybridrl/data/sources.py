@@ -32,7 +32,25 @@ def rows(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]
     return _with_columns(key, source, READERS[source.kind](key, source))
 
 
-def reasoning_gym_dataset(key: str, source: SourceConfig, seed: int, size: int) -> Any:
+def _reasoning_gym(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
+    first = source.params.get("seed", seed)
+    params = {k: v for k, v in source.params.items() if k != "seed"}
+    bare = SourceConfig(kind=source.kind, name=source.name, params=params)
+    # Item i of a dataset is made from seed + i; a new chunk therefore goes on where the last ended.
+    for start in itertools.count(0, chunk):
+        dataset = _reasoning_gym_dataset(key, bare, first + start, chunk)
+        for index in range(chunk):
+            try:
+                yield dataset[index]
+            except Exception as error:  # more than a hundred generators, each with its own
+                raise ConfigError(
+                    f"{key}.params",
+                    source.params,
+                    f"parameters with which {source.name} makes items ({_one_line(error)})",
+                ) from error
+
+
+def _reasoning_gym_dataset(key: str, source: SourceConfig, seed: int, size: int) -> Any:
     """The reasoning_gym dataset that `source` names, a `ProceduralDataset` of `size` items.
 
     Raises ConfigError for an unknown name (with the near ones) and for parameters it refuses.
@@ -62,41 +80,24 @@ def reasoning_gym_dataset(key: str, source: SourceConfig, seed: int, size: int) 
         ) from error
 
 
-def _reasoning_gym(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
-    first = source.params.get("seed", seed)
-    params = {k: v for k, v in source.params.items() if k != "seed"}
-    bare = SourceConfig(kind=source.kind, name=source.name, params=params)
-    # Item i of a dataset is made from seed + i; a new chunk therefore goes on where the last ended.
-    for start in itertools.count(0, chunk):
-        dataset = reasoning_gym_dataset(key, bare, first + start, chunk)
-        for index in range(chunk):
-            try:
-                yield dataset[index]
-            except (TypeError, ValueError, IndexError, RuntimeError) as error:
-                raise ConfigError(
-                    f"{key}.params",
-                    source.params,
-                    f"parameters with which {source.name} makes items ({_one_line(error)})",
-                ) from error
-
-
 def _function(key: str, source: SourceConfig, seed: int) -> Iterator[Row]:
     make = cast(Callable[..., Iterable[Row]], load_function(f"{key}.name", source.name))
     try:
-        made = iter(make(**{"seed": seed, **source.params}))
-    except (TypeError, ValueError) as error:
+        for row in make(**{"seed": seed, **source.params}):
+            missing = [name for name in ("question", "answer") if name not in row]
+            if missing:
+                raise ConfigError(
+                    f"{key}.name",
+                    source.name,
+                    f"a function that yields dicts with {' and '.join(missing)}, not {sorted(row)}",
+                )
+            yield row
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"{key}.params", source.params, f"what {source.name} takes ({_one_line(error)})"
         ) from error
-    for row in made:
-        missing = [name for name in ("question", "answer") if name not in row]
-        if missing:
-            raise ConfigError(
-                f"{key}.name",
-                source.name,
-                f"a function that yields dicts with {' and '.join(missing)}, not {sorted(row)}",
-            )
-        yield row
 
 
 def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterator[Row]:

@@ -1,0 +1,59 @@
+"""A character tokenizer and a way to load data with it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hybridrl.config import DataConfig, SourceConfig
+from hybridrl.data import Data, load_data
+from hybridrl.models.tiny import make_char_tokenizer
+
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_char_tokenizer(ALPHABET, 4096)
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    made = make_char_tokenizer(ALPHABET, 4096)
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Data]:
+    """`load(source, ...)`: data of one source named `s`, or of `sources=...`."""
+
+    def run(source: SourceConfig | None = None, **settings: object) -> Data:
+        given = dict(settings)
+        max_context = given.pop("max_context", 1024)
+        max_new_tokens = given.pop("max_new_tokens", 24)
+        used = given.pop("tokenizer", tokenizer)
+        if source is not None:
+            given["sources"] = {"s": source}
+        config = DataConfig(**{"size": 50, "eval_size": 10, **given})
+        return load_data(config, used, max_context=max_context, max_new_tokens=max_new_tokens)
+
+    return run
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[[list[dict]], str]:
+    """Write rows to a JSONL file; returns its path."""
+    import json
+
+    def write(rows: list[dict]) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+        return str(path)
+
+    return write

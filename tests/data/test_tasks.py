@@ -1,0 +1,93 @@
+"""Generated tasks of our own, as `kind: function` sources."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridrl.config import ConfigError, SourceConfig, SourceKind
+from hybridrl.data import Data
+from hybridrl.data.tasks import gcd_subtraction, work
+
+Load = Callable[..., Data]
+
+
+def test_gcd_by_subtraction_is_right_step_by_step() -> None:
+    for row in itertools.islice(gcd_subtraction(seed=0), 500):
+        pairs = [tuple(map(int, pair.split(","))) for pair in row["steps"].split(">") if pair]
+        a, b = map(int, row["question"].split(","))
+        assert int(row["answer"]) == math.gcd(a, b)
+        assert len(pairs) == row["num_steps"]
+        for x, y in pairs:
+            a, b = (a - b, b) if a > b else (a, b - a)
+            assert (x, y) == (a, b)
+        assert a == b
+
+
+def test_gcd_as_a_source(load: Load, tokenizer: Any) -> None:
+    data = load(
+        SourceConfig(kind=SourceKind.function, name="hybridrl.data.tasks:gcd_subtraction"),
+        size=1000,
+        prompt_template="{question}:",
+        answer_template="{steps}#{answer}",
+    )
+    targets = {item.prompt: tokenizer.decode(item.target_ids) for item in data.train + data.eval}
+    assert len(targets) == 1010
+    assert targets["12,8:"] == "4,8>4,4#4<eos>"
+
+
+def test_work_has_the_wanted_tail() -> None:
+    rows = list(itertools.islice(work(seed=0), 20_000))
+    counts = [row["num_steps"] for row in rows]
+    median, tail = np.percentile(counts, [50, 99])
+    assert median == pytest.approx(10, abs=1)
+    assert 7 < tail / median < 9.5
+    assert max(counts) == 99
+    for row in rows[:50]:
+        letters, count = re.fullmatch(r"([a-z]{3})(\d+)", row["question"]).groups()
+        assert row["answer"] == letters
+        assert row["steps"] == ",".join(map(str, range(int(count), 0, -1)))
+
+
+def test_a_function_in_a_file(load: Load, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def rows(seed, stop):\n"
+        "    for n in range(seed, stop):\n"
+        "        yield {'question': f'{n}?', 'answer': n, 'double': 2 * n}\n"
+    )
+    source = SourceConfig(
+        kind=SourceKind.function, name=f"{path}:rows", params={"stop": 40, "seed": 3}
+    )
+    data = load(source, prompt_template="{question} {double}")
+    assert len(data.train) + len(data.eval) == 37  # it ends, so that is all there is
+    assert data.eval[0].prompt == "3? 6"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "key"),
+    [
+        ("hybridrl.data.tasks:nothing", {}, "data.sources.s.name"),
+        ("nothing", {}, "data.sources.s.name"),
+        ("hybridrl.data.tasks:gcd_subtraction", {"maximum": 3}, "data.sources.s.params"),
+        ("hybridrl.data.tasks:gcd_subtraction", {"max_value": 1}, "data.sources.s.params"),
+        ("itertools:count", {"seed": 0}, "data.sources.s.params"),
+        ("{file}:bare", {}, "data.sources.s.name"),
+    ],
+)
+def test_a_function_that_cannot_serve_is_named(
+    load: Load, tmp_path: Path, name: str, params: dict[str, Any], key: str
+) -> None:
+    (tmp_path / "bare.py").write_text("def bare(seed):\n    yield {'question': 'x'}\n")
+    source = SourceConfig(
+        kind=SourceKind.function, name=name.format(file=tmp_path / "bare.py"), params=params
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(source)
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
