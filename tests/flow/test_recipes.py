@@ -39,6 +39,8 @@ def run(graph: Graph, executor, prompts_per_step: int = 4) -> StepResult:
         prompts_per_step=prompts_per_step,
     )
     result = schedule.run_step(0)
+    assert not executor.released, "the step's samples can be looked at before they are released"
+    schedule.release()
     used = {sample.id for sample in result.samples}
     assert not used & set(result.dropped)
     assert sorted(used | set(result.dropped)) == sorted(executor.released)

@@ -79,6 +79,8 @@ def test_batch_is_the_same_whatever_the_timing(
             executor, {"k": k}, prompts_per_step=prompts_per_step, decode_steps=decode_steps[i]
         )
         results = [schedule.run_step(step) for step in range(2)]
+        schedule.release()
+        schedule.release()
         seen.append(([batch(result) for result in results], executor.updates))
         dispatched = [id for _, submit in executor.submits for id in submit.ids]
         expected = [SampleId(p, "", n) for p in range(2 * prompts_per_step) for n in range(k)]
@@ -157,7 +159,9 @@ def test_versions_stand_on_the_spans(virtual_executor):
 
 def test_a_step_whose_groups_are_all_dropped_trains_nothing(virtual_executor):
     executor = virtual_executor(reward_of=lambda id: (1.0, "ok"))
-    result = make(executor, {}).run_step(0)
+    schedule = make(executor, {})
+    result = schedule.run_step(0)
+    schedule.release()
     assert not result.samples
     assert not executor.updates
     assert len(result.dropped) == len(executor.released) == 8
