@@ -162,7 +162,7 @@ function cell(column, value) {
 
 const table = (columns, rows) => make("table", {},
   make("thead", {}, make("tr", {}, ...columns.map((c) => make("th", {}, c.replaceAll("_", " "))))),
-  make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((v, i) => make("td", { class: columns[i] === "what" ? "text" : null }, cell(columns[i], v)))))));
+  make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((v, i) => make("td", { class: { what: "text", value: "value" }[columns[i]] }, cell(columns[i], v)))))));
 
 function sampleCard(sample) {
   const right = typeof sample.reward === "number" && sample.reward > 0;
