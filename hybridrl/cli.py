@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ def _check(args: list[str]) -> None:
 
 
 def _job(action: str, config: Any) -> None:
-    from hybridrl.controller import job
+    started = time.time()
+    from hybridrl.controller import job  # seconds, which belong to the run
 
     try:
         result = getattr(job, action)(config)
@@ -90,7 +92,7 @@ def _job(action: str, config: Any) -> None:
         _fail(f"interrupted; the run directory is {config.run.dir}", 130)
     except (job.WorkerError, job.TrainingStopped, OSError) as error:
         _fail(f"{error}; the run directory is {config.run.dir}", 1)
-    print(json.dumps(result), flush=True)
+    print(json.dumps({**result, "seconds": round(time.time() - started, 1)}), flush=True)
 
 
 def _report(args: list[str]) -> None:

@@ -34,8 +34,7 @@ class TrainingStopped(RuntimeError):
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Run warm start and recipe; returns the result that the command line prints."""
-    started = time.time()
+    """Run warm start and recipe; returns what the command line prints."""
     prepared = prepare(config)
     with _job(config, prepared) as job:
         job.warm_start()
@@ -43,10 +42,10 @@ def train(config: Config) -> dict[str, Any]:
         job.run_recipe()
         after = job.evaluate(final=True)
         job.finish()
+    _render(config)
     return {
         "accuracy_before": before["eval_accuracy"],
         "accuracy_after": after["eval_accuracy"],
-        "seconds": round(time.time() - started, 1),
         "run": config.run.dir,
     }
 
@@ -57,6 +56,13 @@ def evaluate_only(config: Config) -> dict[str, Any]:
     with _job(config, prepared) as job:
         metrics = job.evaluate(final=True)
     return {**metrics, "run": config.run.dir}
+
+
+def _render(config: Config) -> None:
+    if config.telemetry.report:
+        from hybridrl.telemetry.report import render
+
+        render(Path(config.run.dir))
 
 
 @contextmanager
