@@ -9,12 +9,13 @@ import torch
 
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.sampling import SamplingBatch
-from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup
+from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup, Workspace
 
 Ints = npt.NDArray[np.int64]
 
 _GROUP_KEYS = 512  # keys whose gather and attention cost as much as one more group
 _GROUP_TOKENS = 4  # the same in tokens of a prefill
+_SPARE_PAGES = 4  # blocks by which a workspace is wider than its longest row
 _PREFILL_TOKENS = 4096  # tokens of one prefill pass, unless one prompt is longer
 
 
@@ -75,27 +76,38 @@ class DecodeBatch:
         pages = [length // block_size + 1 for _, _, length in rows]
         self._cuts = split(pages, -(-_GROUP_KEYS // block_size))
         self._device = device
+        self._workspaces: list[Workspace | None] = [None] * len(self._cuts)
         last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
         self._tokens = torch.tensor(last, device=device)
 
     def inputs(self, pool: KVPool, tables: Ints) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
         """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
-        size = pool.block_size
-        tables = tables[self.slots]
-        page, offset = np.divmod(self.positions, size)
-        written = tables[np.arange(len(page)), page] * size + offset
+        page, offset = np.divmod(self.positions, pool.block_size)
+        blocks = _tensor(tables[self.slots, page], self._device)
+        rows = pool.rows(blocks, _tensor(offset, self._device))
         positions = torch.from_numpy(self.positions).to(self._device, copy=True)
         groups = [
-            PagedGroup(
-                start=start,
-                rows=stop - start,
-                queries=1,
-                pages=_tensor(tables[start:stop, : page[start] + 1].reshape(-1), self._device),
-                positions=positions[start:stop, None],
-            )
-            for start, stop in self._cuts
+            self._group(cut, int(page[start]) + 1, pool, tables, positions[start:stop, None])
+            for cut, (start, stop) in enumerate(self._cuts)
         ]
-        return PagedBatch(pool, _tensor(written, self._device), groups), self._tokens, positions
+        return PagedBatch(pool, rows, groups), self._tokens, positions
+
+    def _group(
+        self, cut: int, pages: int, pool: KVPool, tables: Ints, positions: torch.Tensor
+    ) -> PagedGroup:
+        """The rows of one cut, of which the longest has `pages` blocks."""
+        start, stop = self._cuts[cut]
+        group = PagedGroup(start, stop - start, 1, int(self.positions[start]) + 1, positions)
+        if self._device.type != "cpu":
+            group.tables = _tensor(tables[self.slots[start:stop], :pages], self._device)
+            return group
+        kept = self._workspaces[cut]
+        if kept is None or kept.tables.shape[1] < pages:
+            wide = min(pages + _SPARE_PAGES, tables.shape[1])
+            table = _tensor(tables[self.slots[start:stop], :wide], self._device)
+            kept = self._workspaces[cut] = Workspace(pool, table)
+        group.workspace, group.lines = kept, kept.step(positions)
+        return group
 
     def advance(self, tokens: torch.Tensor) -> None:
         """The drawn `tokens` [rows] are the pending ones of the next step."""
@@ -154,26 +166,29 @@ def _prefill_batch(
     groups: Sequence[Sequence[Prefill]], pool: KVPool, device: torch.device
 ) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
     size = pool.block_size
-    paged, slots, ids, start = [], [], [], 0
+    paged, rows, ids, start = [], [], [], 0
     for jobs in groups:
         shape = (len(jobs), len(jobs[0].tokens))
-        token_ids, positions, written = (np.zeros(shape, np.int64) for _ in range(3))
-        pages = np.zeros((len(jobs), max(-(-(j.start + len(j.tokens)) // size) for j in jobs)), int)
+        longest = max(job.start + len(job.tokens) for job in jobs)
+        token_ids, positions, blocks, offsets = (np.zeros(shape, np.int64) for _ in range(4))
+        tables = np.zeros((len(jobs), -(-longest // size)), np.int64)
         for row, job in enumerate(jobs):
             count = len(job.tokens)
-            used = job.blocks[: pages.shape[1]]
-            pages[row, : len(used)] = used
+            used = job.blocks[: tables.shape[1]]
+            tables[row, : len(used)] = used
             token_ids[row, :count] = job.tokens
             positions[row, :count] = np.arange(job.start, job.start + count)
-            page, offset = np.divmod(positions[row, :count], size)
-            written[row, :count] = pages[row, page] * size + offset
+            page, offsets[row, :count] = np.divmod(positions[row, :count], size)
+            blocks[row, :count] = tables[row, page]
         queries = _tensor(positions, device)
-        paged.append(PagedGroup(start, *shape, _tensor(pages.reshape(-1), device), queries))
-        slots.append(_tensor(written.reshape(-1), device))
+        paged.append(PagedGroup(start, *shape, longest, queries, _tensor(tables, device)))
+        rows.append(
+            pool.rows(_tensor(blocks.reshape(-1), device), _tensor(offsets.reshape(-1), device))
+        )
         ids.append(_tensor(token_ids.reshape(-1), device))
         start += shape[0] * shape[1]
     positions_row = torch.cat([group.positions.reshape(-1) for group in paged])
-    return PagedBatch(pool, torch.cat(slots), paged), torch.cat(ids), positions_row
+    return PagedBatch(pool, torch.cat(rows), paged), torch.cat(ids), positions_row
 
 
 def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

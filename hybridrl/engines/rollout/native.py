@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
+from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
+from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.interface import Output, Request, Stats
 from hybridrl.engines.rollout.kv_cache import BlockAllocator
 from hybridrl.engines.rollout.random import uniforms
@@ -99,6 +101,8 @@ class NativeEngine:
             )
         self._model.tie_weights()  # no_init_weights leaves this out
         self._model.to(self._device).eval().requires_grad_(False)
+        fused = config.model_type in FUSED_FAMILIES
+        self._decoder = FusedDecoder(self._model) if fused else None
         self._vocab_size: int = config.vocab_size
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
         self._aliases = set(self._model.state_dict()) - set(self._shapes)
@@ -238,7 +242,9 @@ class NativeEngine:
     def _forward(
         self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [tokens, vocab]."""
+        """Logits [tokens, vocab] of a decode step."""
+        if self._decoder is not None:
+            return self._decoder(paged, token_ids, positions)
         logits: torch.Tensor = self._model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, paged=paged
         ).logits
@@ -455,6 +461,8 @@ class NativeEngine:
         self._drop_prefixes()
         for parameter in self._model.parameters():
             parameter.data = torch.empty(0, dtype=self._dtype, device=self._device)
+        if self._decoder is not None:
+            self._decoder.free()
         self._pool = None
         self._awake = False
 
@@ -466,6 +474,8 @@ class NativeEngine:
             parameter.data = torch.empty(
                 self._shapes[name], dtype=self._dtype, device=self._device
             )
+        if self._decoder is not None:
+            self._decoder.allocate()
         self._make_cache()
         self._awake = True
 

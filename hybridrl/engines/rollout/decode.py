@@ -1,0 +1,136 @@
+"""The decode step of Llama-like models with few operations: the module's own weights and algebra.
+
+A step for some hundred tokens of a small model is bound by the number of operations, so products
+that share an input are one (the module's weights are views of the fused tensor), norms are torch's
+fused ones, the rotation and the residual sums happen in place. The Hugging Face module stays the
+definition: it computes prefill and every other family, and a test holds the two equal.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hybridrl.models.paged_attention import PagedBatch
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class FusedLinear:
+    """Linear layers of one input as one product; `modules` keep views of its weight and bias."""
+
+    def __init__(self, modules: list[nn.Linear]) -> None:
+        self._modules = modules
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Move the parameters, as they are, into fused tensors."""
+        self.weight = self._fuse([module.weight for module in self._modules])
+        biases = [module.bias for module in self._modules if module.bias is not None]
+        assert len(biases) in (0, len(self._modules)), "some of the fused layers have a bias"
+        self.bias = self._fuse(biases) if biases else None
+
+    def free(self) -> None:
+        """Forget the fused tensors; the modules' parameters are freed by who owns them."""
+        self.weight, self.bias = self.weight.new_empty(0), None
+
+    @staticmethod
+    def _fuse(parameters: list[nn.Parameter]) -> torch.Tensor:
+        fused = torch.cat([parameter.data for parameter in parameters])
+        ends = torch.tensor([0, *(len(p) for p in parameters)]).cumsum(0).tolist()
+        for parameter, (start, stop) in zip(parameters, pairwise(ends), strict=True):
+            parameter.data = fused[start:stop]
+        return fused
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, in] to [tokens, sum of outs]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class FusedDecoder:
+    """Computes what `model(input_ids, position_ids, paged=...)` computes, for a decode step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        assert model.config.model_type in FAMILIES
+        self._model = model
+        layers = model.model.layers
+        attentions = [layer.self_attn for layer in layers]
+        self._qkv = [FusedLinear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
+        self._gate_up = [FusedLinear([m.mlp.gate_proj, m.mlp.up_proj]) for m in layers]
+        config = model.config
+        self._eps: float = config.rms_norm_eps
+        self._dim: int = attentions[0].head_dim
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._windows: list[int | None] = [
+            getattr(a, "sliding_window", None)
+            if hasattr(a, "sliding_window") or config.model_type != "mistral"
+            else config.sliding_window
+            for a in attentions
+        ]
+
+    def allocate(self) -> None:
+        """Fuse again, after the parameters got new storage."""
+        for linear in (*self._qkv, *self._gate_up):
+            linear.allocate()
+
+    def free(self) -> None:
+        """Forget the weights."""
+        for linear in (*self._qkv, *self._gate_up):
+            linear.free()
+
+    def __call__(
+        self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [tokens, vocab] of `token_ids` [tokens] at `positions` [tokens]."""
+        body = self._model.model
+        x = functional.embedding(token_ids, body.embed_tokens.weight)
+        cos, sin = body.rotary_emb(x[None], positions[None])
+        cos, sin = cos[0, :, None], sin[0, :, None]
+        # rotate_half(x) * sin = (halves of x swapped) * (-sin, sin)
+        sin = torch.cat((-sin[..., : self._dim // 2], sin[..., self._dim // 2 :]), -1)
+        for index, layer in enumerate(body.layers):
+            h = self._norm(x, layer.input_layernorm.weight)
+            h = self._attention(index, layer.self_attn, h, cos, sin, paged)
+            x = _add_linear(x, h, layer.self_attn.o_proj)
+            h = self._norm(x, layer.post_attention_layernorm.weight)
+            gate, up = self._gate_up[index](h).chunk(2, -1)
+            x = _add_linear(x, layer.mlp.act_fn(gate).mul_(up), layer.mlp.down_proj)
+        logits: torch.Tensor = self._model.lm_head(self._norm(x, body.norm.weight))
+        return logits
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], weight, self._eps)
+
+    def _attention(
+        self,
+        index: int,
+        module: nn.Module,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        paged: PagedBatch,
+    ) -> torch.Tensor:
+        """[tokens, hidden] to [tokens, heads * head_dim], before the output product."""
+        heads, rotated = self._heads, self._heads + self._kv_heads
+        qkv = self._qkv[index](x).view(len(x), -1, self._dim)
+        qk = qkv[:, :rotated]
+        if hasattr(module, "q_norm"):
+            qk = self._norm(qk, None)
+            qk[:, :heads].mul_(module.q_norm.weight)
+            qk[:, heads:].mul_(module.k_norm.weight)
+        swapped = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+        # Into the fused output, where the rotated keys lie beside the values.
+        torch.addcmul(qk * cos, swapped, sin, out=qkv[:, :rotated])
+        new = qkv[:, heads:].view(len(x), 2, self._kv_heads, self._dim)
+        out = paged.attend(index, qkv[:, :heads], new, module.scaling, self._windows[index])
+        return out.flatten(1)
+
+
+def _add_linear(x: torch.Tensor, h: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """x + linear(h)."""
+    if linear.bias is not None:
+        return x + linear(h)
+    return torch.addmm(x, h, linear.weight.t())

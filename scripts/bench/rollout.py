@@ -1,0 +1,222 @@
+"""Rollout tokens/s of the native engine against a hand-written static-batch decode loop.
+
+Same weights, prompts, lengths and one thread for both, alternating in one process. The baseline is
+plain torch: contiguous KV cache, fused qkv and gate-up products, SDPA, the same sampling with
+log-probabilities; it pads every row to the longest response. Prints one JSON object per line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.random import stream_key
+
+SHAPES = {
+    "1m": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
+               num_key_value_heads=2, head_dim=32),
+    "3m": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+               num_key_value_heads=4, head_dim=32),
+}  # fmt: skip
+
+
+class HandWrittenLoop:
+    """Qwen3 with a static batch: `generate` decodes all rows to the longest wanted length."""
+
+    def __init__(self, model: PreTrainedModel, rows: int, length: int) -> None:
+        config, body = model.config, model.model
+        self.config = config
+        self.embed, self.norm, self.head = body.embed_tokens.weight, body.norm.weight, model.lm_head
+        self.layers = [
+            dict(
+                qkv=torch.cat([getattr(a, f"{x}_proj").weight for x in "qkv"]),
+                q_norm=a.q_norm.weight,
+                k_norm=a.k_norm.weight,
+                out=a.o_proj.weight,
+                gate_up=torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+                down=layer.mlp.down_proj.weight,
+                norm1=layer.input_layernorm.weight,
+                norm2=layer.post_attention_layernorm.weight,
+            )
+            for layer in body.layers
+            for a in [layer.self_attn]
+        ]
+        cos, sin = body.rotary_emb(self.embed[:1], torch.arange(length)[None])
+        self.cos, self.sin = cos[0], sin[0]
+        shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, length)
+        self.cache = torch.zeros(*shape, config.head_dim, dtype=self.embed.dtype)
+
+    def forward(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """Logits [rows, vocab] of the last of `ids` [rows, tokens], which begin at `start`."""
+        config, eps = self.config, self.config.rms_norm_eps
+        rows, tokens = ids.shape
+        heads, kv_heads, dim = (
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+        )  # fmt: skip
+        stop = start + tokens
+        cos, sin = self.cos[start:stop], self.sin[start:stop]
+
+        def rotate(x: torch.Tensor) -> torch.Tensor:
+            half = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1)
+            return x * cos + half * sin
+
+        x = functional.embedding(ids, self.embed)
+        for w, cache in zip(self.layers, self.cache, strict=True):
+            h = functional.rms_norm(x, x.shape[-1:], w["norm1"], eps)
+            qkv = functional.linear(h, w["qkv"]).view(rows, tokens, -1, dim).transpose(1, 2)
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+            q = rotate(functional.rms_norm(q, (dim,), w["q_norm"], eps))
+            cache[0, :, :, start:stop] = rotate(functional.rms_norm(k, (dim,), w["k_norm"], eps))
+            cache[1, :, :, start:stop] = v
+            keys, values = cache[:, :, :, :stop]
+            if tokens == 1:  # query heads of a kv head as its query rows: nothing is repeated
+                q = q.reshape(rows, kv_heads, heads // kv_heads, dim)
+                a = functional.scaled_dot_product_attention(q, keys, values)
+                a = a.reshape(rows, 1, heads * dim)
+            else:
+                a = functional.scaled_dot_product_attention(
+                    q, keys, values, is_causal=True, enable_gqa=True
+                )
+                a = a.transpose(1, 2).reshape(rows, tokens, heads * dim)
+            x = x + functional.linear(a, w["out"])
+            h = functional.rms_norm(x, x.shape[-1:], w["norm2"], eps)
+            gate, up = functional.linear(h, w["gate_up"]).chunk(2, -1)
+            x = x + functional.linear(functional.silu(gate) * up, w["down"])
+        x = functional.rms_norm(x[:, -1], x.shape[-1:], self.norm, eps)
+        return self.head(x)
+
+    @torch.inference_mode()
+    def generate(self, prompts: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities [rows, new] at temperature 1."""
+        logits = self.forward(prompts, 0)
+        tokens, log_probs = [], []
+        for i in range(new):
+            log_p = logits.float().log_softmax(-1)
+            ends = log_p.exp().cumsum(-1, dtype=torch.float64)
+            drawn = torch.rand(len(prompts), 1, dtype=torch.float64) * ends[:, -1:]
+            token = torch.searchsorted(ends, drawn, right=True)
+            tokens.append(token)
+            log_probs.append(log_p.gather(-1, token))
+            if i + 1 < new:
+                logits = self.forward(token, prompts.shape[1] + i)
+        return torch.cat(tokens, 1), torch.cat(log_probs, 1)
+
+
+def tiny(shape: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A Qwen3 of random weights with a character-sized vocabulary."""
+    config = Qwen3Config(vocab_size=64, max_position_embeddings=1024, tie_word_embeddings=True,
+                         **SHAPES[shape])  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def make_engine(model: PreTrainedModel, rows: int, length: int) -> NativeEngine:
+    """The engine with the model's weights."""
+    engine = NativeEngine(
+        model.config, dtype=model.dtype, device=torch.device("cpu"), max_running=rows,
+        block_size=16, kv_cache_tokens=0, max_sequence=length,
+    )  # fmt: skip
+    engine.update_weights(model.state_dict().items())
+    return engine
+
+
+def run_engine(engine: NativeEngine, prompts: list[list[int]], lengths: list[int]) -> int:
+    """Generate all; the number of tokens."""
+    requests = [
+        Request((i,), prompt, SamplingParams(max_new_tokens=length), stream_key(0, i))
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    engine.submit(requests)
+    tokens = left = 0
+    left = len(requests)
+    while left:
+        outputs = engine.step()
+        left -= len(outputs)
+        tokens += sum(len(output.token_ids) for output in outputs)
+    return tokens
+
+
+def alternate(
+    ours: Callable[[], int], baseline: Callable[[], int], repeats: int
+) -> tuple[float, float, float]:
+    """Median tokens/s of both and the median of the paired ratios, after one warm-up each."""
+    ours(), baseline()
+    pairs = []
+    for _ in range(repeats):
+        rates = []
+        for run in (ours, baseline):
+            start = time.perf_counter()
+            tokens = run()
+            rates.append(tokens / (time.perf_counter() - start))
+        pairs.append(rates)
+    a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return a, b, statistics.median(x / y for x, y in pairs)
+
+
+def report(name: str, rates: tuple[float, float, float]) -> None:
+    """One JSON line."""
+    value, baseline, ratio = rates
+    print(
+        json.dumps(
+            {
+                "name": name,
+                "value": round(value),
+                "unit": "tokens/s",
+                "baseline": round(baseline),
+                "ratio": round(ratio, 3),
+                "better": "higher",
+            }
+        ),
+        flush=True,
+    )
+
+
+def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Namespace) -> None:
+    """The engine against the loop, `lengths` new tokens per sample."""
+    model = tiny(shape, args.dtype)
+    rows, longest = len(lengths), max(lengths)
+    prompts = torch.randint(0, 64, (rows, args.prompt))
+    engine = make_engine(model, rows, args.prompt + longest)
+    loop = HandWrittenLoop(model, rows, args.prompt + longest)
+
+    def baseline() -> int:
+        loop.generate(prompts, longest)
+        return sum(lengths)
+
+    rows_of = prompts.tolist()
+    report(
+        name, alternate(lambda: run_engine(engine, rows_of, lengths), baseline, args.repeats)
+    )
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=256, help="tokens of a response")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
+    parser.add_argument("--all", action="store_true", help="also the other shapes")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    equal = [args.new] * args.samples
+    against_loop("rollout_tokens_per_s_vs_loop", "3m", equal, args)
+    if args.all:
+        against_loop("rollout_tokens_per_s_vs_loop_1m", "1m", equal, args)
+        tail = np.full(args.samples, max(args.new // 8, 1))
+        tail[: max(args.samples // 16, 1)] = args.new
+        against_loop("rollout_tokens_per_s_vs_loop_longtail", "1m", tail.tolist(), args)
+
+
+if __name__ == "__main__":
+    main()
