@@ -16,11 +16,16 @@ from hybridrl.workers.dispatch import Dispatch, dispatched_methods
 _FUNCTION_MODULES = ("verl.trainer.ppo.core_algos", "verl.utils.reward_score")
 
 
-def environment() -> dict[str, str]:
-    """Variables that verl reads at import; they must be set in the driver and in every worker."""
+def has_gpu() -> bool:
+    """Whether this machine has a CUDA device."""
     import torch
 
-    if torch.cuda.is_available():
+    return bool(torch.cuda.is_available())
+
+
+def environment() -> dict[str, str]:
+    """Variables that verl reads at import; they must be set in the driver and in every worker."""
+    if has_gpu():
         return {"VERL_USE_EXTERNAL_PLUGINS": "none"}
     return {
         "VERL_PLATFORM": "cpu",

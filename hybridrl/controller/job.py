@@ -195,7 +195,7 @@ class Job:
         self.telemetry.event(
             "switch",
             step=self.step,
-            bytes_received=[int(report["bytes_received"]) for report in reports],
+            bytes=sum(int(report["bytes_received"]) for report in reports),
             seconds=max(report["seconds"] for report in reports),
         )
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from hybridrl.compat import verl
 from hybridrl.config import Config, ConfigError, OptimConfig
 from hybridrl.controller.data_plane import RayDataPlane
@@ -30,7 +28,7 @@ class WorkerGroup:
 
     def __init__(self, ray: Any, config: Config, model_path: str, on_span: OnSpan) -> None:
         self.ray, self.config, self.on_span = ray, config, on_span
-        use_gpu = torch.cuda.is_available()
+        use_gpu = verl.has_gpu()
         placement = ranks_placement(ray, config.cluster, use_gpu)
         env = verl.environment() | {
             "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
