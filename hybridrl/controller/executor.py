@@ -1,5 +1,6 @@
 """The executor of real runs: worker groups and wall time behind the schedules' seam."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +88,8 @@ class RayExecutor:
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
         """Spread the samples by tokens, move those that must move, and train."""
         fields = dict(stage.options["fields"])
-        ranks = assign_ranks(samples, self.group.size, stage.options.get("atom", 1))
+        atom = stage.options.get("atom", 1)
+        ranks = assign_ranks(samples, self.group.size, atom)
         parcels = self._move(samples, ranks, ("tokens", *fields.values()))
         wanted = {
             sample.id: {
@@ -98,12 +100,13 @@ class RayExecutor:
             for sample in samples
         }
         num = stage.options["mini_batches"] or self.trainer.mini_batches
-        bounds = [len(samples) * i // num for i in range(num + 1)]
+        atoms = -(-len(samples) // atom)
+        bounds = [atoms * i // num * atom for i in range(num)] + [len(samples)]
         shares = []
         for rank in range(self.group.size):
             mini_batches = tuple(
                 tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
-                for a, b in zip(bounds, bounds[1:], strict=False)
+                for a, b in itertools.pairwise(bounds)
             )
             scalars = {id: wanted[id] for ids in mini_batches for id in ids}
             shares.append(UpdateShare(mini_batches, scalars, tuple(parcels[rank])))

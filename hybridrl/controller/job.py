@@ -144,6 +144,7 @@ class Job:
             last = self.step == self.config.warm_start.steps + self.config.trainer.steps
             if name == "rl" and not last:
                 self._evaluate_and_save()
+        schedule.release()
 
     def _evaluate_and_save(self) -> None:
         done = self.step - self.config.warm_start.steps

@@ -97,7 +97,7 @@ class WorkerGroup:
 
     def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> None:
         """Make a recipe's roles and a fresh optimizer on every rank."""
-        self.gather(self._group.begin(graph, optim, total_updates))
+        self.gather(self._group.begin(graph.on_ranks(), optim, total_updates))
 
     def enter(self, phase: Phase) -> list[dict[str, float]]:
         """Change phase everywhere; answers with each rank's weight-switch accounting."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.data import Item
+from hybridrl.data import Item, end_token_id
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
@@ -61,7 +61,7 @@ class Actor:
             kv_cache_tokens=rollout.kv_cache_tokens,
             max_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
         )
-        self.stop_token_ids = _stop_token_ids(tokenizer, model_path, rollout.stop)
+        self.stop_token_ids = _stop_token_ids(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
         self.phase = Phase.TRAIN
         self.generating_version = -1
@@ -263,10 +263,10 @@ def _sampling_params(sampling: Sampling, stop_token_ids: tuple[int, ...]) -> Sam
 
 
 def _stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, model_path: str, stop: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, chat: bool, stop: Sequence[str]
 ) -> tuple[int, ...]:
-    """The end-of-text tokens of tokenizer and model, and those named in `rollout.stop`."""
-    ids = {tokenizer.eos_token_id} - {None}
+    """The tokens that end a response or the text, and those named in `rollout.stop`."""
+    ids = {tokenizer.eos_token_id, end_token_id(tokenizer, chat)} - {None}
     for text in stop:
         token = tokenizer.convert_tokens_to_ids(text)
         if token is None or token == tokenizer.unk_token_id:

@@ -145,6 +145,8 @@ class RankWorker:
     @dispatch(Dispatch.SAME)
     def place(self, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Item, ...]) -> Reply:
         """Make the dataset's targets the responses of new samples (supervised training)."""
+        if stage.options["column"] is not None:
+            raise ConfigError("recipe", stage.name, "the dataset's answer as target")
         placed = []
         for id, item in zip(ids, items, strict=True):
             tokens = torch.tensor([*item.prompt_ids, *item.target_ids])
