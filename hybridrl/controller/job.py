@@ -248,7 +248,12 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
     samples = result.dispatched
     metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
-    metrics |= {"step_s": seconds, "dropped": float(len(result.dropped))}
+    chosen = [reason.startswith(("filter", "take", "unused")) for reason in result.dropped.values()]
+    metrics |= {
+        "step_s": seconds,
+        "filtered": float(sum(chosen)),
+        "dropped": float(len(chosen) - sum(chosen)),
+    }
     for span in result.spans:
         key = f"{span.name}_s"
         metrics[key] = metrics.get(key, 0.0) + span.stop - span.start

@@ -127,7 +127,8 @@ class RankWorker:
     def enter(self, phase: Phase) -> Reply:
         """Change phase; into GENERATE this is the weight switch. Answers with its accounting."""
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
-            return self._reply(self.actor.enter(phase))
+            report = self.actor.enter(phase)
+        return self._reply(report)
 
     @dispatch(Dispatch.SAME)
     def advance(
@@ -188,7 +189,8 @@ class RankWorker:
             for parcel in self.data_plane.get(list(share.parcels)):
                 self.store.accept(parcel)
         with self._span("update"):
-            return self._reply(self.actor.update(stage, share))
+            metrics = self.actor.update(stage, share)
+        return self._reply(metrics)
 
     # -- looking in --------------------------------------------------------------------------
 
