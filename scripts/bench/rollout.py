@@ -21,10 +21,10 @@ from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 
 SHAPES = {
-    "1m": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=6,
-               num_key_value_heads=2, head_dim=32),
-    "3m": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
-               num_key_value_heads=4, head_dim=32),
+    "1m": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6,
+               "num_key_value_heads": 2, "head_dim": 32},
+    "3m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+               "num_key_value_heads": 4, "head_dim": 32},
 }  # fmt: skip
 
 
@@ -36,16 +36,16 @@ class HandWrittenLoop:
         self.config = config
         self.embed, self.norm, self.head = body.embed_tokens.weight, body.norm.weight, model.lm_head
         self.layers = [
-            dict(
-                qkv=torch.cat([getattr(a, f"{x}_proj").weight for x in "qkv"]),
-                q_norm=a.q_norm.weight,
-                k_norm=a.k_norm.weight,
-                out=a.o_proj.weight,
-                gate_up=torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-                down=layer.mlp.down_proj.weight,
-                norm1=layer.input_layernorm.weight,
-                norm2=layer.post_attention_layernorm.weight,
-            )
+            {
+                "qkv": torch.cat([getattr(a, f"{x}_proj").weight for x in "qkv"]),
+                "q_norm": a.q_norm.weight,
+                "k_norm": a.k_norm.weight,
+                "out": a.o_proj.weight,
+                "gate_up": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+                "down": layer.mlp.down_proj.weight,
+                "norm1": layer.input_layernorm.weight,
+                "norm2": layer.post_attention_layernorm.weight,
+            }
             for layer in body.layers
             for a in [layer.self_attn]
         ]
@@ -192,9 +192,7 @@ def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Names
         return sum(lengths)
 
     rows_of = prompts.tolist()
-    report(
-        name, alternate(lambda: run_engine(engine, rows_of, lengths), baseline, args.repeats)
-    )
+    report(name, alternate(lambda: run_engine(engine, rows_of, lengths), baseline, args.repeats))
 
 
 def main() -> None:

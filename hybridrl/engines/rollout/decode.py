@@ -7,6 +7,7 @@ definition: it computes prefill and every other family, and a test holds the two
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ class FusedLinear:
         self.weight, self.bias = self.weight.new_empty(0), None
 
     @staticmethod
-    def _fuse(parameters: list[nn.Parameter]) -> torch.Tensor:
+    def _fuse(parameters: list[torch.Tensor]) -> torch.Tensor:
         fused = torch.cat([parameter.data for parameter in parameters])
         ends = torch.tensor([0, *(len(p) for p in parameters)]).cumsum(0).tolist()
         for parameter, (start, stop) in zip(parameters, pairwise(ends), strict=True):
@@ -107,7 +108,7 @@ class FusedDecoder:
     def _attention(
         self,
         index: int,
-        module: nn.Module,
+        module: Any,
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,

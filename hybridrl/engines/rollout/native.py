@@ -312,9 +312,7 @@ class NativeEngine:
                 copies.append((prefix.blocks[last], sequence.blocks[last]))
         if not admitted:
             return
-        self._prefill(
-            [Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks or []) for prefix in fresh]
-        )
+        self._prefill([Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks or []) for prefix in fresh])
         if copies:
             source, destination = torch.tensor(copies, device=self._device).unbind(1)
             assert self._pool is not None
@@ -471,9 +469,7 @@ class NativeEngine:
         if self._awake:
             return
         for name, parameter in self._model.named_parameters():
-            parameter.data = torch.empty(
-                self._shapes[name], dtype=self._dtype, device=self._device
-            )
+            parameter.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
         if self._decoder is not None:
             self._decoder.allocate()
         self._make_cache()

@@ -14,7 +14,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
-Words = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.uint64] | np.uint64
 
 
 def stream_key(seed: int, prompt: int, branch: str = "", k: int = 0, attempt: int = 0) -> int:
@@ -45,9 +45,9 @@ def uniforms(
     keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Uniforms in [0, 1) with 53 random bits for 64-bit `keys` at token `positions` (broadcast)."""
-    keys, positions = np.asarray(keys, np.uint64), np.asarray(positions).astype(np.uint64)
+    key, at = np.asarray(keys, np.uint64), np.asarray(positions).astype(np.uint64)
     zero = np.uint64(0)
-    counter = (positions & _LOW, positions >> _SHIFT, zero, zero)
-    high, low, _, _ = philox4x32(counter, (keys & _LOW, keys >> _SHIFT))
+    counter = (at & _LOW, at >> _SHIFT, zero, zero)
+    high, low, _, _ = philox4x32(counter, (key & _LOW, key >> _SHIFT))
     bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
-    return bits.astype(np.float64) * 2.0**-53
+    return np.asarray(bits * 2.0**-53, np.float64)

@@ -96,7 +96,7 @@ def _invert(weights: torch.Tensor, chunks: torch.Tensor, target: torch.Tensor) -
 
     In two levels, chunk and token, so that the float64 sums of a large vocabulary stay cheap.
     """
-    rows, vocab = weights.shape
+    _rows, vocab = weights.shape
     offset = None
     if chunks.shape[-1] > 1:
         ends = chunks.cumsum(-1)

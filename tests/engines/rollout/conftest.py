@@ -1,0 +1,105 @@
+"""Small random models and an engine for them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hybridrl.engines.rollout.interface import Output, Request
+from hybridrl.engines.rollout.native import NativeEngine
+
+VOCAB = 52
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SHAPE),
+    "llama_biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=11),
+    "qwen2": Qwen2Config(
+        **{k: v for k, v in SHAPE.items() if k != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=16,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[str], PreTrainedModel]:
+    """A model by the name of its config, with weights that make peaked distributions."""
+
+    def make(name: str) -> PreTrainedModel:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(5)
+                else:
+                    parameter.add_(torch.rand_like(parameter) * 0.5)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """The tiny Qwen3."""
+    return make_model("qwen3")
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., NativeEngine]:
+    """An engine with the weights of a model; keywords override the constructor's."""
+
+    def make(model: PreTrainedModel, **changes: object) -> NativeEngine:
+        options: dict[str, object] = {
+            "dtype": torch.float32, "device": torch.device("cpu"), "max_running": 64, "block_size": 4,
+            "kv_cache_tokens": 0, "max_sequence": 96,
+        }  # fmt: skip
+        engine = NativeEngine(model.config, **{**options, **changes})  # type: ignore[arg-type]
+        engine.update_weights(model.state_dict().items())
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def finish() -> Callable[..., dict[object, Output]]:
+    """Submit requests and step until nothing is left: outputs by id."""
+
+    def run(engine: NativeEngine, requests: list[Request] | None = None) -> dict[object, Output]:
+        engine.submit(requests or [])
+        outputs: dict[object, Output] = {}
+        for _ in range(10_000):
+            stats = engine.stats()
+            if not stats.running and not stats.waiting:
+                return outputs
+            outputs |= {output.id: output for output in engine.step()}
+        raise AssertionError("the queue does not drain")
+
+    return run
