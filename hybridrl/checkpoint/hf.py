@@ -46,9 +46,10 @@ def write_hf(
         temporary.mkdir(parents=True)
         _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype)
         _write_config(temporary, model, dtype)
-        for pattern in _TOKENIZER_FILES if tokenizer_dir else ():
-            for file in sorted(tokenizer_dir.glob(pattern)):
-                shutil.copyfile(file, temporary / file.name)
+        if tokenizer_dir is not None:
+            for pattern in _TOKENIZER_FILES:
+                for file in sorted(tokenizer_dir.glob(pattern)):
+                    shutil.copyfile(file, temporary / file.name)
         _replace(temporary, path)
     except (OSError, SafetensorError) as error:
         # safetensors reports a full disk as an error of its own

@@ -120,7 +120,7 @@ def _fill(bucket: torch.Tensor, pieces: list[_Piece], source: Mapping[str, torch
     for piece in pieces:
         tensor = source[piece.name]
         assert isinstance(tensor, DTensor)
-        own = tensor.detach().to_local().reshape(-1)[piece.start : piece.stop]
+        own = tensor.to_local().detach().reshape(-1)[piece.start : piece.stop]
         bucket[piece.offset : piece.offset + len(own)].copy_(own)  # casts
 
 

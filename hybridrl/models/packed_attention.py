@@ -105,6 +105,11 @@ def _torch(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        # torch's CPU kernel in bf16 takes 62 ms forward and backward where float32 takes 29
+        # (32 sequences of about 60 tokens, 9 heads of 64, one thread).
+        query, key, value = query.float(), key.float(), value.float()
     groups = query.shape[0] // key.shape[0]
     sizes = [count * length for count, length in packing.blocks]
     outputs = []
@@ -122,7 +127,7 @@ def _torch(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
         )
         outputs.append(out.transpose(1, 2).reshape(count * length, *out.shape[1::2]))
-    return torch.cat(outputs)
+    return torch.cat(outputs).to(dtype)
 
 
 def _flash(

@@ -98,7 +98,7 @@ class TrainEngine:
             self.reset_optimizer(trainer.optim, steps)
 
     def _shard(self, compute: torch.dtype) -> None:
-        settings = {
+        settings: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
             "reshard_after_forward": not self._keep_unsharded,
@@ -226,6 +226,7 @@ class TrainEngine:
 
     def _sync_gradients(self, last: bool) -> None:
         if self._keep_unsharded:
+            assert isinstance(self.root, FSDPModule)
             self.root.set_requires_gradient_sync(last)
             self.root.set_reshard_after_backward(last)
 
@@ -236,6 +237,7 @@ class TrainEngine:
         batch = pack(sequences, self.attention, self.device, trained_only=True)
         fields = scored_fields(sequences, batch, loss.fields)
         log_probs, entropy = self._forward(batch, True)
+        assert entropy is not None
         values, metrics = loss(log_probs, entropy if loss.needs_entropy else None, fields)
         weights = token_weights(
             batch.counts, loss.normalise, totals.tokens, totals.sequences, longest
@@ -248,7 +250,9 @@ class TrainEngine:
 
     def _step(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
         """Clip by the global norm and step, or skip the step on all ranks alike."""
-        gradients = [p.grad.to_local() for p in self.root.parameters() if p.grad is not None]
+        gradients = [
+            p.grad.to_local() for p in self.root.parameters() if isinstance(p.grad, DTensor)
+        ]
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         names = sorted(sums)
         # What is not finite on one rank is not finite in the sum that all ranks get.

@@ -116,7 +116,10 @@ def _field(sequence: TrainSequence, name: str, count: int) -> torch.Tensor:
             f"field {name!r} has {len(value)} values, response_tokens={sequence.response_tokens}"
         )
     value = value.cpu()
-    return value if count == len(value) else value[sequence.mask.cpu()]
+    if count == len(value):
+        return value
+    assert sequence.mask is not None, "only a mask leaves tokens out"
+    return value[sequence.mask.cpu()]
 
 
 class PackedModel(nn.Module):

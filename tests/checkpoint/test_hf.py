@@ -1,0 +1,80 @@
+"""Checkpoints: readable by transformers, whole or not there."""
+
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hybridrl.checkpoint import hf
+from hybridrl.config import DType, ModelConfig, TrainerConfig
+from hybridrl.engines.train.fsdp import TrainEngine
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def source(request, tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=request.param,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    return tmp_path / "source"
+
+
+def save(source, targets, dtype=DType.float32, file_limit=None, shard_bytes=None):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    engine = TrainEngine(str(source), model=ModelConfig(), trainer=TrainerConfig(), mesh=mesh)
+    if shard_bytes:
+        hf.write_hf.__defaults__ = (*hf.write_hf.__defaults__[:-1], shard_bytes)
+    if file_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
+    try:
+        for target in targets:
+            engine.save_hf(target, source, dtype)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def logits(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 2000])
+def test_reopened_by_transformers(ranks, source, tmp_path, shard_bytes):
+    target = tmp_path / "run" / "step_1"
+    ranks(2, save, source, [target, target], DType.float32, None, shard_bytes)  # replaces itself
+    assert torch.equal(logits(target), logits(source))
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert (target / "model.safetensors.index.json").exists() == bool(shard_bytes)
+    assert [file.name for file in target.parent.iterdir()] == ["step_1"]
+
+
+def test_dtype_is_chosen(ranks, source, tmp_path):
+    ranks(1, save, source, [tmp_path / "out"], DType.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0.05, atol=0.05)
+
+
+def test_full_disk_names_the_path_and_leaves_nothing(ranks, source, tmp_path):
+    """A limit on the file size stands for the full disk: the write fails in the kernel."""
+    target = tmp_path / "run" / "step_1"
+    ranks(1, save, source, [target])
+    errors = ranks(2, save, source, [target], DType.float32, 4000)
+    assert all(error and str(target) in error for error in errors), errors
+    assert [file.name for file in target.parent.iterdir()] == ["step_1"]
+    assert torch.equal(logits(target), logits(source)), "the earlier checkpoint is whole"

@@ -1,0 +1,24 @@
+import pytest
+
+from hybridrl.checkpoint.keep import to_keep
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep_last", "final", "kept"),
+    [
+        ({}, 2, True, set()),
+        ({10: 0.5, 20: 0.9, 30: 0.7, 40: 0.8}, 2, False, {20, 30, 40}),
+        ({10: 0.5, 20: 0.9, 30: 0.7, 40: 0.8}, 0, False, {20}),
+        ({10: 0.5, 20: 0.9, 30: 0.7, 40: 0.8}, 0, True, {20, 40}),
+        ({10: 0.9, 20: 0.9}, 0, False, {10}),
+        ({10: None, 20: None, 30: None}, 1, False, {30}),
+        ({10: None, 20: 0.1, 30: None}, 1, False, {20, 30}),
+    ],
+)
+def test_best_last_and_final(scores, keep_last, final, kept):
+    assert to_keep(scores, keep_last, final) == kept
+
+
+def test_negative_is_refused():
+    with pytest.raises(ValueError, match=r"trainer\.keep_last=-1"):
+        to_keep({}, -1)
