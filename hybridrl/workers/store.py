@@ -31,9 +31,12 @@ class StoredSample:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Samples packed for another rank: one flat array a field, so that a send is a few copies."""
+    """Samples packed for another rank: one flat array a field, so that a send is a few copies.
 
-    ids: tuple[SampleId, ...]
+    `ids` are plain tuples of a `SampleId`'s fields, which pickle ten times faster than the ids.
+    """
+
+    ids: tuple[tuple[int, str, int, int], ...]
     response_tokens: tuple[int, ...]
     columns: dict[str, np.ndarray]
     sizes: dict[str, tuple[int, ...]]
@@ -65,22 +68,32 @@ class SampleStore:
         """Pack `fields` of `ids` (without the items) and forget the samples."""
         samples = [self._samples.pop(id) for id in ids]
         columns = {name: [s.tensors[name] for s in samples] for name in fields}
+        empty = torch.zeros(0)
         return Parcel(
-            ids=tuple(ids),
+            ids=tuple((id.prompt, id.branch, id.k, id.attempt) for id in ids),
             response_tokens=tuple(s.response_tokens for s in samples),
-            columns={name: torch.cat(tensors).numpy() for name, tensors in columns.items()},
-            sizes={name: tuple(t.numel() for t in tensors) for name, tensors in columns.items()},
+            columns={
+                name: torch.cat(tensors or [empty]).numpy() for name, tensors in columns.items()
+            },
+            sizes={name: tuple([t.numel() for t in tensors]) for name, tensors in columns.items()},
         )
 
     def accept(self, parcel: Parcel) -> None:
-        """Unpack what another rank sent; the tensors share the parcel's memory."""
-        columns = {
-            name: torch.from_numpy(column if column.flags.writeable else column.copy())
-            .split(parcel.sizes[name])
+        """Unpack what another rank sent.
+
+        The tensors share the parcel's memory, which a store may hand out to several readers: as
+        everywhere in a sample, a new value is a new tensor, and none is written in place.
+        """
+        # DLPack, unlike from_numpy, takes a read-only array without a warning.
+        columns = [
+            torch.from_dlpack(column).split(parcel.sizes[name])
             for name, column in parcel.columns.items()
-        }
-        for i, (id, response_tokens) in enumerate(
-            zip(parcel.ids, parcel.response_tokens, strict=True)
-        ):
-            tensors = {name: column[i] for name, column in columns.items()}
-            self.add(id, StoredSample(response_tokens, None, tensors))
+        ]
+        rows = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
+        names, held = tuple(parcel.columns), len(self._samples)
+        arrived = zip(parcel.ids, parcel.response_tokens, rows, strict=True)
+        self._samples.update(
+            (SampleId(*id), StoredSample(response_tokens, None, dict(zip(names, row, strict=True))))
+            for id, response_tokens, row in arrived
+        )
+        assert len(self._samples) == held + len(parcel.ids), "a sample of the parcel is stored"
