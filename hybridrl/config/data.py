@@ -60,6 +60,8 @@ class DataConfig:
     """Wrap the prompt into the tokenizer's chat template."""
     system_prompt: str | None = None
     """System message of the chat template."""
+    keep: str | None = None
+    """Regular expression; only items whose whole prompt matches it are used."""
     max_prompt_tokens: int = 256
     """A longer prompt is an error, unless `skip_long_prompts`."""
     skip_long_prompts: bool = False

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,6 +87,7 @@ class _Collector:
         self.tokenizer = tokenizer
         self.longest = longest
         self.max_context = max_context
+        self.keep = _pattern(config.keep)
         self.seen: set[str] = set()
         self.skipped = 0
 
@@ -132,7 +134,7 @@ class _Collector:
     def _accept(self, items: list[Item]) -> list[Item]:
         accepted = []
         for item in items:
-            if item.prompt in self.seen:
+            if item.prompt in self.seen or not self.keep.fullmatch(item.prompt):
                 continue
             self.seen.add(item.prompt)
             if len(item.prompt_ids) > self.longest:
@@ -156,6 +158,13 @@ class _Collector:
             f"at most {self.max_context - tokens}, the model's context of {self.max_context} less "
             f"a prompt of {tokens} tokens {limit}",
         )
+
+
+def _pattern(keep: str | None) -> re.Pattern[str]:
+    try:
+        return re.compile(keep or ".*", re.DOTALL)
+    except re.error as error:
+        raise ConfigError("data.keep", keep, f"a regular expression ({error})") from None
 
 
 def _warn_of_unknown_characters(

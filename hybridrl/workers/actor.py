@@ -202,7 +202,11 @@ class Actor:
                     )
                     for id in ids
                 ]
-                history.append(self.train_engine.update(sequences, loss))
+                history.append(
+                    self.train_engine.update(
+                        sequences, loss, max_response_tokens=self.config.rollout.max_new_tokens
+                    )
+                )
         keys = history[0]
         means = {key: sum(metrics[key] for metrics in history) / len(history) for key in keys}
         means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in history)
