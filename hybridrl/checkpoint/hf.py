@@ -7,21 +7,42 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybridrl.config import DType
+from hybridrl.engines.train.fsdp import TORCH_DTYPES, TrainEngine
 
 MAX_SHARD_BYTES = 4 * 2**30
 """Bytes of one weight file; the writer holds at most one in memory."""
 
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-)
+
+def save_hf(
+    engine: TrainEngine,
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: DType = DType.float32,
+) -> None:
+    """Write the engine's model to the directory `path`, as `AutoModelForCausalLM` reads it.
+
+    All ranks call it; rank 0 writes, and parameters are gathered one by one. An existing
+    checkpoint is replaced at the end, at once. Raises OSError, on all ranks, that names the path.
+    """
+    weights, error = engine.weights(), None
+    if dist.get_rank(engine.group) == 0:
+        try:
+            shapes = {name: shard.shape for name, shard in engine.named_shards().items()}
+            write_hf(path, engine.causal_lm, weights, shapes, TORCH_DTYPES[dtype], tokenizer)
+        except OSError as caught:
+            error = caught
+    for _ in weights:
+        pass  # the other ranks, and rank 0 after an error, still take part in the gathers
+    errors = [error]
+    dist.broadcast_object_list(errors, group=engine.group, group_src=0)
+    if errors[0] is not None:
+        raise errors[0]
 
 
 def write_hf(
@@ -30,10 +51,10 @@ def write_hf(
     weights: Iterable[tuple[str, torch.Tensor]],
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
-    tokenizer_dir: Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `weights` in `dtype` with the model's config, and the tokenizer's files beside them.
+    """Write `weights` in `dtype` with the model's config, and the tokenizer beside them.
 
     `weights` yields every parameter of `shapes` once, in its order. All is written to a hidden
     directory beside `path`, which then takes its place; an earlier checkpoint at `path` stays
@@ -46,10 +67,8 @@ def write_hf(
         temporary.mkdir(parents=True)
         _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype)
         _write_config(temporary, model, dtype)
-        if tokenizer_dir is not None:
-            for pattern in _TOKENIZER_FILES:
-                for file in sorted(tokenizer_dir.glob(pattern)):
-                    shutil.copyfile(file, temporary / file.name)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
         _replace(temporary, path)
     except (OSError, SafetensorError) as error:
         # safetensors reports a full disk as an error of its own

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config, ConfigError, OptimConfig
 from hybridrl.data import Item
 from hybridrl.flow.executor import Advanced, Command, Computed, Finished, Phase, Placed
@@ -96,7 +98,12 @@ class RankWorker:
             "reward": RewardModel(self.config, self.tokenizer, self.store),
         }
         return self._reply(
-            {"pid": os.getpid(), "node": os.uname().nodename, **self.actor.describe()}
+            {
+                "pid": os.getpid(),
+                "node": os.uname().nodename,
+                "log": _log_file(),
+                **self.actor.describe(),
+            }
         )
 
     @dispatch(Dispatch.SAME)
@@ -217,7 +224,8 @@ class RankWorker:
     def save(self, path: str) -> Reply:
         """Write the actor as a Hugging Face directory (rank 0 writes, all ranks gather)."""
         with self._span("save"):
-            self.actor.train_engine.save_hf(path, self.model_path)
+            dtype = self.config.model.compute_dtype
+            save_hf(self.actor.train_engine, Path(path), self.tokenizer, dtype)
         return self._reply(path)
 
     # -- spans -------------------------------------------------------------------------------
@@ -233,3 +241,11 @@ class RankWorker:
     def _reply(self, value: Any) -> Reply:
         spans, self._spans = tuple(self._spans), []
         return Reply(value, spans)
+
+
+def _log_file() -> str:
+    """The file that this process's standard error goes to; empty where that is not known."""
+    try:
+        return os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""

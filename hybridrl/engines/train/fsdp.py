@@ -5,7 +5,6 @@ Every method is collective: all ranks of the mesh call it in the same order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms.normalise import token_weights
-from hybridrl.checkpoint.hf import write_hf
 from hybridrl.config import DType, ModelConfig, OptimConfig, TrainerConfig
 from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import Loss, TrainSequence
@@ -294,38 +292,6 @@ class TrainEngine:
         """Every parameter whole, one after the other, in float32; all ranks iterate together."""
         for name, shard in self.named_shards().items():
             yield name, shard.full_tensor()
-
-    def save_hf(
-        self,
-        path: str | Path,
-        tokenizer_dir: str | Path | None = None,
-        dtype: DType = DType.float32,
-    ) -> None:
-        """Write the model to the directory `path`, as `AutoModelForCausalLM` reads it.
-
-        Rank 0 writes; parameters are gathered one by one. An existing checkpoint is replaced at
-        the end, at once. Raises OSError, on all ranks, that names the path.
-        """
-        weights, error = self.weights(), None
-        if dist.get_rank(self.group) == 0:
-            try:
-                shapes = {name: shard.shape for name, shard in self.named_shards().items()}
-                write_hf(
-                    Path(path),
-                    self.causal_lm,
-                    weights,
-                    shapes,
-                    TORCH_DTYPES[dtype],
-                    Path(tokenizer_dir) if tokenizer_dir else None,
-                )
-            except OSError as caught:
-                error = caught
-        for _ in weights:
-            pass  # the other ranks, and rank 0 after an error, still take part in the gathers
-        errors = [error]
-        dist.broadcast_object_list(errors, group=self.group, group_src=0)
-        if errors[0] is not None:
-            raise errors[0]
 
     # Phases
 
