@@ -1,0 +1,65 @@
+"""Our side of the end-to-end benches: `controller.job` as a run does it, on Ray, two ranks."""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from blocks import Blocks
+from tasks import TASKS
+
+from hybridrl.compat import verl
+from hybridrl.config import TelemetryConfig
+from hybridrl.controller.job import Job
+from hybridrl.controller.prepare import prepare
+from hybridrl.controller.runtime import ray_runtime
+from hybridrl.telemetry.run import Telemetry
+
+
+class _Done(Exception):
+    """The bench has seen enough."""
+
+
+class TurnTaking(Telemetry):
+    """The run's record, kept in full, that also lets the other sides have their turn."""
+
+    def __init__(self, run_dir: Path, config: TelemetryConfig, blocks: Blocks) -> None:
+        super().__init__(run_dir, config, total_steps=1)
+        self.blocks = blocks
+
+    def lengths(self, step: int, response_lengths: Sequence[int]) -> None:
+        """Record them; a step has ended."""
+        super().lengths(step, response_lengths)
+        if not self.blocks.after_step(response_lengths):
+            raise _Done
+
+
+def main() -> None:
+    """Parse and run blocks of steps."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("model", type=Path)
+    args = parser.parse_args()
+    blocks = Blocks()
+    run_dir = Path(tempfile.mkdtemp(prefix="bench"))
+    try:
+        config = TASKS[args.task].config(args.model, run_dir)
+        with (
+            TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
+            ray_runtime(config.cluster, verl.environment(), run_dir / "logs") as ray,
+        ):
+            job = Job(config, prepare(config), telemetry, ray)
+            try:
+                if blocks.begin():
+                    job.run_recipe()
+            finally:
+                job.group.kill()
+    except _Done:
+        pass
+    finally:
+        shutil.rmtree(run_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The two tasks of the end-to-end benches: their settings, starting weights and prompts.
+
+`short` is the demo's spell_backward. `longtail` is `hybridrl.data.tasks.work`, whose prompts carry
+how much is to be written out. Every side starts from the same warm-started weights, which are made
+once by `hybridrl train recipe=sft` and kept in the cache directory.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from transformers import AutoTokenizer
+
+from hybridrl.config import Config
+from hybridrl.config.compose import CONFIG_MODULE, register, to_config
+from hybridrl.data import Item, PromptStream, load_data
+
+GROUP_SIZE = 8
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+# Small enough that no side's policy, and so no side's lengths, moves while the sides take turns.
+LEARNING_RATE = 1e-6
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to answer, and how the starting weights are made."""
+
+    name: str
+    max_new_tokens: int
+    warm_start_steps: int
+    data: tuple[str, ...]  # Hydra overrides
+    prompts_per_step: int = 32
+
+    def config(self, model: Path, run_dir: Path) -> Config:
+        """The run of our side: GRPO on two ranks of one thread, every group trained on."""
+        return _compose(
+            *self.data,
+            f"model.path={model}",
+            f"run.dir={run_dir}",
+            "recipe=grpo",
+            f"recipe.group_size={GROUP_SIZE}",
+            f"recipe.clip_low={CLIP_LOW}",
+            f"recipe.clip_high={CLIP_HIGH}",
+            "recipe.skip_equal_groups=false",
+            "reward=exact",
+            'reward.extract="#(.*)"',
+            f"rollout.max_new_tokens={self.max_new_tokens}",
+            f"trainer.prompts_per_step={self.prompts_per_step}",
+            "trainer.steps=1000000",
+            f"trainer.optim.lr={LEARNING_RATE}",
+            "eval.every=0",
+            f"cluster.ranks={THREADS}",
+            "cluster.threads_per_rank=1",
+            "telemetry.progress=false",
+            "telemetry.report=false",
+        )
+
+    def prompts(self, model: Path) -> "itertools.starmap[Item]":
+        """The endless stream of items, in the order in which our side takes them."""
+        config = self.config(model, Path("unused"))
+        data = load_data(
+            config.data,
+            AutoTokenizer.from_pretrained(model),
+            max_context=config.model.tiny.max_positions,
+            max_new_tokens=self.max_new_tokens,
+        )
+        stream = PromptStream(data.train, config.run.seed, data.weights)
+        return itertools.starmap(lambda _, item: item, stream)
+
+    def model(self, cache: Path) -> Path:
+        """The directory of the starting weights, trained now if it is not in `cache`."""
+        path = (cache / f"{self.name}-{self.warm_start_steps}").resolve()
+        if not path.is_dir():
+            run_dir = cache / f"{self.name}-sft"
+            shutil.rmtree(run_dir, ignore_errors=True)  # a run that was cut short
+            overrides = (
+                *self.data,
+                "recipe=sft",
+                f"run.dir={run_dir}",
+                f"rollout.max_new_tokens={self.max_new_tokens}",
+                f"trainer.steps={self.warm_start_steps}",
+                "trainer.prompts_per_step=64",
+                "trainer.optim.lr=2e-3",
+                "trainer.optim.schedule=linear",
+                "reward=exact",
+                'reward.extract="#(.*)"',
+                "eval.every=0",
+                "telemetry.report=false",
+            )
+            command = [sys.executable, "-m", "hybridrl.cli", "train", *overrides]
+            subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ)
+            shutil.move(run_dir / "final", path)
+        return path
+
+
+TASKS = {
+    "short": Task(
+        name="short", max_new_tokens=24, warm_start_steps=170, data=("data=spell_backward",)
+    ),
+    # p50 / p99 / longest of the wanted answers: 26 / about 240 / 293 tokens.
+    "longtail": Task(
+        name="longtail",
+        max_new_tokens=320,
+        warm_start_steps=400,
+        data=(
+            "data=reasoning_gym",
+            "data.sources.main.kind=function",
+            "data.sources.main.name=hybridrl.data.tasks:work",
+            'data.prompt_template="{question}:"',
+            'data.answer_template="{steps}#{answer}"',
+            "data.max_prompt_tokens=16",
+        ),
+    ),
+}
+
+
+def score(response: str, answer: str) -> float:
+    """1 where what follows the last `#` is the answer; the plain sides' verifier."""
+    found = re.findall("#(.*)", response)
+    return float(bool(found) and found[-1].strip() == answer)
+
+
+def _compose(*overrides: str) -> Config:
+    register()
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        return to_config(compose("train", overrides=list(overrides)))

@@ -1,0 +1,96 @@
+"""TRL's GRPOTrainer as a side of the end-to-end benches, two threads."""
+
+import argparse
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from blocks import Blocks
+from datasets import Dataset
+from tasks import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, LEARNING_RATE, TASKS, THREADS, Task, score
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+_STEPS = 2000  # more than any bench runs
+
+
+class TurnTaking(TrainerCallback):
+    """Lets the other sides have their turn between blocks of steps."""
+
+    def __init__(self, blocks: Blocks, lengths: list[int]) -> None:
+        self.blocks, self.lengths = blocks, lengths
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the first block."""
+        control.should_training_stop = not self.blocks.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step has ended."""
+        control.should_training_stop = not self.blocks.after_step(self.lengths)
+        self.lengths.clear()
+
+
+def settings(task: Task, output: str) -> GRPOConfig:
+    """The other sides' algorithm; of several settings that do the same, the fastest."""
+    return GRPOConfig(
+        output_dir=output,
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+        shuffle_dataset=False,
+        max_steps=_STEPS,
+        per_device_train_batch_size=task.prompts_per_step * GROUP_SIZE,
+        gradient_checkpointing=False,  # TRL's default trades time for memory
+        num_generations=GROUP_SIZE,
+        max_completion_length=task.max_new_tokens,
+        temperature=1.0,
+        top_k=0,
+        loss_type="dapo",
+        scale_rewards="group",
+        epsilon=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    """Parse and run blocks of steps."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("model", type=Path)
+    args = parser.parse_args()
+    blocks = Blocks()
+    torch.set_num_threads(THREADS)
+    task = TASKS[args.task]
+    lengths: list[int] = []
+
+    def reward(completions: list[str], completion_ids: list[Any], answer: list[str], **_: Any) -> Any:
+        lengths.extend(map(len, completion_ids))
+        return [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    items = islice(task.prompts(args.model), 100 * task.prompts_per_step)
+    rows = [{"prompt": item.prompt, "answer": item.answer} for item in items]
+    with tempfile.TemporaryDirectory() as output:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(args.model),
+            reward_funcs=reward,
+            args=settings(task, output),
+            train_dataset=Dataset.from_list(rows),
+            callbacks=[TurnTaking(blocks, lengths)],
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
