@@ -21,10 +21,14 @@ from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 
 SHAPES = {
-    "1m": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6,
-               "num_key_value_heads": 2, "head_dim": 32},
-    "3m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
-               "num_key_value_heads": 4, "head_dim": 32},
+    "1m": {
+        "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+    },
+    "3m": {
+        "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    },
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ fused ones, the rotation and the residual sums happen in place. The Hugging Face
 definition: it computes prefill and every other family, and a test holds the two equal.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +39,7 @@ class FusedLinear:
         self.weight, self.bias = self.weight.new_empty(0), None
 
     @staticmethod
-    def _fuse(parameters: list[torch.Tensor]) -> torch.Tensor:
+    def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         fused = torch.cat([parameter.data for parameter in parameters])
         ends = torch.tensor([0, *(len(p) for p in parameters)]).cumsum(0).tolist()
         for parameter, (start, stop) in zip(parameters, pairwise(ends), strict=True):

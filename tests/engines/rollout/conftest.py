@@ -21,7 +21,8 @@ from hybridrl.engines.rollout.native import NativeEngine
 VOCAB = 52
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
@@ -78,8 +79,8 @@ def make_engine() -> Callable[..., NativeEngine]:
 
     def make(model: PreTrainedModel, **changes: object) -> NativeEngine:
         options: dict[str, object] = {
-            "dtype": torch.float32, "device": torch.device("cpu"), "max_running": 64, "block_size": 4,
-            "kv_cache_tokens": 0, "max_sequence": 96,
+            "dtype": torch.float32, "device": torch.device("cpu"), "max_running": 64,
+            "block_size": 4, "kv_cache_tokens": 0, "max_sequence": 96,
         }  # fmt: skip
         engine = NativeEngine(model.config, **{**options, **changes})  # type: ignore[arg-type]
         engine.update_weights(model.state_dict().items())
