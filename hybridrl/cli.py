@@ -1,12 +1,14 @@
 """`hybridrl train | eval | report`: the rest of the line is Hydra overrides."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.controller import signals
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
@@ -30,10 +32,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0 if args else 2)
     if args[0] not in commands:
         _fail(f"{args[0]}: wanted one of {', '.join(commands)}", 2)
+    signals.install()
     try:
         commands[args[0]](args[1:])
     except ConfigError as error:
         _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", signals.exit_code())
 
 
 def _run(action: str, args: list[str]) -> None:
@@ -44,7 +49,7 @@ def _run(action: str, args: list[str]) -> None:
     from hybridrl.config import compose
 
     compose.register()
-    _check(args)
+    compose.check_command_line(args)
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")
     def job(composed: DictConfig) -> None:
@@ -56,42 +61,27 @@ def _run(action: str, args: list[str]) -> None:
         except ConfigError as error:
             _fail(str(error), 2)
 
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     sys.argv = [f"hybridrl {'train' if action == 'train' else 'eval'}", *args]
-    job()
-
-
-def _check(args: list[str]) -> None:
-    """One-line errors before Hydra's own; its options pass through."""
-    from hybridrl.config import compose
-
-    informational = {"--help", "-h", "--hydra-help", "--version", "--info", "-i"}
-    overrides, config_dir, skip = [], None, False
-    for i, arg in enumerate(args):
-        if skip:
-            skip = False
-        elif arg in informational:
-            return
-        elif arg in ("--config-dir", "-cd"):
-            config_dir, skip = (args[i + 1] if i + 1 < len(args) else None), True
-        elif arg.startswith("--config-dir="):
-            config_dir = arg.partition("=")[2]
-        elif arg in ("--cfg", "-c", "--package", "-p", "--config-name", "-cn"):
-            skip = True
-        elif not arg.startswith("-"):
-            overrides.append(arg)
-    compose.check(overrides, config_dir)
+    try:
+        job()
+    except OSError as error:  # Hydra makes the run directory
+        allowed = f"a writable directory ({error.strerror})"
+        raise ConfigError("run.dir", error.filename, allowed) from error
 
 
 def _job(action: str, config: Any) -> None:
     started = time.time()
-    from hybridrl.controller import job  # seconds, which belong to the run
-
+    where = f"the run directory is {config.run.dir}"
     try:
-        result = getattr(job, action)(config)
+        from hybridrl.controller import job  # seconds, which belong to the run
+
+        try:
+            result = getattr(job, action)(config)
+        except (job.WorkerError, job.TrainingStopped, OSError) as error:
+            _fail(f"{error}; {where}", 1)
     except KeyboardInterrupt:
-        _fail(f"interrupted; the run directory is {config.run.dir}", 130)
-    except (job.WorkerError, job.TrainingStopped, OSError) as error:
-        _fail(f"{error}; the run directory is {config.run.dir}", 1)
+        _fail(f"interrupted; {where}", signals.exit_code())
     print(json.dumps({**result, "seconds": round(time.time() - started, 1)}), flush=True)
 
 
@@ -101,7 +91,7 @@ def _report(args: list[str]) -> None:
     from hybridrl.telemetry.report import render
 
     if len(args) != 1:
-        _fail("hybridrl report: wanted one run directory", 2)
+        _fail("report: wanted one run directory", 2)
     print(render(Path(args[0])))
 
 

@@ -6,6 +6,7 @@ imports it lazily. See docs/controller.md for what we take from verl and what we
 
 import importlib
 import os
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,7 +59,11 @@ _DISPATCH = {
 
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.worker, name)(*args, **kwargs)
+        try:
+            return getattr(self.worker, name)(*args, **kwargs)
+        except Exception:
+            traceback.print_exc()  # into the rank's log; the driver gets one line
+            raise
 
     method.__name__ = name
     return method

@@ -4,14 +4,17 @@ import difflib
 import importlib.resources
 import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
@@ -31,23 +34,40 @@ def register() -> None:
             store.store(group="recipe", name=folder.name, node=node, provider="hybridrl.recipes")
 
 
-def check(overrides: Sequence[str], config_dir: str | None, config_name: str = "train") -> None:
+def check_command_line(args: Sequence[str]) -> None:
+    """Raise `ConfigError` for the first thing that is wrong in what follows `hybridrl train`.
+
+    Runs before Hydra's own entry, whose messages take a screen. What only asks for information
+    (`--help`) passes.
+    """
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    options, unknown = parser.parse_known_args(list(args))
+    if unknown:
+        raise ConfigError("option", unknown[0], "key=value, or an option that --hydra-help lists")
+    if options.help or options.hydra_help or options.info or options.shell_completion:
+        return
+    if options.config_dir is not None and not Path(options.config_dir).is_dir():
+        raise ConfigError("--config-dir", options.config_dir, "a directory that exists")
+    check(options.overrides, options.config_dir, sweep=options.multirun)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError("option", message, "an option as --hydra-help lists it")
+
+
+def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> None:
     """Compose `overrides` once and raise `ConfigError` for the first thing that is wrong.
 
-    Of a sweep (`key=a,b`) the first choice is composed. Run before Hydra's own entry, whose
-    messages take a screen.
+    With `sweep`, the first choice of every `key=a,b` is composed.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise ConfigError("override", error.override, "key=value, as Hydra writes it") from None
-    flat = [_first_choice(override) for override in parsed]
+    flat = [_first_choice(override, sweep) for override in map(_parse, overrides)]
     if config_dir is not None:
-        flat.append(f"hydra.searchpath=[{config_dir}]")
+        flat.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            composed = compose(config_name, overrides=flat)
+            composed = compose("train", overrides=flat)
             # run.dir is resolved by Hydra's entry, which alone knows the choices and the time.
             OmegaConf.update(composed, "run.dir", "unresolved")
             to_config(composed)
@@ -57,6 +77,7 @@ def check(overrides: Sequence[str], config_dir: str | None, config_name: str = "
 
 def to_config(composed: DictConfig) -> Config:
     """The typed configuration; raises `ConfigError` for a value of the wrong type or range."""
+    _check_keys(composed)
     try:
         missing = OmegaConf.missing_keys(composed)
         if missing:
@@ -67,6 +88,18 @@ def to_config(composed: DictConfig) -> Config:
         raise explain(error, ()) from None
     assert isinstance(config, Config)
     return config
+
+
+def _check_keys(node: DictConfig, path: str = "") -> None:
+    """Raise for a key that `+key=value` has put where a dataclass has no field."""
+    kind = OmegaConf.get_type(node)
+    known = [field.name for field in fields(kind)] if kind and is_dataclass(kind) else None
+    for key in map(str, node):
+        child = node._get_node(key)
+        if known is not None and key not in known:
+            raise ConfigError(f"{path}{key}", child, f"a known key: {names(key, known)}")
+        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
+            _check_keys(child, f"{path}{key}.")
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
@@ -80,7 +113,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             group, _, option = str(link.missing_cfg_file).rpartition("/")
             options = link.options or []
-            return ConfigError(group or "config", option, _names(option, options))
+            return ConfigError(group or "config", option, names(option, options))
     for link in chain:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return _explain_key(link, overrides)
@@ -96,7 +129,7 @@ def _explain_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> Con
     if isinstance(error, ValidationError):
         return ConfigError(key, value, _allowed(str(error.msg or error).splitlines()[0]))
     parent, _, name = key.rpartition(".")
-    return ConfigError(key, value, "a known key: " + _names(name, _keys_of(parent, key, overrides)))
+    return ConfigError(key, value, "a known key: " + names(name, _keys_of(parent, key, overrides)))
 
 
 def _allowed(message: str) -> str:
@@ -109,7 +142,8 @@ def _allowed(message: str) -> str:
     return message
 
 
-def _names(wrong: str, known: Sequence[str]) -> str:
+def names(wrong: str, known: Sequence[str]) -> str:
+    """`one of a, b, c`, with a hint where `wrong` looks like one of them."""
     close = difflib.get_close_matches(wrong, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return "one of " + ", ".join(sorted(known)) + hint
@@ -136,10 +170,21 @@ def _value_of(key: str, overrides: Sequence[str]) -> str:
     return ""
 
 
-def _first_choice(override: Override) -> str:
+def _parse(override: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        key, sign, value = override.partition("=")
+        allowed = "key=value, quoted as Hydra wants it: 'key=\"...\"' for a text with {}[](),:#="
+        raise ConfigError(key, value if sign else "", allowed) from None
+
+
+def _first_choice(override: Override, sweep: bool) -> str:
     line = str(override.input_line)
     if not override.is_sweep_override():
         return line
-    key, _, _ = line.partition("=")
+    key, _, value = line.partition("=")
+    if not sweep:
+        raise ConfigError(key, value, "one value, a list [a,b], or -m for a sweep")
     first = next(iter(override.sweep_string_iterator()))
     return f"{key}={first}"

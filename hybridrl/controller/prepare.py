@@ -1,21 +1,21 @@
 """Everything that is checked and made before a run starts a process."""
 
-import importlib
-import importlib.util
-import json
 import re
 import sys
+import traceback
 import typing
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.config.compose import explain
+from hybridrl.config.compose import explain, names
+from hybridrl.config.dotted import load_function
+from hybridrl.controller.runtime import check_ranks
 from hybridrl.data import Data, load_data
 from hybridrl.flow import Graph, Recipe
 
@@ -45,6 +45,7 @@ def prepare(config: Config) -> Prepared:
     warm_start = None
     if config.warm_start.steps:
         warm_start = build_recipe({"target": "hybridrl.recipes.sft:sft"})
+    check_ranks(config.cluster)
     validate_reward(config.reward, config.data.sources)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
@@ -61,46 +62,42 @@ def build_recipe(settings: dict[str, Any]) -> Graph:
     recipe = _load_recipe(str(target))
     config_type = typing.get_type_hints(recipe.function).get("cfg")
     cfg: Any = SimpleNamespace(**settings)
-    if is_dataclass(config_type):
-        try:
-            merged = OmegaConf.merge(OmegaConf.structured(config_type), settings)
-            cfg = OmegaConf.to_object(merged)
-        except OmegaConfBaseException as error:
-            found = explain(error, [f"{key}={value}" for key, value in settings.items()])
-            raise ConfigError(f"recipe.{found.key}", found.value, found.allowed) from None
+    if isinstance(config_type, type) and is_dataclass(config_type):
+        cfg = _typed(config_type, settings)
     try:
         return recipe.build(cfg)
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError("recipe", recipe.name, f"settings that make a dataflow: {error}") from None
+        allowed = f"settings that make a dataflow: {error}"
+        raise ConfigError("recipe", recipe.name, allowed) from None
+    except Exception as error:  # whatever the user's recipe does
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__}: {error}, {frame.filename} line {frame.lineno}"
+        raise ConfigError("recipe.target", target, f"a recipe that builds ({problem})") from error
+
+
+def _typed(config_type: type, settings: dict[str, Any]) -> Any:
+    """The recipe's own dataclass, filled from `recipe.*`."""
+    known = [field.name for field in fields(config_type)]
+    for key in settings.keys() - set(known):
+        raise ConfigError(f"recipe.{key}", settings[key], f"a known key: {names(key, known)}")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_type), settings))
+    except OmegaConfBaseException as error:
+        found = explain(error, [f"{key}={value}" for key, value in settings.items()])
+        raise ConfigError(f"recipe.{found.key}", found.value, found.allowed) from None
 
 
 def _load_recipe(target: str) -> Recipe:
-    path, _, name = target.rpartition(":")
-    try:
-        module = _import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-        recipe = getattr(module, name)
-    except (ImportError, FileNotFoundError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "recipe.target", target, f"module:function, or /path/file.py:function ({error})"
-        ) from None
+    recipe = load_function("recipe.target", target)
     if not isinstance(recipe, Recipe):
         raise ConfigError("recipe.target", target, "a function marked @recipe(...)")
+    if target.rpartition(":")[0].endswith(".py"):  # its functions travel to the ranks by value
+        from ray import cloudpickle
+
+        cloudpickle.register_pickle_by_value(sys.modules[recipe.function.__module__])
     return recipe
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a recipe that lives outside; its functions travel to the ranks by value."""
-    from ray import cloudpickle
-
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    spec = importlib.util.spec_from_file_location(f"hybridrl_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    return module
 
 
 def _writable(run_dir: Path) -> None:
@@ -122,27 +119,49 @@ def _model_path(config: Config, run_dir: Path) -> str:
         make_tiny_model(made, config.model.tiny, config.run.seed)
         return str(made)
     if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            raise ConfigError("model.path", path, "a Hugging Face directory (no config.json in it)")
-        if not list(Path(path).glob("*.safetensors")):
-            raise ConfigError("model.path", path, "weights in safetensors (none in it)")
+        _check_weights(Path(path))
         return str(Path(path).resolve())
     if not _HUB_NAME.fullmatch(path) or path.startswith("."):
         raise ConfigError("model.path", path, "a directory that exists, or a hub name")
     return path
 
 
-def _load(config: Config, model_path: str) -> Data:
-    from transformers import AutoConfig, AutoTokenizer
+def _check_weights(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
 
+    if not (path / "config.json").is_file():
+        raise ConfigError("model.path", path, "a Hugging Face directory (no config.json in it)")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError("model.path", path, "weights in safetensors (none in it)")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ConfigError("model.path", path, f"whole files ({file.name}: {error})") from error
+
+
+def _load(config: Config, model_path: str) -> Data:
+    from transformers import AutoTokenizer
+
+    from hybridrl.models.load import check_supported, load_config
+    from hybridrl.workers.actor import stop_token_ids
+
+    model = load_config(model_path)
     try:
-        context = AutoConfig.from_pretrained(model_path).max_position_embeddings
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except (OSError, json.JSONDecodeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            "model.path", config.model.path, f"a directory that exists, or a hub name ({reason})"
-        ) from None
+        check_supported(model)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path, local_files_only=Path(model_path).exists()
+        )
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        allowed = f"a model with its tokenizer that can be trained ({reason})"
+        raise ConfigError("model.path", model_path, allowed) from None
+    stop_token_ids(tokenizer, config.data.chat, config.rollout.stop)
     return load_data(
-        config.data, tokenizer, max_context=context, max_new_tokens=config.rollout.max_new_tokens
+        config.data,
+        tokenizer,
+        max_context=model.max_position_embeddings,
+        max_new_tokens=config.rollout.max_new_tokens,
     )

@@ -1,8 +1,10 @@
 """Ray, started for a run and ended with it."""
 
+import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +12,40 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ClusterConfig, ConfigError
+from hybridrl.controller import signals
+
+# A rank of a tiny model on CPU, measured: torch, transformers, verl and Ray, all imported.
+_RANK_BYTES = 0.6 * 2**30
+_CONNECT_S = 5.0
+
+
+def check_ranks(config: ClusterConfig) -> None:
+    """Raise `ConfigError` for more ranks than this machine can hold, before anything starts.
+
+    A run of its own needs an accelerator per rank; without any, ranks are processes, which may
+    share cores but not memory. What a joined cluster holds is asked there (`ranks_placement`).
+    """
+    import torch
+
+    if config.address is not None:
+        return
+    if torch.cuda.is_available():
+        most, why = torch.cuda.device_count(), "the GPUs of this machine"
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = max(1, int(memory // _RANK_BYTES))
+        why = f"at {_RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"
+    if config.ranks > most:
+        raise ConfigError("cluster.ranks", config.ranks, f"at most {most} ({why})")
 
 
 @contextmanager
 def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Iterator[Any]:
     """Join the cluster at `cluster.address`, or start a local one; yields the ray module.
 
-    The workers' logs of a local cluster are kept in `logs`. It has its own temporary directory and more logical CPUs than ranks, since Ray's
-    CPUs are only tickets: the ranks' threads are set by `cluster.threads_per_rank`.
+    A local cluster has a temporary directory of its own, and more logical CPUs than ranks, since
+    Ray's CPUs are only tickets: the ranks' threads are set by `cluster.threads_per_rank`. On the
+    way out its workers' logs are kept in `logs`, and all its processes are gone.
     """
     os.environ.update(env)
     # Ray reads these at import: no usage report, no metrics agent, no warning about either.
@@ -26,32 +54,89 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     import ray
 
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if config.address is None:
-        temp = tempfile.mkdtemp(prefix="hrl")  # short: Ray puts sockets below it (107 characters)
-        options |= {
-            "num_cpus": config.ranks + 2,
-            "include_dashboard": False,
-            "object_store_memory": 512 * 1024**2,
-            "_temp_dir": temp,
-        }
+    if config.address is not None:
+        _check_address(config.address)
+        with _quiet_end(ray):
+            try:
+                ray.init(address=config.address, **options)
+            except (ConnectionError, ValueError) as error:
+                raise _no_cluster(config.address, error) from error
+            signals.reinstall()
+            yield ray
+        return
+    temp = Path(tempfile.mkdtemp(prefix="hrl"))  # short: Ray's sockets below it have 107 characters
+    options |= {
+        "num_cpus": config.ranks + 2,
+        "include_dashboard": False,
+        "object_store_memory": 512 * 1024**2,
+        "_temp_dir": str(temp),
+    }
     try:
-        ray.init(address=config.address or "local", **options)
-    except ConnectionError as error:
-        raise ConfigError("cluster.address", config.address, "a running Ray cluster") from error
-    try:
-        yield ray
+        with _quiet_end(ray, temp):
+            ray.init(address="local", **options)
+            signals.reinstall()
+            yield ray
     finally:
+        _keep_logs(temp, logs)
+
+
+@contextmanager
+def _quiet_end(ray: Any, temp: Path | None = None) -> Iterator[None]:
+    """Leave Ray, also when it was interrupted half-way up; with `temp`, end its processes.
+
+    The processes of a cluster of our own are told by the directory in their command line; workers,
+    which hide theirs, by their parent. They are listed first, since orphans have no parent.
+    """
+    import psutil
+
+    try:
+        yield
+    finally:
+        ours: list[psutil.Process] = []
+        if temp is not None:
+            for child in psutil.Process().children():
+                if _mentions(child, str(temp)):
+                    ours += [child, *child.children(recursive=True)]
         ray.shutdown()
-        if config.address is None:
-            _keep_logs(Path(temp), logs)
+        for process in ours:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(ours, timeout=5)
+
+
+def _mentions(process: Any, text: str) -> bool:
+    import psutil
+
+    try:
+        return any(text in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _check_address(address: str) -> None:
+    """Ray tries for minutes to reach an address where nobody listens."""
+    host, sign, port = address.rpartition(":")
+    if not sign or not port.isdigit() or "/" in host:
+        if address == "auto":
+            return
+        raise ConfigError("cluster.address", address, "host:port of a running Ray cluster, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError("cluster.address", address, f"a running Ray cluster ({error})")
 
 
 def _keep_logs(temp: Path, logs: Path) -> None:
     """Keep what the workers printed, and delete Ray's temporary directory."""
-    logs.mkdir(parents=True, exist_ok=True)
-    for file in temp.glob("session_2*/logs/worker-*"):
-        if file.suffix in (".out", ".err") and file.stat().st_size:
-            shutil.copy(file, logs)
+    with contextlib.suppress(OSError):  # a full disk has been reported, or will be
+        logs.mkdir(parents=True, exist_ok=True)
+        for file in temp.glob("session_2*/logs/worker-*"):
+            if file.suffix in (".out", ".err") and file.stat().st_size:
+                shutil.copy(file, logs)
     shutil.rmtree(temp, ignore_errors=True)
 
 

@@ -1,6 +1,8 @@
 """The colocated ranks as the driver sees them: typed calls, one error for a dead worker."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridrl.compat import verl
@@ -13,6 +15,8 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.workers.rank import RankWorker, Reply, Span, UpdateShare
 
 OnSpan = Callable[[int, Span], None]
+_UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
+_DEATH_S = 2.0  # Ray hears of a dead process within milliseconds
 
 
 class WorkerError(RuntimeError):
@@ -37,7 +41,9 @@ class WorkerGroup:
         worker = verl.worker_class(RankWorker, config, model_path, RayDataPlane())
         self._group = verl.worker_group(worker, placement, [config.cluster.ranks], use_gpu, env)
         self._ranks = [verl.subgroup(self._group, [rank]) for rank in range(self.size)]
-        self._nodes = ["?"] * self.size
+        self._roles = ["actor", "reward"]
+        self._place = [_UNKNOWN] * self.size
+        self._logs = str(Path(config.run.dir) / "logs")
 
     @property
     def size(self) -> int:
@@ -51,8 +57,7 @@ class WorkerGroup:
         try:
             reply: Reply = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
-            self.kill()
-            raise self._error(rank, error) from error
+            raise self._fail(rank, error) from error
         for span in reply.spans:
             self.on_span(rank, span)
         return reply.value
@@ -73,30 +78,66 @@ class WorkerGroup:
         for handle in self._group.workers:
             self.ray.kill(handle)
 
-    def _error(self, rank: int, error: Exception) -> Exception:
+    def _fail(self, rank: int, error: Exception) -> Exception:
+        """End every rank; the error to raise."""
+        rank, error = self._first_cause(rank, error)
+        self.kill()
         cause = getattr(error, "cause", None)
         if isinstance(cause, ConfigError | OSError):
             return cause
-        reason = (
-            f"{type(cause).__name__}: {cause}" if cause else str(error).strip().splitlines()[0]
-        )
-        session = self.ray._private.worker._global_node
-        log = session.get_logs_dir_path() if session else "the cluster's log directory"
+        if isinstance(error, self.ray.exceptions.RayActorError):
+            reason = "its process ended (killed, out of memory, or crashed)"
+            if self._place[rank] == _UNKNOWN:
+                reason = f"{reason}: {_line(error)}"
+        else:
+            reason = f"{type(cause).__name__}: {cause}" if cause else _line(error)
+        node, log = self._place[rank]
         return WorkerError(
-            f"rank {rank} of {self.size} (actor, reference, reward) on node {self._nodes[rank]}"
-            f" failed: {reason} (logs: {log})"
+            f"rank {rank} of {self.size} ({', '.join(self._roles)}) on node {node} failed:"
+            f" {reason}; its log is {log or self._logs}"
         )
+
+    def _first_cause(self, rank: int, error: Exception) -> tuple[int, Exception]:
+        """The rank whose process died, where there is one.
+
+        A death makes the others' collectives fail, and their errors may arrive before it.
+        """
+        exceptions = self.ray.exceptions
+        if not isinstance(getattr(error, "cause", None), RuntimeError):
+            return rank, error
+        handles = self._group.workers
+        pending = {handle.__ray_ready__.remote(): i for i, handle in enumerate(handles)}
+        end = time.monotonic() + _DEATH_S
+        while pending and (left := end - time.monotonic()) > 0:
+            ready, _ = self.ray.wait(list(pending), timeout=left)
+            for reference in ready:
+                other = pending.pop(reference)
+                try:
+                    self.ray.get(reference)
+                except exceptions.RayActorError as death:
+                    return other, death
+        return rank, error
 
     # -- whole group, blocking -----------------------------------------------------------------
 
     def setup(self) -> list[dict[str, Any]]:
         """Process group and weights on every rank; answers with what each has to log."""
         answers = self.gather(self._group.setup())
-        self._nodes = [f"{answer['node']} (pid {answer['pid']})" for answer in answers]
+        self._place = [
+            (f"{answer['node']} (pid {answer['pid']})", self._log(answer["log"]))
+            for answer in answers
+        ]
         return answers
+
+    def _log(self, file: str) -> str:
+        """Where a rank's log is after the run: a cluster of our own does not outlive it."""
+        if file and self.config.cluster.address is None:
+            return str(Path(self._logs) / Path(file).name)
+        return file
 
     def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> None:
         """Make a recipe's roles and a fresh optimizer on every rank."""
+        self._roles = list(dict.fromkeys(["actor", "reward", *graph.roles]))
         self.gather(self._group.begin(graph.on_ranks(), optim, total_updates))
 
     def enter(self, phase: Phase) -> list[dict[str, float]]:
@@ -119,9 +160,7 @@ class WorkerGroup:
 
     def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
         """Prompt and response texts of samples, by the rank that holds them."""
-        references = {
-            rank: self._ranks[rank].texts(tuple(ids))[0] for rank, ids in by_rank.items()
-        }
+        references = {rank: self._ranks[rank].texts(tuple(ids))[0] for rank, ids in by_rank.items()}
         found: dict[SampleId, tuple[str, str]] = {}
         for rank, reference in references.items():
             found |= self.take(rank, reference)
@@ -153,3 +192,7 @@ class WorkerGroup:
     ) -> Any:
         """Start a per-sample stage on one rank."""
         return self._ranks[rank].compute(stage, ids, scalars)[0]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

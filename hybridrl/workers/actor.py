@@ -61,7 +61,7 @@ class Actor:
             kv_cache_tokens=rollout.kv_cache_tokens,
             max_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
         )
-        self.stop_token_ids = _stop_token_ids(tokenizer, config.data.chat, rollout.stop)
+        self.stop_token_ids = stop_token_ids(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
         self.phase = Phase.TRAIN
         self.generating_version = -1
@@ -250,9 +250,7 @@ def log_probs_stage(
     return {}, (name,)
 
 
-def _field(
-    name: str, sample: StoredSample, scalars: dict[str, float]
-) -> torch.Tensor | float:
+def _field(name: str, sample: StoredSample, scalars: dict[str, float]) -> torch.Tensor | float:
     return scalars[name] if name in scalars else sample.tensors[name]
 
 
@@ -266,10 +264,13 @@ def _sampling_params(sampling: Sampling, stop_token_ids: tuple[int, ...]) -> Sam
     )
 
 
-def _stop_token_ids(
+def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, chat: bool, stop: Sequence[str]
 ) -> tuple[int, ...]:
-    """The tokens that end a response or the text, and those named in `rollout.stop`."""
+    """The tokens that end a response or the text, and those named in `rollout.stop`.
+
+    Raises `ConfigError` for a text that is not one token of the vocabulary.
+    """
     ids = {tokenizer.eos_token_id, end_token_id(tokenizer, chat)} - {None}
     for text in stop:
         token = tokenizer.convert_tokens_to_ids(text)
