@@ -72,34 +72,47 @@ class KVPool:
 class Workspace:
     """The gathered keys and values of a decode group, kept from step to step.
 
-    `tables` [rows, pages] may have pages to spare, so that it serves until they are full or the
-    group changes. A step then reads the cache in place and writes one token, instead of copying
-    every block. Costs the running sequences' cache once more.
+    A step reads them in place and writes one token, instead of copying every block; what the steps
+    wrote reaches the pool by `flush`, before the group changes. `tables` [rows, pages] may have
+    pages to spare, so that it serves until they are full; `positions` [rows] are those of the first
+    step. Costs the running sequences' cache once more.
     """
 
-    def __init__(self, pool: KVPool, tables: torch.Tensor) -> None:
-        self.tables = tables
-        self.layers: list[torch.Tensor | None] = [None] * pool.blocks.shape[0]
-        lines = torch.arange(2 * tables.shape[0] * pool.kv_heads, device=tables.device)
-        width = tables.shape[1] * pool.block_size
-        # A new token comes as [rows, 2, kv_heads]; its lines in [2, rows, kv_heads].
-        lines = lines.view(2, -1, pool.kv_heads).transpose(0, 1) * width
-        self._lines = lines.contiguous()
+    def __init__(self, pool: KVPool, tables: torch.Tensor, positions: torch.Tensor) -> None:
+        self._pool, self._tables, self._first = pool, tables, positions.clone()
+        self._layers: list[torch.Tensor | None] = [None] * pool.blocks.shape[0]
+        self._steps = 0
+        self.width = tables.shape[1] * pool.block_size
+        lines = torch.arange(2 * len(tables) * pool.kv_heads, device=tables.device)
+        # A new token comes as [rows, 2, kv_heads]; its lines lie in [2, rows, kv_heads, width].
+        lines = lines.view(2, -1, pool.kv_heads).transpose(0, 1) * self.width
+        self._lines = (lines + positions[:, None, None]).reshape(-1)
 
-    def step(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where this step's tokens, at `positions` [rows, 1], are written."""
-        return (self._lines + positions[:, :, None]).view(-1)
-
-    def fetch(
-        self, pool: KVPool, layer: int, lines: torch.Tensor, new: torch.Tensor
-    ) -> torch.Tensor:
+    def fetch(self, layer: int, new: torch.Tensor) -> torch.Tensor:
         """[2, rows, kv_heads, width, head_dim], with `new` [rows, 2, kv_heads, head_dim]."""
-        kept = self.layers[layer]
+        kept = self._layers[layer]
         if kept is None:
-            kept = self.layers[layer] = pool.gather(layer, self.tables)
-        else:
-            kept.view(-1, pool.head_dim).index_copy_(0, lines, new.reshape(-1, pool.head_dim))
+            kept = self._layers[layer] = self._pool.gather(layer, self._tables)
+        head_dim = self._pool.head_dim
+        kept.view(-1, head_dim).index_copy_(0, self._lines, new.reshape(-1, head_dim))
         return kept
+
+    def advance(self) -> None:
+        """The step is done: the next one is at the next positions."""
+        self._lines += 1
+        self._steps += 1
+
+    def flush(self, tables: torch.Tensor) -> None:
+        """Write what the steps added to the pool, at the blocks of `tables` as they are now."""
+        steps = torch.arange(self._steps, device=tables.device)
+        positions = self._first[:, None] + steps
+        blocks = tables.gather(1, positions // self._pool.block_size)
+        rows = self._pool.rows(blocks.view(-1), (positions % self._pool.block_size).view(-1))
+        ahead = (steps - self._steps)[:, None]
+        lines = (self._lines.view(len(tables), 1, -1) + ahead).view(-1)
+        for layer, kept in enumerate(self._layers):
+            if kept is not None:
+                self._pool.write(layer, rows, kept.view(-1, self._pool.head_dim)[lines])
 
 
 @dataclass(slots=True)
@@ -118,7 +131,6 @@ class PagedGroup:
     positions: torch.Tensor
     tables: torch.Tensor | None = None
     workspace: Workspace | None = None
-    lines: torch.Tensor | None = None
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor:
@@ -137,10 +149,13 @@ class PagedGroup:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One forward pass: `rows` (see `KVPool.rows`) are where keys and values are written."""
+    """One forward pass: `rows` (see `KVPool.rows`) are where keys and values are written.
+
+    None where workspaces take them.
+    """
 
     pool: KVPool
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     groups: list[PagedGroup]
 
     def attend(
@@ -156,7 +171,8 @@ class PagedBatch:
         `query` [tokens, heads, head_dim], result likewise. Token i attends to the positions up to
         its own of its own sequence, the last `window` of them.
         """
-        self.pool.write(layer, self.rows, new)
+        if self.rows is not None:
+            self.pool.write(layer, self.rows, new)
         outs = []
         for group in self.groups:
             part = slice(group.start, group.start + group.rows * group.queries)
@@ -164,8 +180,7 @@ class PagedBatch:
                 assert group.tables is not None
                 kept = self.pool.gather(layer, group.tables)
             else:
-                assert group.lines is not None
-                kept = group.workspace.fetch(self.pool, layer, group.lines, new[part])
+                kept = group.workspace.fetch(layer, new[part])
             keys, values = kept[:, :, :, : group.keys]
             outs.append(_attend_group(query[part], keys, values, group, scaling, window))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

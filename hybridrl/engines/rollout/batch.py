@@ -76,37 +76,51 @@ class DecodeBatch:
         pages = [length // block_size + 1 for _, _, length in rows]
         self._cuts = split(pages, -(-_GROUP_KEYS // block_size))
         self._device = device
-        self._workspaces: list[Workspace | None] = [None] * len(self._cuts)
+        self._groups: list[PagedGroup | None] = [None] * len(self._cuts)
         last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
         self._tokens = torch.tensor(last, device=device)
 
     def inputs(self, pool: KVPool, tables: Ints) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
         """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
+        positions = torch.from_numpy(self.positions).to(self._device)
+        if self._device.type == "cpu":
+            groups = [self._kept_group(cut, pool, tables) for cut in range(len(self._cuts))]
+            return PagedBatch(pool, None, groups), self._tokens, positions
         page, offset = np.divmod(self.positions, pool.block_size)
         blocks = _tensor(tables[self.slots, page], self._device)
-        rows = pool.rows(blocks, _tensor(offset, self._device))
-        positions = torch.from_numpy(self.positions).to(self._device, copy=True)
         groups = [
-            self._group(cut, int(page[start]) + 1, pool, tables, positions[start:stop, None])
-            for cut, (start, stop) in enumerate(self._cuts)
+            PagedGroup(
+                start=start,
+                rows=stop - start,
+                queries=1,
+                keys=int(self.positions[start]) + 1,
+                positions=positions[start:stop, None],
+                tables=_tensor(tables[self.slots[start:stop], : page[start] + 1], self._device),
+            )
+            for start, stop in self._cuts
         ]
+        rows = pool.rows(blocks, _tensor(offset, self._device))
         return PagedBatch(pool, rows, groups), self._tokens, positions
 
-    def _group(
-        self, cut: int, pages: int, pool: KVPool, tables: Ints, positions: torch.Tensor
-    ) -> PagedGroup:
-        """The rows of one cut, of which the longest has `pages` blocks."""
+    def _kept_group(self, cut: int, pool: KVPool, tables: Ints) -> PagedGroup:
+        """A group with a workspace, which lasts until it is full."""
         start, stop = self._cuts[cut]
-        group = PagedGroup(start, stop - start, 1, int(self.positions[start]) + 1, positions)
-        if self._device.type != "cpu":
-            group.tables = _tensor(tables[self.slots[start:stop], :pages], self._device)
-            return group
-        kept = self._workspaces[cut]
-        if kept is None or kept.tables.shape[1] < pages:
-            wide = min(pages + _SPARE_PAGES, tables.shape[1])
-            table = _tensor(tables[self.slots[start:stop], :wide], self._device)
-            kept = self._workspaces[cut] = Workspace(pool, table)
-        group.workspace, group.lines = kept, kept.step(positions)
+        keys = int(self.positions[start]) + 1
+        group = self._groups[cut]
+        if group is None or group.workspace is None or group.workspace.width < keys:
+            wide = min(-(-keys // pool.block_size) + _SPARE_PAGES, tables.shape[1])
+            table = _tensor(tables[self.slots[start:stop]], self._device)
+            if group is not None and group.workspace is not None:
+                group.workspace.flush(table)
+            # Shares the memory of the array, which `advance` counts up.
+            positions = torch.from_numpy(self.positions[start:stop])
+            workspace = Workspace(pool, table[:, :wide], positions)
+            group = PagedGroup(
+                start, stop - start, 1, keys, positions[:, None], workspace=workspace
+            )
+            self._groups[cut] = group
+        group.keys = keys
+        group.masks.clear()
         return group
 
     def advance(self, tokens: torch.Tensor) -> None:
@@ -114,6 +128,15 @@ class DecodeBatch:
         self._tokens = tokens
         self.positions += 1
         self.counts += 1
+        for group in self._groups:
+            if group is not None and group.workspace is not None:
+                group.workspace.advance()
+
+    def flush(self, tables: Ints) -> None:
+        """Bring the pool up to date; to be called before a sequence joins or leaves."""
+        for group, (start, stop) in zip(self._groups, self._cuts, strict=True):
+            if group is not None and group.workspace is not None:
+                group.workspace.flush(_tensor(tables[self.slots[start:stop]], self._device))
 
 
 def _sampling(requests: list[Request], vocab_size: int, device: torch.device) -> SamplingBatch:

@@ -54,7 +54,7 @@ class FusedLinear:
 class FusedDecoder:
     """Computes what `model(input_ids, position_ids, paged=...)` computes, for a decode step."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, max_sequence: int) -> None:
         assert model.config.model_type in FAMILIES
         self._model = model
         layers = model.model.layers
@@ -62,6 +62,8 @@ class FusedDecoder:
         self._qkv = [FusedLinear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
         self._gate_up = [FusedLinear([m.mlp.gate_proj, m.mlp.up_proj]) for m in layers]
         config = model.config
+        self._positions = max_sequence
+        self._table: torch.Tensor | None = None
         self._eps: float = config.rms_norm_eps
         self._dim: int = attentions[0].head_dim
         self._heads: int = config.num_attention_heads
@@ -89,10 +91,7 @@ class FusedDecoder:
         """Logits [tokens, vocab] of `token_ids` [tokens] at `positions` [tokens]."""
         body = self._model.model
         x = functional.embedding(token_ids, body.embed_tokens.weight)
-        cos, sin = body.rotary_emb(x[None], positions[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
-        # rotate_half(x) * sin = (halves of x swapped) * (-sin, sin)
-        sin = torch.cat((-sin[..., : self._dim // 2], sin[..., self._dim // 2 :]), -1)
+        cos, sin = self._rotation(x, positions)
         for index, layer in enumerate(body.layers):
             h = self._norm(x, layer.input_layernorm.weight)
             h = self._attention(index, layer.self_attn, h, cos, sin, paged)
@@ -102,6 +101,22 @@ class FusedDecoder:
             x = _add_linear(x, layer.mlp.act_fn(gate).mul_(up), layer.mlp.down_proj)
         logits: torch.Tensor = self._model.lm_head(self._norm(x, body.norm.weight))
         return logits
+
+    def _rotation(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cosine and signed sine [tokens, 1, head_dim], so that a rotation needs no negation.
+
+        rotate_half(x) * sin = (halves of x swapped) * (-sin, sin).
+        """
+        rotary = self._model.model.rotary_emb
+        fixed = rotary.rope_type in ("default", "linear", "llama3", "yarn")
+        if not fixed or self._table is None:
+            at = torch.arange(self._positions, device=x.device) if fixed else positions
+            cos, sin = rotary(x[None], at[None])
+            half = self._dim // 2
+            signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            self._table = torch.stack((cos[0], signed[0]), 1)[:, :, None]
+        table = self._table.index_select(0, positions) if fixed else self._table
+        return table.unbind(1)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return functional.rms_norm(x, x.shape[-1:], weight, self._eps)

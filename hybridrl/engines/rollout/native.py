@@ -102,7 +102,7 @@ class NativeEngine:
         self._model.tie_weights()  # no_init_weights leaves this out
         self._model.to(self._device).eval().requires_grad_(False)
         fused = config.model_type in FUSED_FAMILIES
-        self._decoder = FusedDecoder(self._model) if fused else None
+        self._decoder = FusedDecoder(self._model, max_sequence) if fused else None
         self._vocab_size: int = config.vocab_size
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
         self._aliases = set(self._model.state_dict()) - set(self._shapes)
@@ -193,6 +193,7 @@ class NativeEngine:
                 f"{self._num_blocks * self._block_size} can never hold it"
             )
 
+    @torch.inference_mode()
     def park(self, ids: Iterable[object]) -> list[Request]:
         """Take unfinished requests out, with what they have generated; `submit` resumes them.
 
@@ -365,20 +366,26 @@ class NativeEngine:
         sequence.blocks = self._allocator.take(need)
         return 0
 
+    def _end_batch(self) -> None:
+        """The running sequences are about to change."""
+        if self._batch is not None:
+            self._batch.flush(self._tables)
+        self._batch = None
+
     def _start(self, sequence: _Sequence) -> None:
+        self._end_batch()
         sequence.slot = self._free_slots.pop()
         self._tables[sequence.slot] = 0
         self._tables[sequence.slot, : len(sequence.blocks)] = sequence.blocks
         self._running.append(sequence)
-        self._batch = None
 
     def _stop(self, sequence: _Sequence) -> None:
         """Take a running sequence's blocks and slot away."""
+        self._end_batch()
         self._running.remove(sequence)
         self._allocator.release(sequence.blocks)
         self._free_slots.append(sequence.slot)
         sequence.blocks, sequence.slot = [], -1
-        self._batch = None
 
     def _forget(self, sequence: _Sequence) -> None:
         """A sequence leaves the engine; with its last user a prefix goes."""
@@ -399,6 +406,8 @@ class NativeEngine:
     def _grow(self) -> None:
         """A block for every pending token that starts one; preempts the newest when out."""
         size = self._block_size
+        if self._batch is not None and (self._batch.positions % size).all():
+            return  # no pending token is the first of a block
         for sequence in sorted(self._running, key=lambda s: s.order):
             if sequence.slot < 0 or sequence.length <= len(sequence.blocks) * size:
                 continue

@@ -38,13 +38,12 @@ def sample(
         logits = logits / batch.temperature[:, None]
     best, argbest = logits.max(-1)
     weights = (logits - best[:, None]).exp_()
-    chunks, total = _chunk_sums(weights)
+    ends = _ends(weights)
+    total = ends[:, -1]
     if batch.top_k is not None or batch.top_p is not None:
         weights = restrict(weights, batch.top_k, batch.top_p)
-        chunks, kept = _chunk_sums(weights)
-    else:
-        kept = total
-    tokens = _invert(weights, chunks, uniforms * kept)
+        ends = _ends(weights)
+    tokens = _invert(weights, ends, uniforms)
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy, argbest, tokens)
     drawn = logits.gather(-1, tokens[:, None])[:, 0]
@@ -80,40 +79,40 @@ def restrict(
     return weights
 
 
-def _chunk_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of runs of `_CHUNK` tokens [rows, chunks] and of all [rows], in float64."""
-    rows, vocab = weights.shape
+def _ends(weights: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums in float64, by token or, for a large vocabulary, by chunk of `_CHUNK`."""
+    vocab = weights.shape[-1]
+    if vocab <= _CHUNK:
+        return weights.cumsum(-1, dtype=torch.float64)
     whole = vocab - vocab % _CHUNK
-    sums = weights[:, :whole].reshape(rows, -1, _CHUNK).sum(-1, dtype=torch.float64)
+    sums = weights[:, :whole].unflatten(-1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
     if whole < vocab:
         rest = weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
-        sums = torch.cat((sums, rest), -1) if whole else rest
-    return sums, sums.sum(-1)
+        sums = torch.cat((sums, rest), -1)
+    return sums.cumsum(-1)
 
 
-def _invert(weights: torch.Tensor, chunks: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative weight exceeds `target` [rows].
+def _invert(weights: torch.Tensor, ends: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token [rows] whose cumulative weight exceeds the uniform's share of the total.
 
     In two levels, chunk and token, so that the float64 sums of a large vocabulary stay cheap.
     """
-    _rows, vocab = weights.shape
-    offset = None
-    if chunks.shape[-1] > 1:
-        ends = chunks.cumsum(-1)
-        chunk = (ends <= target[:, None]).sum(-1).clamp_(max=chunks.shape[-1] - 1)
-        # Rounding may leave the target at the very end, beyond the last chunk with any weight.
-        chunk = torch.minimum(chunk, _last_positive(chunks))
-        target = target - (ends - chunks).gather(-1, chunk[:, None])[:, 0]
-        offset = chunk * _CHUNK
-        ids = offset[:, None] + torch.arange(_CHUNK, device=weights.device)
-        inside = weights.gather(-1, ids.clamp(max=vocab - 1)).double()
-        weights = inside.where(ids < vocab, 0.0)
-    ends = weights.cumsum(-1, dtype=torch.float64)
-    token = torch.minimum((ends <= target[:, None]).sum(-1), _last_positive(weights))
-    return token if offset is None else token + offset
+    target = (uniforms * ends[:, -1])[:, None]
+    index = _first_above(ends, target)
+    vocab = weights.shape[-1]
+    if vocab <= _CHUNK:
+        return index[:, 0]
+    before = ends.gather(-1, (index - 1).clamp(min=0)).where(index > 0, 0.0)
+    ids = index * _CHUNK + torch.arange(_CHUNK, device=weights.device)
+    inside = weights.gather(-1, ids.clamp(max=vocab - 1)).where(ids < vocab, 0.0)
+    token = _first_above(inside.cumsum(-1, dtype=torch.float64), target - before)
+    return (index * _CHUNK + token)[:, 0]
 
 
-def _last_positive(weights: torch.Tensor) -> torch.Tensor:
-    """Index of the last positive entry of every row."""
-    flipped = (weights > 0).flip(-1).int()
-    return weights.shape[-1] - 1 - flipped.argmax(-1)
+def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first index [rows, 1] where `ends` [rows, n] exceeds `target` [rows, 1].
+
+    Rounding may leave the target at the very end: it is kept below it, so that the index is one
+    whose own weight is positive.
+    """
+    return torch.searchsorted(ends, target.minimum(ends[:, -1:] * (1 - 2.0**-52)), right=True)
