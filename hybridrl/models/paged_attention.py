@@ -44,6 +44,7 @@ class KVPool:
         self._rows = [layer.view(-1, head_dim) for layer in self.blocks]
         self._pages = [layer.view(-1, block_size * head_dim) for layer in self.blocks]
         self._heads = torch.arange(2 * kv_heads, device=device)
+        self._arena = torch.empty(layers, 0, dtype=dtype, device=device)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy whole blocks, of all layers, between two lists of block numbers."""
@@ -58,14 +59,28 @@ class KVPool:
         """Keep `new` [tokens, 2, kv_heads, head_dim] at `rows`."""
         self._rows[layer].index_copy_(0, rows, new.reshape(-1, self.head_dim))
 
-    def gather(self, layer: int, tables: torch.Tensor) -> torch.Tensor:
+    def arena(self, tokens: int) -> torch.Tensor:
+        """Memory [layers, tokens * 2 * kv_heads * head_dim], the same one at every call.
+
+        Kept, since fresh memory of that size costs a page fault per 4 kB.
+        """
+        size = tokens * len(self._heads) * self.head_dim
+        if self._arena.shape[1] < size:
+            self._arena = self._arena.new_empty(len(self._arena), size + size // 2)
+        return self._arena[:, :size]
+
+    def gather(
+        self, layer: int, tables: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The blocks of `tables` [rows, pages]: [2, rows, kv_heads, pages * block_size, head_dim].
 
-        Contiguous.
+        Contiguous; in the memory of `out` where it is given.
         """
         heads = self._heads.view(2, 1, -1, 1)
         index = (tables[:, None] * len(self._heads) + heads).view(-1)
-        pages = self._pages[layer].index_select(0, index)
+        if out is not None:
+            out = out.view(len(index), -1)
+        pages = torch.index_select(self._pages[layer], 0, index, out=out)
         return pages.view(2, tables.shape[0], self.kv_heads, -1, self.head_dim)
 
 
@@ -75,10 +90,13 @@ class Workspace:
     A step reads them in place and writes one token, instead of copying every block; what the steps
     wrote reaches the pool by `flush`, before the group changes. `tables` [rows, pages] may have
     pages to spare, so that it serves until they are full; `positions` [rows] are those of the first
-    step. Costs the running sequences' cache once more.
+    step; `memory` is a part of the pool's arena. Costs the running sequences' cache once more.
     """
 
-    def __init__(self, pool: KVPool, tables: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(
+        self, pool: KVPool, tables: torch.Tensor, positions: torch.Tensor, memory: torch.Tensor
+    ) -> None:
+        self._memory = memory
         self._pool, self._tables, self._first = pool, tables, positions.clone()
         self._layers: list[torch.Tensor | None] = [None] * pool.blocks.shape[0]
         self._steps = 0
@@ -92,7 +110,8 @@ class Workspace:
         """[2, rows, kv_heads, width, head_dim], with `new` [rows, 2, kv_heads, head_dim]."""
         kept = self._layers[layer]
         if kept is None:
-            kept = self._layers[layer] = self._pool.gather(layer, self._tables)
+            kept = self._pool.gather(layer, self._tables, self._memory[layer])
+            self._layers[layer] = kept
         head_dim = self._pool.head_dim
         kept.view(-1, head_dim).index_copy_(0, self._lines, new.reshape(-1, head_dim))
         return kept

@@ -76,7 +76,7 @@ class DecodeBatch:
         pages = [length // block_size + 1 for _, _, length in rows]
         self._cuts = split(pages, -(-_GROUP_KEYS // block_size))
         self._device = device
-        self._groups: list[PagedGroup | None] = [None] * len(self._cuts)
+        self._groups: list[tuple[PagedGroup, Workspace]] = []
         last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
         self._tokens = torch.tensor(last, device=device)
 
@@ -84,8 +84,7 @@ class DecodeBatch:
         """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
         positions = torch.from_numpy(self.positions).to(self._device)
         if self._device.type == "cpu":
-            groups = [self._kept_group(cut, pool, tables) for cut in range(len(self._cuts))]
-            return PagedBatch(pool, None, groups), self._tokens, positions
+            return PagedBatch(pool, None, self._kept_groups(pool, tables)), self._tokens, positions
         page, offset = np.divmod(self.positions, pool.block_size)
         blocks = _tensor(tables[self.slots, page], self._device)
         groups = [
@@ -102,41 +101,49 @@ class DecodeBatch:
         rows = pool.rows(blocks, _tensor(offset, self._device))
         return PagedBatch(pool, rows, groups), self._tokens, positions
 
-    def _kept_group(self, cut: int, pool: KVPool, tables: Ints) -> PagedGroup:
-        """A group with a workspace, which lasts until it is full."""
-        start, stop = self._cuts[cut]
-        keys = int(self.positions[start]) + 1
-        group = self._groups[cut]
-        if group is None or group.workspace is None or group.workspace.width < keys:
-            wide = min(-(-keys // pool.block_size) + _SPARE_PAGES, tables.shape[1])
-            table = _tensor(tables[self.slots[start:stop]], self._device)
-            if group is not None and group.workspace is not None:
-                group.workspace.flush(table)
-            # Shares the memory of the array, which `advance` counts up.
-            positions = torch.from_numpy(self.positions[start:stop])
-            workspace = Workspace(pool, table[:, :wide], positions)
-            group = PagedGroup(
-                start, stop - start, 1, keys, positions[:, None], workspace=workspace
-            )
-            self._groups[cut] = group
-        group.keys = keys
-        group.masks.clear()
-        return group
+    def _kept_groups(self, pool: KVPool, tables: Ints) -> list[PagedGroup]:
+        """The groups with their workspaces, made at the first step."""
+        if not self._groups:
+            pages = [int(self.positions[start]) // pool.block_size + 1 for start, _ in self._cuts]
+            wide = [min(num + _SPARE_PAGES, tables.shape[1]) for num in pages]
+            tokens = [
+                num * pool.block_size * (stop - start)
+                for num, (start, stop) in zip(wide, self._cuts, strict=True)
+            ]
+            unit = 2 * pool.kv_heads * pool.head_dim
+            memory = pool.arena(sum(tokens)).split([num * unit for num in tokens], 1)
+            for (start, stop), num, part in zip(self._cuts, wide, memory, strict=True):
+                table = _tensor(tables[self.slots[start:stop], :num], self._device)
+                # Shares the memory of the array, which `advance` counts up.
+                positions = torch.from_numpy(self.positions[start:stop])
+                workspace = Workspace(pool, table, positions, part)
+                group = PagedGroup(
+                    start, stop - start, 1, 0, positions[:, None], workspace=workspace
+                )
+                self._groups.append((group, workspace))
+        for group, _ in self._groups:
+            group.keys = int(self.positions[group.start]) + 1
+            group.masks.clear()
+        return [group for group, _ in self._groups]
+
+    @property
+    def full(self) -> bool:
+        """Whether a workspace has no room for another step: the batch is to be made anew."""
+        return any(self.positions[g.start] >= workspace.width for g, workspace in self._groups)
 
     def advance(self, tokens: torch.Tensor) -> None:
         """The drawn `tokens` [rows] are the pending ones of the next step."""
         self._tokens = tokens
         self.positions += 1
         self.counts += 1
-        for group in self._groups:
-            if group is not None and group.workspace is not None:
-                group.workspace.advance()
+        for _, workspace in self._groups:
+            workspace.advance()
 
     def flush(self, tables: Ints) -> None:
         """Bring the pool up to date; to be called before a sequence joins or leaves."""
-        for group, (start, stop) in zip(self._groups, self._cuts, strict=True):
-            if group is not None and group.workspace is not None:
-                group.workspace.flush(_tensor(tables[self.slots[start:stop]], self._device))
+        for group, workspace in self._groups:
+            slots = self.slots[group.start : group.start + group.rows]
+            workspace.flush(_tensor(tables[slots], self._device))
 
 
 def _sampling(requests: list[Request], vocab_size: int, device: torch.device) -> SamplingBatch:

@@ -222,6 +222,8 @@ class NativeEngine:
         if not self._running:
             return []
         self._grow()
+        if self._batch is not None and self._batch.full:
+            self._end_batch()
         if self._batch is None:
             self._batch = DecodeBatch(
                 [(s.request, s.slot, s.length) for s in self._running],
