@@ -3,6 +3,10 @@
 from typing import Any
 
 
+class SamplesLost(RuntimeError):
+    """What a rank put into the store cannot be had any more: the rank has ended."""
+
+
 class RayDataPlane:
     """References are wrapped in a list, so that Ray hands them over instead of their values."""
 
@@ -13,7 +17,16 @@ class RayDataPlane:
         return [ray.put(value)]
 
     def get(self, references: list[Any]) -> list[Any]:
-        """Values; numpy arrays are read-only views of shared memory when on the same node."""
+        """Values; numpy arrays are read-only views of shared memory when on the same node.
+
+        Raises `SamplesLost` where the rank that put a value has ended, since values die with it.
+        """
         import ray
 
-        return ray.get([reference for (reference,) in references])
+        try:
+            return ray.get([reference for (reference,) in references])
+        except ray.exceptions.ObjectLostError as error:
+            raise SamplesLost(
+                "samples that another rank had put into the object store are gone, because that"
+                f" rank's process has ended ({type(error).__name__})"
+            ) from error

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from hybridrl.flow.sample import SampleId
 
@@ -86,7 +87,7 @@ class SampleStore:
         """
         # DLPack, unlike from_numpy, takes a read-only array without a warning.
         columns = [
-            torch.from_dlpack(column).split(parcel.sizes[name])
+            from_dlpack(column).split(parcel.sizes[name])
             for name, column in parcel.columns.items()
         ]
         rows = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))

@@ -64,7 +64,8 @@ class Side:
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
         self.command = " ".join(command)
-        self._log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
+        # Not a pipe: one that nobody reads fills up, and the side would wait for ever.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -90,6 +91,7 @@ class Side:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        self._log.close()
 
     def _read(self) -> dict[str, float]:
         assert self.process.stdout is not None

@@ -167,7 +167,7 @@ def verl_worker(num_bytes: int) -> type:
 
 @contextmanager
 def groups(num_bytes: int) -> Iterator[tuple[Any, Any, list[Any], Any]]:
-    """Ray, our group, plain actors and verl's group, of `RANKS` ranks that hold `num_bytes` each."""
+    """Ray, our group, plain actors and verl's group: `RANKS` ranks with `num_bytes` each."""
     cluster = ClusterConfig(ranks=RANKS)
     env = compat.environment()
     with (
@@ -267,9 +267,7 @@ def transfers(
             ray_form=faster, **extra,
         )
     )  # fmt: skip
-    show(
-        line("transfer_32mb_vs_verl", "s", "lower", measured["ours"], measured["verl"], **extra)
-    )
+    show(line("transfer_32mb_vs_verl", "s", "lower", measured["ours"], measured["verl"], **extra))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -181,9 +181,7 @@ def update(
     advantages: torch.Tensor,
 ) -> None:
     """One step of the clipped surrogate, averaged over all response tokens."""
-    sequences = [
-        [*prompts[i // GROUP_SIZE], *response.ids] for i, response in enumerate(responses)
-    ]
+    sequences = [[*prompts[i // GROUP_SIZE], *response.ids] for i, response in enumerate(responses)]
     num_tokens = sum(len(response.ids) for response in responses)
     for batch in micro_batches([len(sequence) for sequence in sequences]):
         rows = [torch.tensor(sequences[i]) for i in batch]

@@ -5,12 +5,12 @@ how much is to be written out. Every side starts from the same warm-started weig
 once by `hybridrl train recipe=sft` and kept in the cache directory.
 """
 
-import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Task:
             f"recipe.clip_high={CLIP_HIGH}",
             "recipe.skip_equal_groups=false",
             "reward=exact",
-            'reward.extract="#(.*)"',
+            'reward.extract="#([a-z]*)"',
             f"rollout.max_new_tokens={self.max_new_tokens}",
             f"trainer.prompts_per_step={self.prompts_per_step}",
             "trainer.steps=1000000",
@@ -62,7 +62,7 @@ class Task:
             "telemetry.report=false",
         )
 
-    def prompts(self, model: Path) -> "itertools.starmap[Item]":
+    def prompts(self, model: Path) -> Iterator[Item]:
         """The endless stream of items, in the order in which our side takes them."""
         config = self.config(model, Path("unused"))
         data = load_data(
@@ -72,7 +72,7 @@ class Task:
             max_new_tokens=self.max_new_tokens,
         )
         stream = PromptStream(data.train, config.run.seed, data.weights)
-        return itertools.starmap(lambda _, item: item, stream)
+        return (item for _, item in stream)
 
     def model(self, cache: Path) -> Path:
         """The directory of the starting weights, trained now if it is not in `cache`."""
@@ -90,7 +90,7 @@ class Task:
                 "trainer.optim.lr=2e-3",
                 "trainer.optim.schedule=linear",
                 "reward=exact",
-                'reward.extract="#(.*)"',
+                'reward.extract="#([a-z]*)"',
                 "eval.every=0",
                 "telemetry.report=false",
             )
@@ -104,17 +104,18 @@ TASKS = {
     "short": Task(
         name="short", max_new_tokens=24, warm_start_steps=170, data=("data=spell_backward",)
     ),
-    # p50 / p99 / longest of the wanted answers: 26 / about 240 / 293 tokens.
+    # Wanted answers have 26 tokens at the median, 254 at p99, 293 at most. The letters come first:
+    # a tiny model learns to copy them from nearby within few steps, from afar within many.
     "longtail": Task(
         name="longtail",
         max_new_tokens=320,
-        warm_start_steps=400,
+        warm_start_steps=300,
         data=(
             "data=reasoning_gym",
             "data.sources.main.kind=function",
             "data.sources.main.name=hybridrl.data.tasks:work",
             'data.prompt_template="{question}:"',
-            'data.answer_template="{steps}#{answer}"',
+            'data.answer_template="#{answer}>{steps}"',
             "data.max_prompt_tokens=16",
         ),
     ),
@@ -122,9 +123,9 @@ TASKS = {
 
 
 def score(response: str, answer: str) -> float:
-    """1 where what follows the last `#` is the answer; the plain sides' verifier."""
-    found = re.findall("#(.*)", response)
-    return float(bool(found) and found[-1].strip() == answer)
+    """1 where the letters after the last `#` are the answer; the plain sides' verifier."""
+    found = re.findall("#([a-z]*)", response)
+    return float(bool(found) and found[-1] == answer)
 
 
 def _compose(*overrides: str) -> Config:

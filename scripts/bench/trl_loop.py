@@ -74,7 +74,9 @@ def main() -> None:
     task = TASKS[args.task]
     lengths: list[int] = []
 
-    def reward(completions: list[str], completion_ids: list[Any], answer: list[str], **_: Any) -> Any:
+    def reward(
+        completions: list[str], completion_ids: list[Any], answer: list[str], **_: Any
+    ) -> Any:
         lengths.extend(map(len, completion_ids))
         return [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
 

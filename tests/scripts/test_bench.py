@@ -1,0 +1,173 @@
+"""The benches run with tiny sizes and print records of the agreed shape."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config import TinyModelConfig
+from hybridrl.models.tiny import make_tiny_model
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+
+
+def load(name: str) -> ModuleType:
+    """A bench's module, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(BENCH))  # its neighbours
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCH))
+    return module
+
+
+def records(script: str, *options: str) -> dict[str, dict[str, Any]]:
+    """What a bench prints, by name, its shape checked."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH / script), *options],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for record in found:
+        assert list(record)[:6] == ["name", "value", "unit", "baseline", "ratio", "better"]
+        assert record["better"] in ("higher", "lower")
+        assert min(record["value"], record["baseline"], record["ratio"]) > 0
+    return {record["name"]: record for record in found}
+
+
+def test_the_ratio_is_paired_and_the_values_are_medians() -> None:
+    record = load("lines").line("x", "s", "lower", [1.0, 2.0, 9.0], [1.0, 4.0, 6.0], ranks=4)
+    assert (record["value"], record["baseline"], record["ratio"]) == (2.0, 4.0, 1.0)
+    assert record["ranks"] == 4
+
+
+def test_sides_take_turns_and_the_first_round_is_left_out() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    measured = load("lines").take_turns({x: lambda x=x: side(x) for x in "ab"}, rounds=2)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert measured == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+
+
+def test_figures_of_one_run_are_asked_for_together() -> None:
+    run = load("run")
+    assert run.commands(["samples_per_s_short"]) == [
+        ("end_to_end.py", "--task", "short", "--against", "loop", "--against", "trl")
+    ]
+    assert run.commands(["dispatch", "transfer"]) == [
+        ("data_plane.py", "--only", "dispatch"),
+        ("data_plane.py", "--only", "transfer"),
+    ]
+    scripts = {command[0] for command in run.commands([])}
+    assert scripts == {"data_plane.py", "rollout.py", "end_to_end.py"}
+
+
+def test_an_unknown_figure_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "run.py"), "nothing"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "nothing: wanted" in done.stderr
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    shape = TinyModelConfig(
+        hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    make_tiny_model(path, shape, seed=0)
+    return path
+
+
+def test_the_plain_loop_samples_what_the_model_says(tiny: Path) -> None:
+    """Its log-probabilities, through padding, cache and compaction, are the model's own."""
+    loop = load("plain_loop")
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    prompts = [(5, 9, 11), (7,), (8, 6, 4, 12, 20)]
+    torch.manual_seed(0)
+    responses = loop.generate(model, prompts, max_new=40, eos=1)
+    lengths = [len(response.ids) for response in responses]
+    assert len(responses) == 3 * loop.GROUP_SIZE
+    assert min(lengths) < max(lengths)  # rows were taken out of the batch
+    for i, response in enumerate(responses):
+        assert 1 not in response.ids[:-1]
+        assert response.ids[-1] == 1 or len(response.ids) == 40
+        prompt = prompts[i // loop.GROUP_SIZE]
+        ids = torch.tensor([[*prompt, *response.ids]])
+        log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = log_probs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(response.log_probs), expected, atol=1e-5, rtol=0)
+
+
+def test_the_plain_loop_takes_the_step_of_the_formula(tiny: Path) -> None:
+    """At the sampling weights the gradient is that of -mean(advantage x log-probability)."""
+    loop = load("plain_loop")
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    prompts = [(5, 9, 11), (7,)]
+    torch.manual_seed(0)
+    responses = loop.generate(model, prompts, max_new=12, eos=1)
+    advantages = loop.group_advantages([float(i % 3 == 0) for i in range(len(responses))])
+    total = torch.zeros(())
+    for i, response in enumerate(responses):
+        prompt = prompts[i // loop.GROUP_SIZE]
+        ids = torch.tensor([[*prompt, *response.ids]])
+        log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        total = total - advantages[i] * log_probs.gather(-1, ids[0, len(prompt) :, None]).sum()
+    (total / sum(len(response.ids) for response in responses)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loop.update(model, torch.optim.SGD(model.parameters(), lr=1.0), prompts, responses, advantages)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            before[name] - parameter.detach(), expected[name], atol=1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.slow
+def test_dispatch_and_transfer() -> None:
+    found = records("data_plane.py", "--tiny")
+    assert set(found) == {
+        f"{what}_vs_{other}" for what in ("dispatch_empty", "transfer_32mb")
+        for other in ("ray", "verl")
+    }  # fmt: skip
+    assert found["transfer_32mb_vs_ray"]["unit"] == "s"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["short", "longtail"])
+@pytest.mark.parametrize("other", ["loop", "trl"])
+def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
+    if other == "trl":
+        pytest.importorskip("trl", reason="the extra `bench` is not installed")
+    # Untrained weights under the name of the warm-started ones: the shape is what is tested.
+    name = f"{task}-{load('tasks').TASKS[task].warm_start_steps}"
+    make_tiny_model(tmp_path / name, TinyModelConfig(hidden_size=32, num_layers=2), seed=0)
+    found = records(
+        "end_to_end.py", "--task", task, "--against", other, "--cache", str(tmp_path),
+        "--rounds", "1", "--steps", "1",
+    )  # fmt: skip
+    record = found[f"samples_per_s_{task}_vs_{other}"]
+    assert record["unit"] == "samples/s"
+    assert record["response_tokens_mean"] > 0
+    assert record["baseline_response_tokens_mean"] > 0
