@@ -56,6 +56,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is not None:
         _check_address(config.address)
+        _use_token()
         with _quiet_end(ray):
             try:
                 ray.init(address=config.address, **options)
@@ -124,6 +125,15 @@ def _check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
         raise _no_cluster(address, error) from error
+
+
+def _use_token() -> None:
+    """Show the token of `~/.ray` where there is one, as `ray start` does; `ray.init` does not."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with contextlib.suppress(ImportError):  # since Ray 2.60
+        from ray._private.authentication import authentication_token_setup as setup
+
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:

@@ -1,0 +1,161 @@
+"""Whole jobs in this process, on a cluster that they join: what they train on, how they end."""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.controller import job
+from hybridrl.flow.schedules import StepResult
+from hybridrl.telemetry.records import read_lines
+
+
+@pytest.fixture
+def run(
+    tiny_run: list[str],
+    cluster: str,
+    tmp_path: Path,
+    make_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., list[StepResult]]:
+    """Trains with overrides into `tmp_path / name`; the results of its steps."""
+
+    def train(name: str, *overrides: object) -> list[StepResult]:
+        results: list[StepResult] = []
+        record = job.Job._record
+
+        def spy(self: job.Job, result: StepResult, seconds: float) -> None:
+            results.append(result)
+            record(self, result, seconds)
+
+        monkeypatch.setattr(job.Job, "_record", spy)
+        config = make_config(
+            *tiny_run, f"cluster.address={cluster}", f"run.dir={tmp_path / name}", *overrides
+        )
+        try:
+            job.train(config)
+        finally:
+            monkeypatch.setattr(job.Job, "_record", record)
+        return results
+
+    return train
+
+
+def gradient(run_dir: Path) -> torch.Tensor:
+    """Of a single step with a huge eps, where AdamW is plain descent: p - g / (1 + |g| / eps)."""
+    before, after = (load_file(run_dir / f / "model.safetensors") for f in ("start", "final"))
+    return torch.cat([(before[name] - after[name]).double().flatten() for name in before])
+
+
+PLAIN_DESCENT = [
+    "trainer.steps=1",
+    "trainer.optim.lr=1000",
+    "trainer.optim.eps=1000",
+    "trainer.optim.clip_grad_norm=0",
+]
+
+
+def test_one_rank_and_two_ranks_agree(
+    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    found = {}
+    for ranks in (1, 2):
+        name = f"ranks{ranks}"
+        settings = [f"recipe={{target: '{user_code}:probe'}}"]
+        (result,) = run(name, f"cluster.ranks={ranks}", *PLAIN_DESCENT, *settings)
+        texts = {
+            r["id"]: (r["response"], r["reward"])
+            for r in read_lines(tmp_path / name / "samples.jsonl")
+        }
+        found[ranks] = (texts, gradient(tmp_path / name), result)
+    texts, gradients, results = zip(*found.values(), strict=True)
+    assert len(texts[0]) == 16
+    assert texts[0] == texts[1]
+    assert {s.rank for s in results[1].dispatched} == {0, 1}
+    norm = gradients[0].norm()
+    assert norm > 1e-3
+    assert (gradients[0] - gradients[1]).norm() / norm < 1e-5
+    assert math.isclose(results[0].metrics["actor/grad_norm"], float(norm), rel_tol=1e-3)
+    for result in results:  # what the rollout engine sampled with, and what the trainer computes
+        gaps = [float(sample.scalars["gap"]) for sample in result.dispatched]
+        assert 0 <= max(gaps) < 1e-4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    settings = [f"recipe={{target: '{user_code}:poison'}}", "trainer.save_every=1"]
+    with pytest.raises(job.TrainingStopped, match=r"2 steps in a row .*max_bad_steps=2"):
+        run("nan", "trainer.steps=5", "trainer.max_bad_steps=2", *settings)
+    run_dir = tmp_path / "nan"
+    events = read_lines(run_dir / "events.jsonl")
+    assert [e["step"] for e in events if e["kind"] == "bad_step"] == [1, 2]
+    assert [r["bad_steps"] for r in read_lines(run_dir / "metrics.jsonl") if "loss" in r] == [1, 1]
+    before, after = (
+        load_file(run_dir / path / "model.safetensors")
+        for path in ("start", "checkpoints/step_000001")
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    status = json.loads((run_dir / "run.json").read_text())
+    assert status["state"] == "failed"
+    assert "not finite" in status["reason"]
+
+
+def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
+    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    run(
+        "troubled",
+        "trainer.steps=2",
+        f"reward.function={user_code}:troubled",
+        "reward.timeout_s=0.5",
+    )
+    samples = read_lines(tmp_path / "troubled" / "samples.jsonl")
+    metrics = [r for r in read_lines(tmp_path / "troubled" / "metrics.jsonl") if "reward_mean" in r]
+    assert len(samples) == 32
+    for sample in samples:
+        kind = sum(map(ord, sample["response"])) % 8
+        assert sample["status"] == {0: "error", 1: "timeout"}.get(kind, "ok")
+        assert sample["reward"] == (kind / 7 if kind > 1 else 0.0)
+    for status in ("error", "timeout"):
+        counted = sum(m[f"reward_{status}"] for m in metrics)
+        assert counted == sum(s["status"] == status for s in samples) > 0
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
+    path.mkdir()
+    options = f"size={megabytes}m"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_is_named_and_earlier_records_stay(
+    run: Callable[..., list[StepResult]], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "full", 1) as disk:
+        with pytest.raises(OSError, match=r"full/checkpoints/step_0000"):
+            run("full", "trainer.steps=20", "trainer.save_every=1", "trainer.keep_last=20")
+        steps = [r["step"] for r in read_lines(disk / "metrics.jsonl") if "reward_mean" in r]
+        assert steps[0] == 1
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_more_ranks_than_the_pool(run: Callable[..., list[StepResult]]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.ranks=100: wanted at most the pool's 4 CPU"):
+        run("many", "cluster.ranks=100")

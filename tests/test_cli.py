@@ -1,0 +1,184 @@
+"""Wrong input: exactly one line that names key, value and what is allowed, exit 2, nothing left."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridrl import cli
+
+RECIPES = """
+from hybridrl.algorithms import losses
+from hybridrl.flow import recipe
+
+@recipe("unfinished")
+def unfinished(flow, cfg):
+    samples = flow.actor.generate(flow.prompts, num_samples=2)
+    flow.actor.update(samples, loss=losses.ClippedLoss())
+
+@recipe("raises")
+def raises(flow, cfg):
+    return 1 / 0
+
+def plain(flow, cfg):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `cli.main` changes for good in its process, the tests' process gets back."""
+    monkeypatch.setattr(sys, "argv", ["hybridrl"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(cli.signals, "install", lambda: None)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Broken models, datasets and recipes, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "unweighted", "broken"):
+        (tmp_path / name).mkdir()
+    for name in ("unweighted", "broken"):
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"cut off")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a:", "answer": "b"}\n' * 20)
+    (tmp_path / "recipes.py").write_text(RECIPES)
+    return tmp_path
+
+
+WRONG = [
+    ("recipe=grop", "recipe=grop: wanted one of grpo, sft (did you mean grpo?)"),
+    ("experiment=none", "experiment=none: wanted one of smollm2, spell_tiny"),
+    ("reward=none", "reward=none: wanted one of dataset, exact"),
+    ("foo=1", "foo=1: wanted a known key: one of cluster, data"),
+    ("trainer.stepz=1", "trainer.stepz=1: wanted a known key: "),
+    ("+trainer.stepz=1", "trainer.stepz=1: wanted a known key: "),
+    ("recipe.groupsize=3", "recipe.groupsize=3: wanted a known key: "),
+    ("+recipe.groupsize=3", "recipe.groupsize=3: wanted a known key: "),
+    ("recipe.group_size=x", "recipe.group_size=x: wanted a whole number"),
+    ("recipe.group_size=0", "recipe=grpo: wanted settings that make a dataflow: "),
+    ("recipe.old_log_probs=x", "recipe.old_log_probs=x: wanted one of rollout, trainer"),
+    ("recipe.normalise=x", "recipe.normalise=x: wanted one of token, sequence"),
+    ("trainer.steps=abc", "trainer.steps=abc: wanted a whole number"),
+    ("trainer.steps=-1", "trainer.steps=-1: wanted 0 or more"),
+    ("trainer.optim.lr=0", "trainer.optim.lr=0.0: wanted above 0"),
+    ("schedule=none", "schedule=none: wanted one of serial"),
+    ("trainer.steps=1,2", "trainer.steps=1,2: wanted one value, a list [a,b], or -m"),
+    ("trainer.steps", "trainer.steps=: wanted key=value"),
+    ("trainer.steps=[1", "trainer.steps=[1: wanted key=value, quoted as Hydra wants it"),
+    ("--nothing", "option=--nothing: wanted key=value, or an option"),
+    ("--config-dir=/none", "--config-dir=/none: wanted a directory that exists"),
+    ("model=pretrained", "model.path=: wanted a Hugging Face directory or hub name"),
+    ("model.path=/none", "model.path=/none: wanted a directory that exists, or a hub name"),
+    ("model.path=empty", "model.path=empty: wanted a Hugging Face directory (no config.json"),
+    ("model.path=unweighted", "model.path=unweighted: wanted weights in safetensors"),
+    ("model.path=broken", "model.path=broken: wanted whole files (model.safetensors: "),
+    ("data=jsonl", "data.sources.main.name=???: wanted a value"),
+    ("data=jsonl data.sources.main.name=no.jsonl", "data.sources.main.name=no.jsonl: wanted a "),
+    (
+        "data=jsonl data.sources.main.name=data.jsonl data.sources.main.prompt_column=q",
+        "data.sources.main.prompt_column=q: wanted one of answer, prompt",
+    ),
+    ("data=reasoning_gym data.sources.main.name=x", "data.sources.main.name=x: wanted one of "),
+    ("data.max_prompt_tokens=2", "data.max_prompt_tokens=2: wanted "),
+    ("rollout.max_new_tokens=2000", "rollout.max_new_tokens=2000: wanted "),
+    ("rollout.stop=[xyz]", "rollout.stop=xyz: wanted a single token of the model's vocabulary"),
+    ("reward=function", "reward.function=null: wanted a value"),
+    ("reward=function reward.function=no.module:f", "reward.function=no.module:f: wanted a "),
+    ("recipe.target=no.module:f", "recipe.target=no.module:f: wanted a function that can be "),
+    ("recipe.target=recipes.py:none", "recipe.target=recipes.py:none: wanted a function that "),
+    ("recipe.target=recipes.py:plain", "recipe.target=recipes.py:plain: wanted a function mark"),
+    ("recipe.target=recipes.py:unfinished", "recipe=unfinished: wanted settings that make a "),
+    ("recipe.target=recipes.py:raises", "recipe.target=recipes.py:raises: wanted a recipe that"),
+    ("cluster.ranks=0", "cluster.ranks=0: wanted 1 or more"),
+    ("cluster.ranks=100000", "cluster.ranks=100000: wanted at most "),
+    ("cluster.address=127.0.0.1:9", "cluster.address=127.0.0.1:9: wanted a running Ray cluster"),
+    ("cluster.address=ray://x", "cluster.address=ray://x: wanted host:port"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), WRONG, ids=[case[0] for case in WRONG])
+def test_one_line(
+    overrides: str, line: str, files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = psutil.Process().children()
+    args = [*overrides.split(), "run.dir=out", "data.size=20", "data.eval_size=8"]
+    if "data=jsonl" in args:
+        args[-1] = "data.eval_size=1"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *args])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2
+    assert out == ""
+    assert err.startswith(f"hybridrl: {line}")
+    assert err.count("\n") == 1
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("where", ["/proc/none/run", "a_file"])
+def test_a_run_directory_that_cannot_be_written(
+    where: str, files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (files / "a_file").touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", f"run.dir={where}"])
+    err = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert err.startswith("hybridrl: run.dir=")
+    assert "wanted a writable directory" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["fly"], "fly: wanted one of train, eval, report"),
+        (["report"], "report: wanted one run directory"),
+        (["report", "/none"], "run=/none: wanted a run directory"),
+        (["eval", "eval.nothing=1"], "eval.nothing=1: wanted a known key: one of every"),
+    ],
+)
+def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith(f"hybridrl: {line}")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in a process of its own."""
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "hybridrl.cli", *args],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_help_and_config(shell: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    helped = shell("train", "--help")
+    assert helped.returncode == 0
+    assert "recipe: grpo, sft" in helped.stdout
+    shown = shell("train", "--cfg", "job", "recipe.group_size=5")
+    assert shown.returncode == 0
+    assert "group_size: 5" in shown.stdout
+    assert helped.stderr + shown.stderr == ""
+
+
+def test_a_wrong_key_is_told_fast(
+    shell: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = shell("train", "trainer.stepz=1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
