@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
@@ -199,6 +199,30 @@ def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Names
     report(name, alternate(lambda: run_engine(engine, rows_of, lengths), baseline, args.repeats))
 
 
+def against_generate(args: argparse.Namespace) -> None:
+    """The engine against transformers' generate on SmolLM2-135M's shape, random weights, bf16."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
+        max_position_embeddings=8192, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompts = torch.randint(1, 49152, (args.samples, 40))
+    engine = make_engine(model, args.samples, 64)
+
+    def baseline() -> int:
+        model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=True,
+            top_k=0, eos_token_id=None,
+        )  # fmt: skip
+        return args.samples * 24
+
+    rows = prompts.tolist()
+    name = "rollout_tokens_per_s_smollm2_vs_generate"
+    report(name, alternate(lambda: run_engine(engine, rows, [24] * len(rows)), baseline, 2))
+
+
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -209,8 +233,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
     parser.add_argument("--all", action="store_true", help="also the other shapes")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2's shape against generate")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.smollm2:
+        return against_generate(args)
     equal = [args.new] * args.samples
     against_loop("rollout_tokens_per_s_vs_loop", "3m", equal, args)
     if args.all:
