@@ -53,6 +53,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
+    ray._private.worker.print_to_stdstream = _note_cluster_message
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is not None:
         _check_address(config.address)
@@ -79,6 +80,14 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
             yield ray
     finally:
         _keep_logs(temp, logs)
+
+
+def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Ray prints every death of a worker to standard output, which holds the run's result alone.
+
+    Its option `log_to_driver` does not reach these messages. What matters is a `WorkerError`.
+    """
+    logging.getLogger("ray").info("%s", " ".join(data["lines"]))
 
 
 @contextmanager
