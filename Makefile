@@ -38,11 +38,11 @@ $(BIN)/.bench: $(BIN)/.core
 install: $(BIN)/.core  ## set up .venv with what runs need
 
 train: $(BIN)/.core  ## the demo: a tiny model learns to spell backward, minutes on two cores
-	@$(BIN)/hybridrl train experiment=spell_tiny
+	@$(BIN)/hybridrl train experiment=spell_tiny $(ARGS)
 
 train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM2-135M-Instruct
 	@$(BIN)/python scripts/smollm2.py .cache/smollm2
-	@$(BIN)/hybridrl train experiment=smollm2
+	@$(BIN)/hybridrl train experiment=smollm2 $(ARGS)
 
 test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q

@@ -2,8 +2,11 @@
 
 import multiprocessing
 import operator
+import shutil
+import subprocess
 import sys
 import traceback
+import venv
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"]
 
 
@@ -78,3 +82,46 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
         return [torch.load(directory / f"result{rank}", weights_only=False) for rank in range(size)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tracked_files() -> list[Path]:
+    """Files of the repository that exist, relative to its root."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so what belongs to the tree is not known")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    files = [Path(name) for name in listed.stdout.decode().split("\0") if name]
+    return [file for file in files if (ROOT / file).exists()]
+
+
+@pytest.fixture(scope="session")
+def copy_tree(tracked_files: list[Path]) -> Callable[[Path], Path]:
+    """`copy_tree(folder)` makes what a clone of the tree as it stands would be, less `.git`."""
+
+    def copy(folder: Path) -> Path:
+        for file in tracked_files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, folder / file)
+        return folder
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def install_into() -> Callable[..., None]:
+    """`install_into(environment, *what)`: pip install into a new virtual environment.
+
+    It sees the libraries that are installed here, but not this tree.
+    """
+
+    def install(environment: Path, *what: str | Path) -> None:
+        venv.create(environment, with_pip=False)
+        (site,) = (environment / "lib").glob("python*/site-packages")
+        # A plain path in a .pth: the .pth files in it, an editable install's too, are not read.
+        (site / "libraries.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+        pip = [sys.executable, "-m", "pip", "--python", environment / "bin/python", "install"]
+        # Ignored, not replaced: nothing outside of the environment is uninstalled.
+        options = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+        subprocess.run([*pip, *options, *what], check=True)
+
+    return install

@@ -5,12 +5,11 @@ import fnmatch
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
-import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,15 +31,6 @@ TOP_LEVEL = {
 }
 
 
-def tracked() -> list[Path]:
-    """Files of the repository, relative to its root."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout, so what belongs to the tree is not known")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    files = [Path(name) for name in listed.stdout.decode().split("\0") if name]
-    return [file for file in files if (ROOT / file).exists()]
-
-
 def package_of(folder: Path) -> str | None:
     """Import name of a folder of the tree, None outside of the packages."""
     for name, top in FOLDERS.items():
@@ -56,22 +46,22 @@ def requirements() -> list[Requirement]:
     return [Requirement(text) for text in sum(extras, project["dependencies"])]
 
 
-def test_top_level_holds_only_what_the_plan_lists() -> None:
-    names = {file.parts[0] for file in tracked()}
+def test_top_level_holds_only_what_the_plan_lists(tracked_files: list[Path]) -> None:
+    names = {file.parts[0] for file in tracked_files}
     assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
 
 
-def test_packages_equal_the_tree() -> None:
-    folders = {file.parent for file in tracked() if file.suffix == ".py"}
+def test_packages_equal_the_tree(tracked_files: list[Path]) -> None:
+    folders = {file.parent for file in tracked_files if file.suffix == ".py"}
     in_tree = {package_of(folder) for folder in folders} - {None}
     assert set(SETUPTOOLS["packages"]) == in_tree
     assert SETUPTOOLS["package-dir"] == FOLDERS
 
 
-def test_every_file_that_is_no_module_is_package_data() -> None:
+def test_every_file_that_is_no_module_is_package_data(tracked_files: list[Path]) -> None:
     """A page, a config or a mark that no pattern names is missing from the wheel."""
     missing = []
-    for file in tracked():
+    for file in tracked_files:
         package = package_of(file.parent)
         if package is None or file.suffix == ".py":
             continue
@@ -86,13 +76,13 @@ def test_every_file_that_is_no_module_is_package_data() -> None:
     assert not missing
 
 
-def test_what_is_imported_is_a_dependency() -> None:
+def test_what_is_imported_is_a_dependency(tracked_files: list[Path]) -> None:
     distributions = importlib.metadata.packages_distributions()
     declared = {requirement.name.lower().replace("_", "-") for requirement in requirements()}
     inside = {"hybridrl", *sys.stdlib_module_names}
     comes_with = {"triton": "torch"}
     missing = set()
-    for file in tracked():
+    for file in tracked_files:
         if file.suffix != ".py" or package_of(file.parent) is None:
             continue
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
@@ -117,12 +107,11 @@ def test_constraints_lie_in_the_ranges() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_wheel_runs_the_main_job_from_an_empty_directory(tmp_path: Path) -> None:
+def test_the_wheel_runs_the_main_job_from_an_empty_directory(
+    tmp_path: Path, copy_tree: Callable[[Path], Path], install_into: Callable[..., None]
+) -> None:
     """In an environment of its own, which sees the libraries here but not this tree."""
-    source = tmp_path / "source"
-    for file in tracked():
-        (source / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, source / file)
+    source = copy_tree(tmp_path / "source")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path]
     subprocess.run([*build, source], check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -132,14 +121,7 @@ def test_the_wheel_runs_the_main_job_from_an_empty_directory(tmp_path: Path) -> 
         assert f"hybridrl/{name}" in held
     assert not [name for name in held if name.startswith("tests")]
 
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv/bin/python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
-    subprocess.run([*pip, "--no-index", wheel], check=True)
-    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
-    libraries = Path(pytest.__file__).parents[1]
-    # A plain path in a .pth: the .pth files in it, an editable install's too, are not read.
-    (site / "libraries.pth").write_text(f"{libraries}\n")
+    install_into(tmp_path / "venv", wheel)
 
     empty, home = tmp_path / "empty", tmp_path / "home"
     empty.mkdir()
