@@ -43,7 +43,8 @@ def _same(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[
 
 def _per_rank(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for arg in (*args, *kwargs.values()):
-        assert isinstance(arg, list) and len(arg) == group.world_size, "one entry per rank"
+        assert isinstance(arg, list), "one entry per rank"
+        assert len(arg) == group.world_size, "one entry per rank"
     return args, kwargs
 
 

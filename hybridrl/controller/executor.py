@@ -55,9 +55,7 @@ class RayExecutor:
         for rank in range(self.group.size):
             mine = slice(rank, None, self.group.size)
             if ids[mine]:
-                call = self.group.call_place(
-                    rank, stage, tuple(ids[mine]), tuple(prompts[mine])
-                )
+                call = self.group.call_place(rank, stage, tuple(ids[mine]), tuple(prompts[mine]))
                 self._pending[call] = rank
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:

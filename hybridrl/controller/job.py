@@ -86,9 +86,7 @@ def _job(config: Config, prepared: Prepared) -> Iterator["Job"]:
 class Job:
     """The parts of a run. `step` counts optimizer iterations over warm start and recipe."""
 
-    def __init__(
-        self, config: Config, prepared: Prepared, telemetry: Telemetry, ray: Any
-    ) -> None:
+    def __init__(self, config: Config, prepared: Prepared, telemetry: Telemetry, ray: Any) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = 0
         self.bad_steps = 0
@@ -161,7 +159,7 @@ class Job:
         """Held-out metrics, recorded at the present step."""
         self.telemetry.stage("evaluating")
         start = time.time()
-        metrics, samples = evaluate(
+        metrics, _ = evaluate(
             self.config, self.evaluation, self.executor, self.prepared.data.eval, self.step
         )
         self.telemetry.log(self.step, metrics)

@@ -38,8 +38,9 @@ class Actor:
         device: torch.device,
     ) -> None:
         self.config, self.store, self.device = config, store, device
-        self.group = dist.group.WORLD
-        assert self.group is not None, "the process group is up before the actor"
+        group = dist.group.WORLD
+        assert group is not None, "the process group is up before the actor"
+        self.group = group
         rollout = config.rollout
         self.mesh = init_device_mesh(
             device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)

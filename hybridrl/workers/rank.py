@@ -114,7 +114,9 @@ class RankWorker:
             if name in self.roles:
                 continue
             copy = graph.copies.get(name)
-            if name != "reference" and not (copy and copy.of == "actor" and copy.update == "frozen"):
+            if name != "reference" and not (
+                copy and copy.of == "actor" and copy.update == "frozen"
+            ):
                 known = ", ".join([*self.roles, "reference"])
                 raise ConfigError("recipe", f"role {name}", f"roles that are built: {known}")
             self.roles[name] = Reference(self.actor, self.config, self.model_path)
@@ -138,9 +140,7 @@ class RankWorker:
         return self._reply(report)
 
     @dispatch(Dispatch.SAME)
-    def advance(
-        self, instance: int, commands: Sequence[Command], num_decode_steps: int
-    ) -> Reply:
+    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
         """Take commands and decode for a bounded number of steps."""
         with self._span("generate"):
             finished, parked, steps = self.actor.advance(commands, num_decode_steps)
@@ -179,9 +179,7 @@ class RankWorker:
     # -- training ----------------------------------------------------------------------------
 
     @dispatch(Dispatch.PER_RANK)
-    def export(
-        self, moves: tuple[tuple[SampleId, ...], ...], fields: tuple[str, ...]
-    ) -> Reply:
+    def export(self, moves: tuple[tuple[SampleId, ...], ...], fields: tuple[str, ...]) -> Reply:
         """Write samples for other ranks into the data plane: one parcel per receiving rank."""
         with self._span("export"):
             parcels = [

@@ -87,8 +87,7 @@ class SampleStore:
         """
         # DLPack, unlike from_numpy, takes a read-only array without a warning.
         columns = [
-            from_dlpack(column).split(parcel.sizes[name])
-            for name, column in parcel.columns.items()
+            from_dlpack(column).split(parcel.sizes[name]) for name, column in parcel.columns.items()
         ]
         rows = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
         names, held = tuple(parcel.columns), len(self._samples)

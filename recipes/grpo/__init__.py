@@ -54,9 +54,7 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
         samples = flow.actor.log_probs(samples)
     if cfg.kl_coef:
         samples = flow.reference.log_probs(samples)
-    samples = samples.by_group(
-        partial(advantages.group_relative, std_normalise=cfg.std_normalise)
-    )
+    samples = samples.by_group(partial(advantages.group_relative, std_normalise=cfg.std_normalise))
     loss = losses.ClippedLoss(
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high,
