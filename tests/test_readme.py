@@ -139,3 +139,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     index = LINK.findall((ROOT / "docs/README.md").read_text())
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= set(index)
+
+
+def test_the_table_of_recipes_counts_their_lines() -> None:
+    table = (ROOT / "recipes/README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\(\w+\) .*\| (\d+) \|[^|]*\|$", table, re.MULTILINE)
+    found = ROOT.glob("recipes/*/__init__.py")
+    assert dict(rows) == {
+        path.parent.name: str(len(path.read_text().splitlines())) for path in found
+    }
