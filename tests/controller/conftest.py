@@ -39,6 +39,8 @@ TINY = [
 USER_CODE = """
 import time
 
+import torch.distributed as dist
+
 from hybridrl.algorithms import advantages, losses
 from hybridrl.flow import recipe
 
@@ -66,6 +68,13 @@ class NaNLoss(losses.ClippedLoss):
         return values * float("nan"), metrics
 
 
+class OneRankRaises(losses.ClippedLoss):
+    def __call__(self, log_probs, entropy, fields):
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("on one rank")  # the other waits in the gradients' reduction
+        return super().__call__(log_probs, entropy, fields)
+
+
 def make(name, loss):
     @recipe(name)
     def dataflow(flow, cfg):
@@ -79,12 +88,13 @@ def make(name, loss):
 
 probe = make("probe", losses.ClippedLoss())
 poison = make("poison", NaNLoss())
+lonely = make("lonely", OneRankRaises())
 """
 
 
 @pytest.fixture(scope="session")
 def user_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's file with two recipes and two reward functions."""
+    """A user's file with recipes and two reward functions."""
     file = tmp_path_factory.mktemp("user") / "mine.py"
     file.write_text(USER_CODE)
     return file

@@ -95,10 +95,6 @@ def children(run: Any, name: str) -> Callable[[], bool]:
     return there
 
 
-def busy(run: Any, method: str) -> Callable[[], bool]:
-    return children(run, f"ray::RankWorker.{method}")
-
-
 MOMENTS = {
     "start": lambda run, _: children(run, "raylet"),
     "warm_start": lambda run, d: lambda: len(read_lines(d / "metrics.jsonl")) > 0,
@@ -128,9 +124,9 @@ STEPS = {
 @pytest.mark.parametrize(
     ("moment", "number", "whole_group"),
     [
-        pytest.param("start", signal.SIGINT, True, marks=pytest.mark.slow),
+        ("start", signal.SIGINT, True),
         pytest.param("warm_start", signal.SIGINT, False, marks=pytest.mark.slow),
-        ("generation", signal.SIGINT, True),
+        pytest.param("generation", signal.SIGINT, True, marks=pytest.mark.slow),
         pytest.param("evaluation", signal.SIGTERM, False, marks=pytest.mark.slow),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import ClusterConfig, Config, ConfigError
 from hybridrl.controller import job
+from hybridrl.controller.runtime import ranks_placement, ray_runtime
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
 
@@ -159,3 +160,24 @@ def test_a_full_disk_is_named_and_earlier_records_stay(
 def test_more_ranks_than_the_pool(run: Callable[..., list[StepResult]]) -> None:
     with pytest.raises(ConfigError, match=r"cluster.ranks=100: wanted at most the pool's 4 CPU"):
         run("many", "cluster.ranks=100")
+
+
+def test_a_rank_that_raises_is_told_while_the_other_waits_in_a_collective(
+    run: Callable[..., list[StepResult]], user_code: Path
+) -> None:
+    wanted = r"rank 1 of 2 \(actor, reward\) on node .* failed: ZeroDivisionError: on one rank"
+    with pytest.raises(job.WorkerError, match=wanted) as raised:
+        run("lonely", "trainer.steps=1", f"recipe={{target: '{user_code}:lonely'}}")
+    log = Path(str(raised.value).partition("its log is ")[2])
+    assert 'raise ZeroDivisionError("on one rank")' in log.read_text()  # the rank's traceback
+
+
+def test_ranks_that_find_no_place_in_time(cluster: str) -> None:
+    import ray
+
+    config = ClusterConfig(ranks=2, address=cluster, start_timeout_s=1.0)
+    with ray_runtime(config, {}, Path("unused")):
+        others = ray.util.placement_group([{"CPU": 3}])
+        ray.get(others.ready())
+        with pytest.raises(ConfigError, match=r"cluster.ranks=2: .* \(free now: 1 of 4\)"):
+            ranks_placement(ray, config, use_gpu=False)
