@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridrl.cluster import signals
 from hybridrl.config import ConfigError
-from hybridrl.controller import signals
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 

@@ -10,12 +10,12 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from hybridrl.checkpoint.keep import to_keep
+from hybridrl.cluster.runtime import ray_runtime
 from hybridrl.compat import verl
 from hybridrl.config import Config, OptimConfig
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.prepare import Prepared, prepare
-from hybridrl.controller.runtime import ray_runtime
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow import Graph

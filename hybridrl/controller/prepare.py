@@ -12,10 +12,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.cluster.runtime import check_ranks
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import explain, names
 from hybridrl.config.dotted import load_function
-from hybridrl.controller.runtime import check_ranks
 from hybridrl.data import Data, load_data
 from hybridrl.flow import Graph, Recipe
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.cluster.runtime import ranks_placement
 from hybridrl.compat import verl
 from hybridrl.config import Config, ConfigError, OptimConfig
 from hybridrl.controller.data_plane import RayDataPlane
-from hybridrl.controller.runtime import ranks_placement
 from hybridrl.flow.executor import Command, Phase
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId

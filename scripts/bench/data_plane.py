@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from lines import line, show, take_turns
 
+from hybridrl.cluster.runtime import ranks_placement, ray_runtime
 from hybridrl.compat import verl as compat
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.data_plane import RayDataPlane
-from hybridrl.controller.runtime import ranks_placement, ray_runtime
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.store import SampleStore, StoredSample

@@ -9,11 +9,11 @@ from pathlib import Path
 from blocks import Blocks
 from tasks import TASKS
 
+from hybridrl.cluster.runtime import ray_runtime
 from hybridrl.compat import verl
 from hybridrl.config import TelemetryConfig
 from hybridrl.controller.job import Job
 from hybridrl.controller.prepare import prepare
-from hybridrl.controller.runtime import ray_runtime
 from hybridrl.telemetry.run import Telemetry
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridrl.cluster.runtime import ray_runtime
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.data_plane import RayDataPlane, SamplesLost
-from hybridrl.controller.runtime import ray_runtime
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.store import SampleStore, StoredSample
 

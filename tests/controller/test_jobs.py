@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridrl.cluster.runtime import ranks_placement, ray_runtime
 from hybridrl.config import ClusterConfig, Config, ConfigError
 from hybridrl.controller import job
-from hybridrl.controller.runtime import ranks_placement, ray_runtime
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridrl.cluster import signals
 from hybridrl.config import ClusterConfig, ConfigError
-from hybridrl.controller import signals
 
 # A rank of a tiny model on CPU, measured: torch, transformers, verl and Ray, all imported.
 _RANK_BYTES = 0.6 * 2**30
