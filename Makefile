@@ -35,10 +35,6 @@ $(BIN)/.bench: $(BIN)/.core
 	@$(PIP) -e ".[bench]"
 	@touch $@
 
-$(BIN)/.bench: $(BIN)/.core
-	@$(PIP) -e ".[bench]"
-	@touch $@
-
 install: $(BIN)/.core  ## set up .venv with what runs need
 
 train: $(BIN)/.core  ## the demo: a tiny model learns to spell backward, minutes on two cores
@@ -59,9 +55,6 @@ test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 
 bench: $(BIN)/.bench  ## every figure of docs/benchmarks.md, one JSON object a line
 	@$(BIN)/python scripts/bench/run.py
-
-bench: $(BIN)/.bench  ## speed beside plain PyTorch, TRL, Ray and verl: one JSON object a line
-	@$(BIN)/python scripts/bench/run.py $(ARGS)
 
 lint: $(BIN)/.dev  ## formatting and lint
 	$(BIN)/ruff format --check .
