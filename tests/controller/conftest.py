@@ -103,7 +103,8 @@ def user_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_run(user_code: Path) -> list[str]:
     """Overrides of a run of seconds whose rewards differ within a group."""
-    return [*TINY, "reward=function", f"reward.function={user_code}:score", "recipe.group_size=4"]
+    reward = ["reward=function", f"reward.function={user_code}:score", "reward.extract=null"]
+    return [*TINY, *reward, "recipe.group_size=4"]
 
 
 @pytest.fixture(scope="session")
