@@ -142,9 +142,8 @@ def verl_worker(num_bytes: int) -> type:
         def __init__(self) -> None:
             super().__init__()
             torch.set_num_threads(1)
-            lengths = sample_lengths(self.rank, num_bytes)
-            mean, rows = sum(lengths) // len(lengths), len(sample_lengths(0, num_bytes))
-            shape = (rows, mean * len(lengths) // rows)
+            rows = len(sample_lengths(0, num_bytes))  # the ranks' batches are joined: one shape
+            shape = (rows, num_bytes // BYTES_PER_TOKEN // rows)
             self.made = DataProto.from_dict(
                 {"tokens": torch.ones(shape, dtype=torch.int64), "log_probs": torch.zeros(shape)}
             )

@@ -21,7 +21,9 @@ STEPS = {"short": 8, "longtail": 4}  # of a block
 WARM_UP = 2
 
 
-def compare(task: str, others: Sequence[str], cache: Path, rounds: int, steps: int) -> None:
+def compare(
+    task: str, others: Sequence[str], cache: Path, rounds: int, steps: int, prompts: int
+) -> None:
     """Print one line for each of `others`."""
     model = TASKS[task].model(cache)
     names = ["ours", *others]
@@ -30,6 +32,7 @@ def compare(task: str, others: Sequence[str], cache: Path, rounds: int, steps: i
         sides = {}
         for name in names:
             command = [sys.executable, str(HERE / SCRIPTS[name]), task, str(model)]
+            command += ["--prompts", str(prompts)]
             sides[name] = Side(command, {"OMP_NUM_THREADS": str(THREADS)})
             stack.callback(sides[name].close)
             sides[name].block(WARM_UP)
@@ -66,11 +69,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--against", choices=["loop", "trl"], action="append")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of a block")
+    parser.add_argument("--prompts", type=int, default=32, help="of a step; 8 samples each")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
     args = parser.parse_args(argv)
     for task in args.task or TASKS:
         against = args.against or ["loop", "trl"]
-        compare(task, against, args.cache, args.rounds, args.steps or STEPS[task])
+        steps = args.steps or STEPS[task]
+        compare(task, against, args.cache, args.rounds, steps, args.prompts)
 
 
 if __name__ == "__main__":

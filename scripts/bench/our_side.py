@@ -1,13 +1,12 @@
 """Our side of the end-to-end benches: `controller.job` as a run does it, on Ray, two ranks."""
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from blocks import Blocks
-from tasks import TASKS
+from tasks import side_arguments
 
 from hybridrl.cluster.runtime import ray_runtime
 from hybridrl.compat import verl
@@ -37,14 +36,11 @@ class TurnTaking(Telemetry):
 
 def main() -> None:
     """Parse and run blocks of steps."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("model", type=Path)
-    args = parser.parse_args()
+    task, model_path = side_arguments(__doc__)
     blocks = Blocks()
     run_dir = Path(tempfile.mkdtemp(prefix="bench"))
     try:
-        config = TASKS[args.task].config(args.model, run_dir)
+        config = task.config(model_path, run_dir)
         with (
             TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
             ray_runtime(config.cluster, verl.environment(), run_dir / "logs") as ray,

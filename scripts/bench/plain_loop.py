@@ -5,15 +5,13 @@ per group, a contiguous KV cache, rows that have ended taken out of the batch. T
 Face model on right-padded micro-batches of similar length, the head on response tokens only.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import torch
 from blocks import Blocks
-from tasks import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, LEARNING_RATE, TASKS, THREADS, score
+from tasks import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, LEARNING_RATE, THREADS, score, side_arguments
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -207,20 +205,16 @@ def update(
 
 def main() -> None:
     """Parse and run blocks of steps."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("model", type=Path)
-    args = parser.parse_args()
+    task, model_path = side_arguments(__doc__)
     blocks = Blocks()
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
-    task = TASKS[args.task]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    stream = task.prompts(args.model)
+    stream = task.prompts(model_path)
     going = blocks.begin()
     while going:
         items: list[Item] = list(islice(stream, task.prompts_per_step))

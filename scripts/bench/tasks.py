@@ -5,13 +5,14 @@ how much is to be written out. Every side starts from the same warm-started weig
 once by `hybridrl train recipe=sft` and kept in the cache directory.
 """
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
@@ -91,6 +92,7 @@ class Task:
                 "trainer.optim.schedule=linear",
                 "reward=exact",
                 'reward.extract="#([a-z]*)"',
+                "eval.num_prompts=16",
                 "eval.every=0",
                 "telemetry.report=false",
             )
@@ -120,6 +122,16 @@ TASKS = {
         ),
     ),
 }
+
+
+def side_arguments(description: str | None) -> tuple[Task, Path]:
+    """The task and the directory of the starting weights, from a side's command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prompts", type=int, default=32, help="of a step")
+    args = parser.parse_args()
+    return replace(TASKS[args.task], prompts_per_step=args.prompts), args.model
 
 
 def score(response: str, answer: str) -> float:

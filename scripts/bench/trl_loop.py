@@ -1,15 +1,22 @@
 """TRL's GRPOTrainer as a side of the end-to-end benches, two threads."""
 
-import argparse
 import tempfile
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from blocks import Blocks
 from datasets import Dataset
-from tasks import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, LEARNING_RATE, TASKS, THREADS, Task, score
+from tasks import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    GROUP_SIZE,
+    LEARNING_RATE,
+    THREADS,
+    Task,
+    score,
+    side_arguments,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -65,13 +72,9 @@ def settings(task: Task, output: str) -> GRPOConfig:
 
 def main() -> None:
     """Parse and run blocks of steps."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("model", type=Path)
-    args = parser.parse_args()
+    task, model_path = side_arguments(__doc__)
     blocks = Blocks()
     torch.set_num_threads(THREADS)
-    task = TASKS[args.task]
     lengths: list[int] = []
 
     def reward(
@@ -80,12 +83,12 @@ def main() -> None:
         lengths.extend(map(len, completion_ids))
         return [score(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
 
-    items = islice(task.prompts(args.model), 100 * task.prompts_per_step)
+    items = islice(task.prompts(model_path), 100 * task.prompts_per_step)
     rows = [{"prompt": item.prompt, "answer": item.answer} for item in items]
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(args.model),
+            model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(model_path),
             reward_funcs=reward,
             args=settings(task, output),
             train_dataset=Dataset.from_list(rows),

@@ -162,10 +162,10 @@ def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
         pytest.importorskip("trl", reason="the extra `bench` is not installed")
     # Untrained weights under the name of the warm-started ones: the shape is what is tested.
     name = f"{task}-{load('tasks').TASKS[task].warm_start_steps}"
-    make_tiny_model(tmp_path / name, TinyModelConfig(hidden_size=32, num_layers=2), seed=0)
+    make_tiny_model(tmp_path / name, TinyModelConfig(hidden_size=32, num_layers=1), seed=0)
     found = records(
         "end_to_end.py", "--task", task, "--against", other, "--cache", str(tmp_path),
-        "--rounds", "1", "--steps", "1",
+        "--rounds", "1", "--steps", "1", "--prompts", "2",
     )  # fmt: skip
     record = found[f"samples_per_s_{task}_vs_{other}"]
     assert record["unit"] == "samples/s"
