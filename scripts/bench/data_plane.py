@@ -35,6 +35,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.store import SampleStore, StoredSample
 
 RANKS = 4
+SETTLE = 0.05  # seconds in which the store frees what the side before has dropped
 BYTES_PER_TOKEN = 8 + 4  # a token id (int64) and its log-probability (float32)
 
 
@@ -224,6 +225,7 @@ def transfers(
 
     def our_way() -> float:
         ray.get(ours.reset())
+        time.sleep(SETTLE)
         start = time.perf_counter()
         parcels = ray.get(ours.export())
         arrived = ray.get(ours.fetch(next_rank(parcels)))
@@ -233,6 +235,7 @@ def transfers(
 
     def ray_way(flat: bool) -> float:
         ray.get([actor.reset.remote() for actor in plain])
+        time.sleep(SETTLE)
         start = time.perf_counter()
         parcels = next_rank(ray.get([actor.export.remote(flat) for actor in plain]))
         arrived = ray.get(
@@ -245,6 +248,7 @@ def transfers(
     prompts = DataProto.from_dict({"prompts": torch.zeros(RANKS, 1, dtype=torch.int64)})
 
     def verl_way() -> float:
+        time.sleep(SETTLE)
         start = time.perf_counter()
         verl.fetch(verl.export(prompts))
         return time.perf_counter() - start

@@ -1,21 +1,23 @@
 """What every bench shares: taking turns, and the line that it prints."""
 
 import json
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
 def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Measurements of every side, one a round; the side that begins changes from round to round.
+    """Measurements of every side, one a round; the order is drawn anew for every round.
 
-    A first round warms up and is not kept.
+    A fixed order would let each side always bear what the one before it leaves behind. A first
+    round warms up and is not kept.
     """
+    draw = random.Random(0)
     names = list(sides)
     measured: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + 1):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+        for name in draw.sample(names, len(names)):
             value = sides[name]()
             if i:
                 measured[name].append(value)

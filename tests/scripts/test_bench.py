@@ -61,9 +61,11 @@ def test_sides_take_turns_and_the_first_round_is_left_out() -> None:
         order.append(name)
         return float(len(order))
 
-    measured = load("lines").take_turns({x: lambda x=x: side(x) for x in "ab"}, rounds=2)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert measured == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+    measured = load("lines").take_turns({x: lambda x=x: side(x) for x in "abc"}, rounds=30)
+    turns = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) == 6  # every order comes up
+    assert measured["a"] == [3.0 * i + t.index("a") + 1 for i, t in enumerate(turns) if i]
 
 
 def test_figures_of_one_run_are_asked_for_together() -> None:
