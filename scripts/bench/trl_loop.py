@@ -40,7 +40,7 @@ class TurnTaking(TrainerCallback):
 
 
 def settings(task: Task, output: str) -> GRPOConfig:
-    """The other sides' algorithm; of several settings that do the same, the fastest."""
+    """The other sides' algorithm; one forward and backward pass over the whole batch."""
     return GRPOConfig(
         output_dir=output,
         use_cpu=True,
