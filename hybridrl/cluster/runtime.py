@@ -17,6 +17,7 @@ from hybridrl.config import ClusterConfig, ConfigError
 # A rank of a tiny model on CPU, measured: torch, transformers, verl and Ray, all imported.
 _RANK_BYTES = 0.6 * 2**30
 _CONNECT_S = 5.0
+_MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster of our own
 
 
 def check_ranks(config: ClusterConfig) -> None:
@@ -94,33 +95,38 @@ def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:
 def _quiet_end(ray: Any, temp: Path | None = None) -> Iterator[None]:
     """Leave Ray, also when it was interrupted half-way up; with `temp`, end its processes.
 
-    The processes of a cluster of our own are told by the directory in their command line; workers,
-    which hide theirs, by their parent. They are listed first, since orphans have no parent.
+    The processes of a cluster of our own are told by their environment, which all of them inherit,
+    orphans too. One may start another while it is ended, hence several rounds.
     """
     import psutil
 
+    if temp is not None:
+        os.environ[_MARK] = str(temp)
     try:
         yield
     finally:
-        ours: list[psutil.Process] = []
-        if temp is not None:
-            for child in psutil.Process().children():
-                if _mentions(child, str(temp)):
-                    ours += [child, *child.children(recursive=True)]
+        os.environ.pop(_MARK, None)
         ray.shutdown()
-        for process in ours:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(ours, timeout=5)
+        for _ in range(5 if temp is not None else 0):
+            ours = _marked(str(temp))
+            for process in ours:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(ours, timeout=5)
+            if not ours:
+                break
 
 
-def _mentions(process: Any, text: str) -> bool:
+def _marked(value: str) -> list[Any]:
     import psutil
 
-    try:
-        return any(text in part for part in process.cmdline())
-    except psutil.Error:
-        return False
+    found = []
+    for process in psutil.process_iter():
+        # A zombie has no environment: it has ended, and its parent may never ask for it.
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _check_address(address: str) -> None:

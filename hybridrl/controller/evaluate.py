@@ -1,7 +1,7 @@
 """Held-out evaluation: greedy accuracy and pass@k, through the same schedule as training."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import comb
 
 from hybridrl.config import Config
@@ -28,9 +28,17 @@ def evaluation_graph(num_samples: int) -> Graph:
 
 
 def evaluate(
-    config: Config, graph: Graph, executor: RayExecutor, items: Sequence[Item], step: int
-) -> tuple[dict[str, float], tuple[Sample, ...]]:
-    """Metrics `eval_accuracy`, `eval_reward`, `eval_pass_at_k`; and the samples, in order."""
+    config: Config,
+    graph: Graph,
+    executor: RayExecutor,
+    items: Sequence[Item],
+    step: int,
+    record: Callable[[Sequence[Sample]], None],
+) -> dict[str, float]:
+    """Metrics `eval_accuracy`, `eval_reward`, `eval_pass_at_k`.
+
+    `record` gets the greedy samples, in the items' order, while the ranks still hold them.
+    """
     items = items[: config.eval.num_prompts or None]
     schedule = SerialSchedule(
         graph,
@@ -41,8 +49,9 @@ def evaluate(
         prompts_per_step=len(items),
     )
     samples = schedule.run_step(step).samples
-    schedule.release()
     greedy = [s for s in samples if s.id.branch == "eval"]
+    record(greedy)
+    schedule.release()
     metrics = {
         "eval_accuracy": _share(_right(config, s) for s in greedy),
         "eval_reward": _share(float(s.scalars["reward"]) for s in greedy),
@@ -56,7 +65,7 @@ def evaluate(
                 by_prompt[sample.id.prompt].append(_right(config, sample))
         metrics["eval_pass_at_1"] = _share(pass_at_k(len(r), sum(r), 1) for r in by_prompt.values())
         metrics["eval_pass_at_k"] = _share(pass_at_k(len(r), sum(r), k) for r in by_prompt.values())
-    return metrics, samples
+    return metrics
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

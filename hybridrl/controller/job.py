@@ -159,8 +159,15 @@ class Job:
         """Held-out metrics, recorded at the present step."""
         self.telemetry.stage("evaluating")
         start = time.time()
-        metrics, _ = evaluate(
-            self.config, self.evaluation, self.executor, self.prepared.data.eval, self.step
+        metrics = evaluate(
+            self.config,
+            self.evaluation,
+            self.executor,
+            self.prepared.data.eval,
+            self.step,
+            lambda samples: self.telemetry.samples(
+                self.step, self._texts(samples), phase="evaluation"
+            ),
         )
         self.telemetry.log(self.step, metrics)
         self.telemetry.event("evaluation", step=self.step, seconds=time.time() - start, **metrics)

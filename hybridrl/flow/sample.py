@@ -1,15 +1,16 @@
 """What the driver knows about a sample: identity, lengths, scalars, and which tensors lie where."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class SampleId:
+class SampleId(NamedTuple):
     """Identity of a sample, fixed by prompt position and never by time.
 
-    The order of ids is the order of training. `prompt` is the position in the run's prompt stream
-    (it grows over the whole run), `k` the sample's number among those of one prompt, `branch` the
-    generating stage where a recipe has several, `attempt` counts regenerations.
+    A tuple, since ranks look samples up and send them by the thousand. The order of ids is the
+    order of training. `prompt` is the position in the run's prompt stream (it grows over the whole
+    run), `k` the sample's number among those of one prompt, `branch` the generating stage where a
+    recipe has several, `attempt` counts regenerations.
     """
 
     prompt: int

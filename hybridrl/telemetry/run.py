@@ -124,13 +124,16 @@ class Telemetry:
         if "loss" in numbers or "reward_mean" in numbers:
             self.display.step(step - self._offset, numbers)
 
-    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def samples(
+        self, step: int, records: Sequence[Mapping[str, Any]], phase: str | None = None
+    ) -> None:
         """Record the first `telemetry.samples_per_step` of `records`, a line each.
 
-        Keys: id, prompt, response, reward, status, tokens, finish, advantage.
+        Keys: id, prompt, response, reward, status, tokens, finish, advantage. `phase` is the one
+        begun last, or `evaluation` for held-out samples.
         """
         for record in records[: self._config.samples_per_step]:
-            self._append("samples", {"step": step, "phase": self._phase, **record})
+            self._append("samples", {"step": step, "phase": phase or self._phase, **record})
 
     def lengths(self, step: int, response_lengths: Sequence[int]) -> None:
         """Record the response length, in tokens, of every sample of `step` in training order."""

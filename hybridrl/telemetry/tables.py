@@ -59,7 +59,7 @@ def samples(run: RunData) -> tuple[list[dict[str, Any]], str]:
     steps: dict[StepKey, list[dict[str, Any]]] = {}
     for row in run.samples:
         steps.setdefault(run.key(row), []).append(row)
-    keys = sorted(steps)
+    keys = sorted(steps, key=lambda key: (key.x, key.phase == "evaluation", key.phase))
     note = "Responses as the model wrote them, with the rewards that they got."
     if len(keys) > _MAX_SAMPLE_STEPS:
         last = len(keys) - 1

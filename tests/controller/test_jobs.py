@@ -75,6 +75,7 @@ def test_one_rank_and_two_ranks_agree(
         texts = {
             r["id"]: (r["response"], r["reward"])
             for r in read_lines(tmp_path / name / "samples.jsonl")
+            if r["phase"] == "rl"
         }
         found[ranks] = (texts, gradient(tmp_path / name), result)
     texts, gradients, results = zip(*found.values(), strict=True)
@@ -119,7 +120,10 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
         f"reward.function={user_code}:troubled",
         "reward.timeout_s=0.5",
     )
-    samples = read_lines(tmp_path / "troubled" / "samples.jsonl")
+    recorded = read_lines(tmp_path / "troubled" / "samples.jsonl")
+    samples = [s for s in recorded if s["phase"] == "rl"]
+    held_out = [s for s in recorded if s["phase"] == "evaluation"]
+    assert [s["step"] for s in held_out] == [0] * 8 + [2] * 8
     metrics = [r for r in read_lines(tmp_path / "troubled" / "metrics.jsonl") if "reward_mean" in r]
     assert len(samples) == 32
     for sample in samples:
