@@ -5,6 +5,12 @@ from typing import Any
 
 from hybridrl.config.data import DataConfig, SourceConfig, SourceKind
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.layout import (
+    Grouping,
+    PipelineSchedule,
+    RolloutLayoutConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import RewardConfig, RewardKind
 from hybridrl.config.rollout import Engine, RolloutConfig
@@ -47,6 +53,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     """Directory and seed."""
 
+    def __post_init__(self) -> None:
+        self.trainer.layout.check(self.cluster.ranks)
+        self.rollout.layout.check(self.cluster.ranks)
+
 
 __all__ = [
     "Attention",
@@ -57,19 +67,23 @@ __all__ = [
     "DataConfig",
     "Engine",
     "EvalConfig",
+    "Grouping",
     "LRSchedule",
     "ModelConfig",
     "OptimConfig",
+    "PipelineSchedule",
     "Placement",
     "RewardConfig",
     "RewardKind",
     "RolloutConfig",
+    "RolloutLayoutConfig",
     "RunConfig",
     "Schedule",
     "SourceConfig",
     "SourceKind",
     "TelemetryConfig",
     "TinyModelConfig",
+    "TrainLayoutConfig",
     "TrainerConfig",
     "WarmStartConfig",
 ]

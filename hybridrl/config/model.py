@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hybridrl.config.errors import ConfigError
 
@@ -49,6 +50,8 @@ class ModelConfig:
 
     path: str | None = None
     """A Hugging Face directory or hub name; null makes the tiny model below."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """A Hugging Face config in place of a model; `hybridrl plan` needs no weights."""
     compute_dtype: DType = DType.float32
     """Format of the forward and backward pass; the master weights are always float32."""
     attention: Attention = Attention.auto

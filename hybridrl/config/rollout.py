@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.layout import RolloutLayoutConfig
 from hybridrl.config.model import DType
 
 
@@ -39,6 +40,8 @@ class RolloutConfig:
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
     decode_steps: int = 64
     """Decode steps per bounded call of an instance."""
+    layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
+    """How the weights lie on the ranks in generation."""
 
     def __post_init__(self) -> None:
         for key in ("max_new_tokens", "max_running", "block_size", "decode_steps"):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.layout import TrainLayoutConfig
 
 
 class LRSchedule(Enum):
@@ -66,6 +67,8 @@ class TrainerConfig:
     """Newest checkpoints that are kept, besides the best and the final one."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
+    layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
+    """How the weights lie on the ranks in training."""
 
     def __post_init__(self) -> None:
         for key in ("prompts_per_step", "mini_batches", "epochs", "max_tokens_per_micro_batch"):

@@ -1,0 +1,91 @@
+"""How the actor's weights lie on the ranks, in training and in generation."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hybridrl.config.errors import ConfigError
+
+
+class PipelineSchedule(Enum):
+    """Order of the micro-batches in a training pipeline."""
+
+    one_f_one_b = "one_f_one_b"
+    """1F1B (PipeDream-flush): one chunk of layers a rank."""
+    interleaved = "interleaved"
+    """Interleaved 1F1B (Megatron): two chunks a rank, smaller bubbles, more messages."""
+    zero_bubble = "zero_bubble"
+    """ZBV (zero bubble, V-shaped): two chunks a rank, weight gradients fill the bubbles."""
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Chunks of consecutive layers that a rank holds."""
+        return 1 if self is PipelineSchedule.one_f_one_b else 2
+
+
+class Grouping(Enum):
+    """Orders of ranks in generation."""
+
+    strided = "strided"
+    """Every rank where its training shard lies (HybridFlow)."""
+    vanilla = "vanilla"
+    """Ranks in their own order, as in the baseline HybridFlow-V and in vLLM."""
+    auto = "auto"
+    """The one of these that moves the fewest bytes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainLayoutConfig:
+    """Sizes of the training axes; their product is the number of ranks."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    replicas: int = 1
+    """Copies of the sharded model (hybrid sharded data parallelism)."""
+    fsdp: int = 0
+    """Ranks over which FSDP2 shards; 0 takes what the other axes leave."""
+    tp: int = 1
+    """Tensor parallelism."""
+    schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
+    """Order of the micro-batches under pp."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("pp", 1), ("replicas", 1), ("fsdp", 0), ("tp", 1)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"trainer.layout.{key}", getattr(self, key), f"{least} or more")
+
+    def check(self, ranks: int) -> None:
+        """Settle `fsdp`; raise ConfigError where the product is not the number of `ranks`."""
+        others = self.pp * self.replicas * self.tp
+        if self.fsdp == 0 and ranks % others == 0:
+            self.fsdp = ranks // others
+        if self.fsdp * others != ranks:
+            sizes = f"{self.pp} x {self.replicas} x {self.fsdp or '?'} x {self.tp}"
+            allowed = f"pp x replicas x fsdp x tp = cluster.ranks={ranks}"
+            raise ConfigError("trainer.layout", sizes, allowed)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutLayoutConfig:
+    """Sizes of one generation instance; there are as many instances as fit in the ranks."""
+
+    pp: int = 1
+    """Pipeline stages of an instance."""
+    tp: int = 1
+    """Tensor parallelism of an instance."""
+    grouping: Grouping = Grouping.auto
+    """Which rank takes which place in generation."""
+    bucket_mb: float = 16.0
+    """Size, in MB, of a bucket of the weight switch; two of them are in flight."""
+
+    def __post_init__(self) -> None:
+        for key in ("pp", "tp"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"rollout.layout.{key}", getattr(self, key), "1 or more")
+        if self.bucket_mb <= 0:
+            raise ConfigError("rollout.layout.bucket_mb", self.bucket_mb, "above 0")
+
+    def check(self, ranks: int) -> None:
+        """Raise ConfigError where the ranks are not a whole number of instances."""
+        if ranks % (self.pp * self.tp):
+            allowed = f"pp x tp that divides cluster.ranks={ranks}"
+            raise ConfigError("rollout.layout", f"{self.pp} x {self.tp}", allowed)

@@ -1,0 +1,87 @@
+"""Boxes: half-open index ranges, one a dimension. Everything that moves weights is made of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """Elements `start[d] <= index[d] < stop[d]` of a tensor; a scalar's box has no dimension.
+
+    Example: rows 2 and 3 of a [4, 8] matrix are `Box((2, 0), (4, 8))`.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent by dimension."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """What lies in both; None where that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(map(int.__lt__, start, stop)) else None
+
+    def narrow(self, dim: int, start: int, stop: int) -> "Box":
+        """The part with indices `start` to `stop` along `dim`."""
+        return Box(
+            (*self.start[:dim], start, *self.start[dim + 1 :]),
+            (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
+        )
+
+    def slices(self, origin: "Box | None" = None) -> tuple[slice, ...]:
+        """Index of the box in a tensor that holds `origin` (by default, the whole tensor)."""
+        offsets = origin.start if origin else (0,) * len(self.start)
+        return tuple(
+            slice(start - offset, stop - offset)
+            for start, stop, offset in zip(self.start, self.stop, offsets, strict=True)
+        )
+
+
+def cut(boxes: Sequence[Box], dim: int, index: int, parts: int) -> tuple[Box, ...]:
+    """Part `index` of `parts` of what a rank holds, in chunks of ceil(extent / parts) along `dim`.
+
+    The boxes lie behind each other in the rank's tensor, and it is that tensor that is cut, as
+    FSDP2 cuts the local tensor of a tensor-parallel rank: boxes that differ along `dim` are cut as
+    one row, others each alike. Chunks at the end may be smaller, or empty.
+    """
+    if not boxes:
+        return ()
+    ranges = [(box.start[dim], box.stop[dim]) for box in boxes]
+    if len(set(ranges)) == 1:
+        start, stop = _chunk(ranges[0][1] - ranges[0][0], index, parts)
+        low = ranges[0][0]
+        pieces = [box.narrow(dim, low + start, low + stop) for box in boxes]
+    else:
+        start, stop = _chunk(sum(high - low for low, high in ranges), index, parts)
+        pieces = list(_cut_row(boxes, dim, start, stop))
+    return tuple(piece for piece in pieces if piece.size)
+
+
+def _cut_row(boxes: Sequence[Box], dim: int, start: int, stop: int) -> Iterator[Box]:
+    passed = 0
+    for box in boxes:
+        low, extent = box.start[dim], box.shape[dim]
+        first, last = max(start - passed, 0), min(stop - passed, extent)
+        if first < last:
+            yield box.narrow(dim, low + first, low + last)
+        passed += extent
+
+
+def _chunk(extent: int, index: int, parts: int) -> tuple[int, int]:
+    size = -(-extent // parts)
+    return min(index * size, extent), min((index + 1) * size, extent)

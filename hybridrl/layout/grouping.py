@@ -1,0 +1,83 @@
+"""Which training rank takes which place in generation (HybridFlow, arXiv 2409.19256, section 5.3).
+
+A rank that generates with the weights that it trains receives only what is missing. With training
+p-t-d and generation p_g-t_g, HybridFlow's strided rule makes a rank's generation shard contain its
+training shard; here training shards are split by FSDP as well, which refines tp: the fine index
+q = tp * F + fsdp runs over T * F parts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+from hybridrl.config.layout import Grouping
+
+Position = tuple[int, int, int]
+"""(instance, pp, tp) of a rank in generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainAxes:
+    """Sizes of the training axes; rank = ((pp * replicas + replica) * fsdp + f) * tp + t."""
+
+    pp: int = 1
+    replicas: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.replicas * self.fsdp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that hold the model once."""
+        return self.pp * self.fsdp * self.tp
+
+
+def gen_positions(train: TrainAxes, pp: int, tp: int, grouping: Grouping) -> list[Position]:
+    """The place of every rank in generation with `pp` stages and `tp` ways of tensor parallelism.
+
+    Every place of every instance is taken once. `auto` is not an order: see `layout.switching`.
+    """
+    assert train.ranks % (pp * tp) == 0, (train, pp, tp)
+    if grouping is Grouping.vanilla:
+        return list(product(range(train.ranks // (pp * tp)), range(pp), range(tp)))
+    assert grouping is Grouping.strided, grouping
+    return list(_strided(train, pp, tp))
+
+
+def _strided(train: TrainAxes, pp: int, tp: int) -> Iterator[Position]:
+    """Stage and fine index decide stage and tp as far as they divide; the rest fills up.
+
+    Along an axis of P training and G generation parts the first gcd(P, G) ones correspond. What is
+    left of the training digits is a free number; it gives the generation digits that are left, and
+    then the instance.
+    """
+    fine = train.tp * train.fsdp
+    common_pp, common_tp = gcd(train.pp, pp), gcd(fine, tp)
+    left_pp, left_tp = pp // common_pp, tp // common_tp
+    for p, replica, f, t in product(*map(range, (train.pp, train.replicas, train.fsdp, train.tp))):
+        q = t * train.fsdp + f
+        stage, more_p = divmod(p, train.pp // common_pp)
+        shard, more_q = divmod(q, fine // common_tp)
+        free = _number(
+            (
+                (more_p, train.pp // common_pp),
+                (more_q, fine // common_tp),
+                (replica, train.replicas),
+            )
+        )
+        free, more_tp = divmod(free, left_tp)
+        instance, more_pp = divmod(free, left_pp)
+        yield instance, stage * left_pp + more_pp, shard * left_tp + more_tp
+
+
+def _number(digits: Sequence[tuple[int, int]]) -> int:
+    """The mixed-radix number of (digit, base) pairs, the first one slowest."""
+    number = 0
+    for digit, base in digits:
+        number = number * base + digit
+    return number

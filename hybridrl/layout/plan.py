@@ -1,0 +1,208 @@
+"""Plans: which rank sends which box to which, so that one layout becomes another. Pure data.
+
+Invariants, asserted by the tests against single elements:
+1. every element that a rank holds in the destination is covered exactly once;
+2. an element that the rank holds already is never received;
+3. among several holders of a box the one with the receiver's own coordinates on the axes of copies
+   sends, so replicas serve themselves and senders are balanced.
+
+Planning is by class: parameters of one shape and one rule in each layout. Within a class, ranks are
+symbolic: the boxes of the places along the split axes are intersected once, whatever the number of
+copies, layers or ranks; only the arrays of sender and receiver know ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hybridrl.layout.box import Box
+from hybridrl.layout.layout import Coordinates, Layout, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`src` gives `dst` a box of the parameter `name`; from a rank to itself it is a copy."""
+
+    name: str
+    box: Box
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A box that each of `receivers` gets from the sender beside it, for every name of a class."""
+
+    box: Box
+    senders: np.ndarray
+    receivers: np.ndarray
+
+
+@dataclass(frozen=True)
+class ParameterClass:
+    """Parameters that move alike: same shape, same rule before, same rule after."""
+
+    names: tuple[str, ...]
+    flows: tuple[Flow, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The way from `src` to `dst`."""
+
+    src: Layout
+    dst: Layout
+    classes: tuple[ParameterClass, ...]
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Ranks of both layouts: 0 to the highest."""
+        return 1 + max(*self.src.mesh.ranks, *self.dst.mesh.ranks)
+
+    def moves(self, rank: int | None = None) -> Iterator[Move]:
+        """Moves that `rank` takes part in (None: all), parameter by parameter.
+
+        The order is the layout's, and the same on every rank.
+        """
+        by_name = {name: cls for cls in self.classes for name in cls.names}
+        for name in self.dst.rules:
+            for flow in by_name[name].flows:
+                for src, dst in zip(flow.senders.tolist(), flow.receivers.tolist(), strict=True):
+                    if rank is None or rank in (src, dst):
+                        yield Move(name, flow.box, src, dst)
+
+    @cached_property
+    def traffic(self) -> "Traffic":
+        """Elements that travel, by rank and by link."""
+        received, sent = (np.zeros(self.num_ranks, np.int64) for _ in range(2))
+        kept = np.zeros(self.num_ranks, np.int64)
+        links: dict[tuple[int, int], int] = defaultdict(int)
+        for cls in self.classes:
+            for flow in cls.flows:
+                size = flow.box.size * len(cls.names)
+                away = flow.senders != flow.receivers
+                np.add.at(received, flow.receivers[away], size)
+                np.add.at(sent, flow.senders[away], size)
+                np.add.at(kept, flow.receivers[~away], size)
+                for pair in zip(
+                    flow.senders[away].tolist(), flow.receivers[away].tolist(), strict=True
+                ):
+                    links[pair] += size
+        return Traffic(received, sent, kept, dict(links))
+
+    @cached_property
+    def least(self) -> np.ndarray:
+        """Elements that each rank at its place must receive: what it shall hold less what it holds.
+
+        Per parameter, so that a surplus of one does not pay for another. Reached where the rank's
+        shards nest.
+        """
+        total = np.zeros(self.num_ranks, np.int64)
+        for cls in self.classes:
+            name = cls.names[0]
+            shall = self.dst.elements(name, self.num_ranks)
+            has = self.src.elements(name, self.num_ranks)
+            total += np.maximum(shall - has, 0) * len(cls.names)
+        return total
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements by rank: `received` and `sent` over links, `kept` where they were; and by link."""
+
+    received: np.ndarray
+    sent: np.ndarray
+    kept: np.ndarray
+    links: dict[tuple[int, int], int]
+
+
+def plan(src: Layout, dst: Layout) -> Plan:
+    """The moves that make `dst` out of `src`.
+
+    The layouts may be of different meshes and of different ranks. Raises ValueError where they
+    differ in parameters or shapes, or where the ranks of the source do not hold every element once
+    (boxes that are equal count as copies).
+    """
+    _check(src, dst)
+    groups: dict[tuple[tuple[int, ...], Rule, Rule], list[str]] = defaultdict(list)
+    for name, rule in dst.rules.items():
+        groups[dst.shapes[name], src.rules[name], rule].append(name)
+    return Plan(
+        src,
+        dst,
+        tuple(
+            ParameterClass(tuple(names), tuple(_flows(src, dst, names[0])))
+            for names in groups.values()
+        ),
+    )
+
+
+def _check(src: Layout, dst: Layout) -> None:
+    for name in dst.rules.keys() | src.rules.keys():
+        if name not in src.rules or name not in dst.rules:
+            where = "source" if name not in src.rules else "destination"
+            raise ValueError(f"{name}: the {where} layout has no parameter of that name")
+        if tuple(src.shapes[name]) != tuple(dst.shapes[name]):
+            raise ValueError(f"{name}: {src.shapes[name]} in the source, {dst.shapes[name]} after")
+
+
+def _flows(src: Layout, dst: Layout, name: str) -> Iterator[Flow]:
+    """The flows of one parameter: each place of the destination meets the boxes of the source."""
+    holders: dict[tuple[Box, ...], list[Coordinates]] = defaultdict(list)
+    for cell, boxes in src.cells(name).items():
+        if boxes:
+            holders[boxes].append(cell)
+    size = Box.whole(src.shapes[name]).size
+    found = sum(box.size for boxes in holders for box in boxes)
+    if found != size:
+        raise ValueError(f"{name}: the source holds {found} of {size} elements, counted once each")
+    for cell, boxes in dst.cells(name).items():
+        receivers = dst.ranks(name, cell)
+        covered = 0
+        for held, cells in holders.items():
+            overlaps = [o for a in boxes for b in held if (o := a.intersect(b)) is not None]
+            if overlaps:
+                senders = _senders(src, name, cells, receivers)
+                for box in overlaps:
+                    covered += box.size
+                    yield Flow(box, senders, receivers)
+        wanted = sum(box.size for box in boxes)
+        if covered != wanted:
+            raise ValueError(f"{name}: {covered} elements for {wanted} at {cell}")
+
+
+def _senders(src: Layout, name: str, cells: list[Coordinates], receivers: np.ndarray) -> np.ndarray:
+    """For each receiver the holder that is nearest to it in the source mesh.
+
+    `cells` are the places along the split axes that hold the same boxes. Coordinates on all other
+    axes are the receiver's own; a receiver outside of the source mesh counts as one within.
+    """
+    rule, mesh = src.rules[name], src.mesh
+    own = _coordinates(src, receivers)
+    axes = [split.axis for split in rule.splits]
+    if axes:
+        options = np.array(cells)
+        # The receiver's own place where it is one of the holders, else spread over them.
+        place = np.stack([own[axis] for axis in axes], 1)
+        same = (place[:, None] == options[None]).all(-1)
+        spread = (place * np.cumprod([1, *map(mesh.extent, axes[:-1])])).sum(1) % len(cells)
+        chosen = options[np.where(same.any(1), same.argmax(1), spread)]
+        own |= {axis: chosen[:, i] for i, axis in enumerate(axes)}
+    if "pp" in own:
+        stages = np.array(rule.stages)
+        held = np.isin(own["pp"], stages)
+        own["pp"] = np.where(held, own["pp"], stages[own["pp"] % len(stages)])
+    return mesh.grid()[tuple(own[axis] for axis, _ in mesh.axes)]
+
+
+def _coordinates(layout: Layout, ranks: np.ndarray) -> dict[str, np.ndarray]:
+    mesh = layout.mesh
+    places = np.zeros(1 + max(ranks.max(), *mesh.ranks), np.int64) - 1
+    places[list(mesh.ranks)] = np.arange(mesh.size)
+    found = places[ranks]
+    found = np.where(found < 0, ranks % mesh.size, found)
+    sizes = [size for _, size in mesh.axes]
+    return dict(zip(mesh.names, np.unravel_index(found, sizes), strict=True))
