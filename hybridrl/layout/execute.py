@@ -1,139 +1,335 @@
-"""The weight switch: from training shards to a whole replica on every rank."""
+"""The weight switch: a plan carried out over torch.distributed, in buckets."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from hybridrl.layout.layout import Layout, Rule, Split
+from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.plan import Plan, plan
+from hybridrl.layout.schedule import Exchange, Gather, Piece, schedule
+
 # torch 2.13 renamed it and warns under the old name, which older versions alone know.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 BUCKET_BYTES = 16 * 2**20
-"""Default size of a bucket: one per rank is gathered at a time."""
+"""Default size of a bucket; two are in flight."""
+
+Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SwitchStats:
-    """What one switch cost this rank: bytes that came from other ranks (padding included)."""
+    """What one switch cost this rank."""
 
-    bytes_received: int
-    seconds: float
+    path: str
+    """How parameters travelled: gather, exchange, both (gather+exchange), or local."""
+    bytes_theory: int
+    """Bytes that the rank must receive at its place: what it shall hold less what it held."""
+    bytes_received: int = 0
+    """Bytes in the buffers that came from other ranks."""
+    scratch_bytes: int = 0
+    """Most extra memory at a time: buckets."""
+    seconds: float = 0.0
+    """The whole switch."""
+    seconds_pack: float = 0.0
+    """Copies and casts into buckets and of what stays on the rank. On GPUs, their launch."""
+    seconds_wait: float = 0.0
+    """Waiting for the wire. On GPUs, until the wait is queued."""
+    seconds_copy: float = 0.0
+    """Copies out of buckets. On GPUs, their launch."""
+
+
+class WeightSwitch:
+    """Moves the weights of one rank from the source layout of a plan to its destination layout.
+
+    All ranks of the plan make one and call `switch` together, as often as they like; what travels
+    when is computed once. Ranks of the plan are those of `group` (by default, of all processes).
+    `dtype` is the generation weights' and what travels. Scratch is allocated for the time of a
+    switch: two rounds are in flight, each of at most `bucket_bytes`.
+
+    Example: with `source["w"]` rows 2 and 3 of a [4, 8] matrix and `destination["w"]` all of it,
+    rank 1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
+        least_gather: int = 3,
+    ) -> None:
+        self.dtype = dtype
+        self.source = _locals(plan.src, rank)
+        self.destination = _locals(plan.dst, rank)
+        made = schedule(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
+        self._copies = list(
+            zip(_row(made.copies, self.source), _row(made.copies, self.destination), strict=True)
+        )
+        sides = self.source, self.destination
+        groups = {ranks: _new_group(ranks, group) for ranks in {g.ranks: 0 for g in made.gathers}}
+        self._rounds: list[_Round] = [
+            *(_GatherRound(gather, rank, *sides, groups[gather.ranks]) for gather in made.gathers),
+            *(_ExchangeRound(exchange, *sides, group) for exchange in made.exchanges),
+        ]
+        used = (["gather"] if made.gathers else []) + (["exchange"] if made.exchanges else [])
+        self.path = "+".join(used) or "local"
+        self.bytes_theory = int(plan.least[rank]) * dtype.itemsize
+
+    def switch(self, source: Tensors, destination: Tensors) -> SwitchStats:
+        """Fill `destination` from `source`; every rank of the plan calls it.
+
+        Both hold the rank's own part of a parameter under its name, as `layout.local(name, rank)`
+        says, padding included: boxes lie behind each other along the dimension they differ in. A
+        parameter of which the rank holds nothing may be missing. `source` may hold DTensors;
+        `destination` is written in place and may be views of fused tensors. A tied name beside its
+        layout's name must share the storage.
+
+        Afterwards each destination equals the whole parameter's part, cast to `dtype`, bit for bit;
+        padding in it is left as it was. Raises ValueError, before anything is sent, where a name is
+        missing or a shape or dtype is not the layout's.
+        """
+        begun = time.perf_counter()
+        source = {name: _plain(tensor) for name, tensor in source.items()}
+        destination = {name: _plain(tensor) for name, tensor in destination.items()}
+        self._check(source, destination)
+        stats = SwitchStats(self.path, self.bytes_theory)
+        device = next(iter((*destination.values(), *source.values())), torch.empty(0)).device
+        slots = [
+            torch.empty(
+                max((r.scratch for r in rounds), default=0), dtype=self.dtype, device=device
+            )
+            for rounds in (self._rounds[0::2], self._rounds[1::2])
+        ]
+        work: list[list[dist.Work]] = []
+        stats.scratch_bytes = sum(slot.numel() for slot in slots) * self.dtype.itemsize
+        for i, round in enumerate(self._rounds):
+            begun_round = time.perf_counter()
+            round.pack(slots[i % 2], source)
+            stats.seconds_pack += time.perf_counter() - begun_round
+            work.append(round.start(slots[i % 2]))
+            if i:  # the last round is copied out while this one travels
+                self._finish(i - 1, work, slots, destination, stats)
+            else:
+                self._copy_own(source, destination, stats)
+        if self._rounds:
+            self._finish(len(self._rounds) - 1, work, slots, destination, stats)
+        else:
+            self._copy_own(source, destination, stats)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
+        stats.seconds = time.perf_counter() - begun
+        return stats
+
+    def _finish(
+        self,
+        number: int,
+        work: list[list[dist.Work]],
+        slots: Sequence[torch.Tensor],
+        destination: Tensors,
+        stats: SwitchStats,
+    ) -> None:
+        begun = time.perf_counter()
+        for request in work[number]:
+            request.wait()
+        waited = time.perf_counter()
+        self._rounds[number].unpack(slots[number % 2], destination)
+        stats.bytes_received += self._rounds[number].received * self.dtype.itemsize
+        stats.seconds_wait += waited - begun
+        stats.seconds_copy += time.perf_counter() - waited
+
+    def _copy_own(self, source: Tensors, destination: Tensors, stats: SwitchStats) -> None:
+        begun = time.perf_counter()
+        for here, there in self._copies:
+            there.of(destination).copy_(here.of(source))
+        stats.seconds_pack += time.perf_counter() - begun
+
+    def _check(self, source: Tensors, destination: Tensors) -> None:
+        for tensors, local, side in (
+            (source, self.source, "trained"),
+            (destination, self.destination, "generated"),
+        ):
+            for name, expected in local.items():
+                wanted, got = expected.shape, tensors.get(name)
+                if wanted is None and (got is None or not got.numel()):
+                    continue
+                if got is None:
+                    raise ValueError(f"{name}: no {side} tensor of that name; wanted {wanted}")
+                if tuple(got.shape) != wanted:
+                    raise ValueError(f"{name}: {side} {tuple(got.shape)}, the layout says {wanted}")
+        filled = set()
+        for name in self.destination.keys() & destination.keys():
+            tensor = destination[name]
+            if tensor.dtype != self.dtype:
+                raise ValueError(f"{name}: generated in {tensor.dtype}, the wire has {self.dtype}")
+            filled.add(tensor.data_ptr())
+        for name in destination.keys() - self.destination.keys():
+            if destination[name].data_ptr() not in filled:
+                raise ValueError(f"{name} is generated with, but no trained parameter fills it")
+        for name in source.keys() - self.source.keys():
+            raise ValueError(f"{name} is trained, but generation has no parameter of that name")
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Elements [start, stop) of one parameter's chunk, at `offset` in the bucket."""
+class _Part:
+    """A box: `index` in a rank's tensor of the parameter, [start, stop) in a row of a bucket."""
 
     name: str
+    index: tuple[slice, ...]
+    shape: tuple[int, ...]
     start: int
     stop: int
-    offset: int
+
+    def of(self, tensors: Tensors) -> torch.Tensor:
+        """The box in the rank's tensor."""
+        return tensors[self.name][self.index]
+
+    def pack(self, row: torch.Tensor, source: Tensors) -> None:
+        row[self.start : self.stop].view(self.shape).copy_(self.of(source))  # casts
+
+    def unpack(self, row: torch.Tensor, destination: Tensors) -> None:
+        self.of(destination).copy_(row[self.start : self.stop].view(self.shape))
+
+
+def _row(pieces: Iterable[Piece], local: Mapping[str, LocalTensor]) -> list[_Part]:
+    """The pieces behind each other in a row."""
+    parts, start = [], 0
+    for piece in pieces:
+        stop = start + piece.box.size
+        index = local[piece.name].slices(piece.box)
+        parts.append(_Part(piece.name, index, piece.box.shape, start, stop))
+        start = stop
+    return parts
+
+
+class _ExchangeRound:
+    """What is sent lies before what is received, each by peer."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        source: Mapping[str, LocalTensor],
+        destination: Mapping[str, LocalTensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.group = group
+        self.sends = _row((p for m in exchange.sends for p in m.pieces), source)
+        self.receives = _row((p for m in exchange.receives for p in m.pieces), destination)
+        self.messages: list[tuple[Callable[..., Any], int, int]] = [
+            *((dist.isend, m.peer, m.size) for m in exchange.sends),
+            *((dist.irecv, m.peer, m.size) for m in exchange.receives),
+        ]
+        self.num_sent = sum(m.size for m in exchange.sends)
+        self.received = sum(m.size for m in exchange.receives)
+        self.scratch = self.num_sent + self.received
+
+    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
+        for part in self.sends:
+            part.pack(slot, source)
+
+    def start(self, slot: torch.Tensor) -> list[dist.Work]:
+        operations, offset = [], 0
+        for operation, peer, size in self.messages:
+            buffer = slot[offset : offset + size]
+            operations.append(dist.P2POp(operation, buffer, group=self.group, group_peer=peer))
+            offset += size
+        return dist.batch_isend_irecv(operations)
+
+    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
+        for part in self.receives:
+            part.unpack(slot[self.num_sent :], destination)
+
+
+class _GatherRound:
+    """The rank's own part lies before those of all members."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        rank: int,
+        source: Mapping[str, LocalTensor],
+        destination: Mapping[str, LocalTensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.group, self.size = group, gather.size
+        self.shape = (len(gather.ranks), gather.size)
+        self.own = _row(gather.pieces[gather.ranks.index(rank)], source)
+        self.others = [
+            (member, _row(pieces, destination))
+            for member, pieces in enumerate(gather.pieces)
+            if gather.ranks[member] != rank
+        ]
+        self.received = self.size * len(self.others)
+        self.scratch = self.size * (1 + len(gather.ranks))
+
+    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
+        for part in self.own:
+            part.pack(slot, source)
+
+    def start(self, slot: torch.Tensor) -> list[dist.Work]:
+        own = slot[None, : self.size]
+        work = _all_gather(self._gathered(slot), own, group=self.group, async_op=True)
+        return [work]
+
+    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
+        gathered = self._gathered(slot)
+        for member, parts in self.others:
+            for part in parts:
+                part.unpack(gathered[member], destination)
+
+    def _gathered(self, slot: torch.Tensor) -> torch.Tensor:
+        return slot[self.size : self.scratch].view(self.shape)
+
+
+_Round = _ExchangeRound | _GatherRound
+
+
+def _new_group(ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    members = [dist.get_global_rank(group, rank) if group else rank for rank in ranks]
+    made = dist.new_group(members, use_local_synchronization=True)
+    assert made is not None
+    return made
+
+
+def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
+    inside = rank in layout.mesh.ranks
+    return {name: LocalTensor(layout.local(name, rank) if inside else ()) for name in layout.rules}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def switch_to_replica(
-    source: Mapping[str, torch.Tensor],
-    destination: Mapping[str, torch.Tensor],
+    source: Tensors,
+    destination: Tensors,
     group: dist.ProcessGroup,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SwitchStats:
-    """Fill every tensor of `destination` from the shards in `source`, on all ranks of `group`.
+    """Fill `destination`, whole on every rank, from DTensors that `group` shards on dim 0.
 
-    Names are those of the Hugging Face state dict. `source` holds DTensors that are sharded on
-    dim 0 over `group` (FSDP2's layout), or tensors that every rank has whole. Values are cast to
-    the destination's dtype before the wire and travel in buckets of a fixed size, so the extra
-    memory is one bucket and its gathered copy, and a parameter may span buckets. A tied tensor
-    stands in `source` once; its second name in `destination` must share the storage.
-
-    Afterwards each destination equals `full_tensor().to(dtype)` bit for bit. Raises ValueError
-    where names or shapes differ, or a layout is not one of the above.
+    The case of FSDP2 alone; tensors of `source` that are no DTensors are whole on every rank. See
+    `WeightSwitch.switch`, of which a new one is made.
     """
-    begun = time.perf_counter()
-    _check(source, destination)
-    num_ranks, received = dist.get_world_size(group), 0
-    by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in source.items():
-        if isinstance(tensor, DTensor) and num_ranks > 1:
-            by_dtype.setdefault(destination[name].dtype, []).append(name)
-        else:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            destination[name].copy_(local.detach())
-    for dtype, names in by_dtype.items():
-        chunks = {name: _chunk_elements(source[name], num_ranks) for name in names}
-        capacity = max(1, bucket_bytes // dtype.itemsize)
-        device = destination[names[0]].device
-        bucket = torch.zeros(min(capacity, sum(chunks.values())), dtype=dtype, device=device)
-        gathered = bucket.new_empty(num_ranks, len(bucket))
-        for pieces in _buckets(chunks, len(bucket)):
-            size = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
-            _fill(bucket, pieces, source)
-            out = gathered.view(-1)[: num_ranks * size].view(num_ranks, size)
-            _all_gather(out, bucket[None, :size], group=group)
-            _unpack(out, pieces, chunks, destination)
-            received += (num_ranks - 1) * size * dtype.itemsize
-    return SwitchStats(received, time.perf_counter() - begun)
-
-
-def _check(source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]) -> None:
-    filled = {destination[name].data_ptr() for name in source if name in destination}
-    for name in source:
-        if name not in destination:
-            raise ValueError(f"{name} is trained, but generation has no parameter of that name")
-        want, got = destination[name], source[name]
-        if want.shape != got.shape:
-            raise ValueError(f"{name}: trained {tuple(got.shape)}, generated {tuple(want.shape)}")
-        if not want.is_contiguous():
-            raise ValueError(f"{name}: the destination must be contiguous")
-        if isinstance(got, DTensor) and tuple(got.placements) != (Shard(0),):
-            raise ValueError(f"{name}: wanted one axis sharded on dim 0, got {got.placements}")
-    for name, tensor in destination.items():
-        if name not in source and tensor.data_ptr() not in filled:
-            raise ValueError(f"{name} is generated with, but no trained parameter fills it")
-
-
-def _chunk_elements(tensor: torch.Tensor, num_ranks: int) -> int:
-    """Elements of every rank's chunk of a Shard(0) tensor, the last ones padded."""
-    rows = -(-tensor.shape[0] // num_ranks)
-    return rows * tensor.shape[1:].numel()
-
-
-def _buckets(chunks: Mapping[str, int], capacity: int) -> Iterator[list[_Piece]]:
-    """Cut the row of chunks into buckets of `capacity` elements."""
-    pieces: list[_Piece] = []
-    filled = 0
-    for name, size in chunks.items():
-        start = 0
-        while start < size:
-            taken = min(size - start, capacity - filled)
-            pieces.append(_Piece(name, start, start + taken, filled))
-            start, filled = start + taken, filled + taken
-            if filled == capacity:
-                yield pieces
-                pieces, filled = [], 0
-    if pieces:
-        yield pieces
-
-
-def _fill(bucket: torch.Tensor, pieces: list[_Piece], source: Mapping[str, torch.Tensor]) -> None:
-    for piece in pieces:
-        tensor = source[piece.name]
-        assert isinstance(tensor, DTensor)
-        own = tensor.to_local().detach().reshape(-1)[piece.start : piece.stop]
-        bucket[piece.offset : piece.offset + len(own)].copy_(own)  # casts
-
-
-def _unpack(
-    gathered: torch.Tensor,
-    pieces: list[_Piece],
-    chunks: Mapping[str, int],
-    destination: Mapping[str, torch.Tensor],
-) -> None:
-    """Rank r's chunk is rows [r, r + 1) * chunk of the flat parameter; padding is left out."""
-    for piece in pieces:
-        flat, chunk = destination[piece.name].detach().view(-1), chunks[piece.name]
-        for rank, row in enumerate(gathered):
-            start = min(rank * chunk + piece.start, len(flat))
-            stop = min(rank * chunk + piece.stop, len(flat))
-            flat[start:stop].copy_(row[piece.offset : piece.offset + stop - start])
+        if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
+            raise ValueError(f"{name}: wanted one axis sharded on dim 0, got {tensor.placements}")
+    mesh = Mesh((("fsdp", dist.get_world_size(group)),))
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
+    rules = {
+        name: Rule(splits=(Split("fsdp", 0),) if isinstance(tensor, DTensor) else ())
+        for name, tensor in source.items()
+    }
+    dtype = next(iter(destination.values())).dtype
+    made = plan(Layout(mesh, shapes, rules), Layout(mesh, shapes, dict.fromkeys(shapes, Rule())))
+    switch = WeightSwitch(made, dist.get_rank(group), dtype, bucket_bytes, group, least_gather=99)
+    return switch.switch(source, destination)
