@@ -1,17 +1,39 @@
 """Log-probabilities of given tokens straight from hidden states, without the whole logits.
 
 A head of 150 k tokens makes logits far larger than everything else in a small model's step. Here
-rows are taken in chunks: the forward pass keeps one number a row (the log-sum-exp), the backward
-pass recomputes a chunk's logits. Extra memory is one chunk, whatever the number of tokens.
+the forward pass keeps one number a token (the log-sum-exp), and the backward pass recomputes the
+logits of a chunk of the vocabulary at a time. The vocabulary may lie in shards over the ranks of a
+group. docs/kernels.md tells what is exchanged and how large it is.
 """
 
-from collections.abc import Iterator
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
 
 import torch
+import torch.distributed as dist
+from hybridrl.kernels import linear_log_probs_torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 CHUNK_ELEMENTS = 2**24
 """Logits of one chunk: 64 MiB in float32."""
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The part of a vocabulary that this rank's `weight` holds.
+
+    Its first `size` rows are the tokens `start` to `start + size`; rows after those are padding,
+    are in no sum and get a zero gradient. The ranks of `group` hold the whole vocabulary, each
+    token once; a rank may hold none of it (`size` 0).
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    size: int
 
 
 def linear_log_probs(
@@ -21,32 +43,47 @@ def linear_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
+    shard: VocabShard | None = None,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and on request the entropy, of softmax(hidden weight^T / T).
 
     hidden [tokens, features], weight [vocab, features], targets [tokens] (int64). Both results are
     [tokens] in float32 (float64 for float64 inputs) and differentiable in `hidden` and `weight`.
-    Zero tokens are allowed and give zero gradients. `chunk_elements` bounds the logits that exist
-    at a time. Raises ValueError for a temperature that is not above 0.
+    Zero tokens are allowed and give zero gradients; a target outside of the vocabulary has log-
+    probability -inf. `chunk_elements` bounds the logits that exist at a time.
+
+    With a `shard`, `weight` is this rank's part of the vocabulary (Megatron-LM, arXiv 1909.08053,
+    section 3, here with the head's product inside). The call and its backward pass are collective
+    over the group, and every rank gives the same `hidden`, targets and gradients of the results.
+    Results are equal on all ranks; the gradient of `hidden` is the sum over the ranks, so no more
+    is to be reduced; the gradient of `weight` is local.
+
+    `auto` takes Triton for bf16 and fp16 on a GPU. Raises ValueError for a temperature that is not
+    above 0, inputs of two dtypes, or a shard that is longer than `weight`.
     """
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature={temperature}: wanted a number above 0")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}: wanted one dtype")
+    if shard and not (shard.start >= 0 and 0 <= shard.size <= len(weight)):
+        raise ValueError(f"{shard.start=}, {shard.size=}: weight has {len(weight)} rows")
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, targets, temperature, with_entropy, chunk_elements
+        hidden, weight, targets, temperature, with_entropy, chunk_elements, shard, backend
     )
     return log_probs, entropy if with_entropy else None
 
 
-def _chunks(rows: int, columns: int, chunk_elements: int) -> Iterator[slice]:
-    size = max(1, chunk_elements // columns)
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+def _implementation(backend: Backend, hidden: torch.Tensor) -> ModuleType:
+    """The module whose `partial` and `grad_logits` do the work."""
+    suits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+    if backend == "auto":
+        backend = "triton" if suits and importlib.util.find_spec("triton") else "torch"
+    if backend == "torch" or not len(hidden):  # a Triton launch must have work
+        return linear_log_probs_torch
+    from hybridrl.kernels import linear_log_probs_triton
 
-
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = hidden @ weight.T
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    return logits if temperature == 1 else logits.div_(temperature)
+    return linear_log_probs_triton
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -61,43 +98,55 @@ class _LinearLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         chunk_elements: int,
+        shard: VocabShard | None,
+        backend: Backend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        lse = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        target_logits, entropy = torch.empty_like(lse), torch.zeros_like(lse)
-        for rows in _chunks(len(hidden), len(weight), chunk_elements):
-            logits = _logits(hidden[rows], weight, temperature)
-            lse[rows] = logits.logsumexp(-1)
-            target_logits[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1)
-            if with_entropy:
-                log_p = logits.sub_(lse[rows, None])
-                entropy[rows] = -log_p.exp().mul_(log_p).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        start, size = (shard.start, shard.size) if shard else (0, len(weight))
+        local = targets - start
+        local = local.masked_fill(local >= size, -1)  # not a padded row either
+        part = _implementation(backend, hidden).partial(
+            hidden, weight[:size], local, temperature, with_entropy, chunk_elements
+        )
+        if shard:
+            part = part.all_reduce(shard.group)
+        lse, entropy = part.log_sum_exp(), part.entropy()
+        ctx.save_for_backward(hidden, weight, local, lse, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        ctx.chunk_elements = chunk_elements
-        return target_logits - lse, entropy
+        ctx.chunk_elements, ctx.shard, ctx.backend = chunk_elements, shard, backend
+        return part.target - lse, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: FunctionCtx, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks in float32: bf16 would lose small terms.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide)
-        for rows in _chunks(len(hidden), len(weight), ctx.chunk_elements):
-            log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(lse[rows, None])
-            scale = grad_log_probs[rows, None]
-            if ctx.with_entropy:
-                p = log_p.exp()
-                scale = scale + grad_entropy[rows, None] * log_p.add_(entropy[rows, None])
-                grad = p.mul_(scale).neg_()
-            else:
-                grad = log_p.exp_().mul_(-scale)
-            grad.scatter_add_(-1, targets[rows, None], grad_log_probs[rows, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        hidden, weight, local, lse, entropy = ctx.saved_tensors
+        implementation = _implementation(ctx.backend, hidden)
+        wide = lse.dtype
+        operand = wide if implementation is linear_log_probs_torch else hidden.dtype
+        operand_hidden = hidden.to(operand)
+        # Summed over chunks and ranks in float32: bf16 would lose small terms.
+        grad_hidden = torch.zeros_like(hidden, dtype=wide) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        size = ctx.shard.size if ctx.shard else len(weight)
+        for columns in linear_log_probs_torch.column_chunks(hidden, size, ctx.chunk_elements):
+            chunk = weight[columns].to(operand)
+            grad = implementation.grad_logits(
+                operand_hidden,
+                chunk,
+                local - columns.start,
+                lse,
+                entropy if ctx.with_entropy else None,
+                grad_log_probs,
+                grad_entropy,
+                ctx.temperature,
+            )
+            if grad_hidden is not None:
+                grad_hidden += grad @ chunk
+            if grad_weight is not None:
+                grad_weight[columns] = (grad.T @ operand_hidden).to(weight.dtype)
+        if ctx.shard and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=ctx.shard.group)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, *[None] * 6

@@ -1,0 +1,88 @@
+"""The parts of `linear_log_probs` in torch: for the CPU, and the reference of the Triton ones.
+
+Whatever the dtype of the inputs, products and sums are in float32 at least.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from hybridrl.kernels.softmax_partial import SoftmaxPartial
+
+
+def column_chunks(hidden: torch.Tensor, vocab: int, chunk_elements: int) -> Iterator[slice]:
+    """Slices of the vocabulary for which [tokens, columns] has at most `chunk_elements` elements.
+
+    With so many tokens that a chunk would be narrower than `hidden`, it is as wide as `hidden`: a
+    narrow product is slow, and what exists anyway is as large.
+    """
+    tokens, features = hidden.shape
+    size = max(1, features, chunk_elements // max(1, tokens))
+    return (slice(start, min(start + size, vocab)) for start in range(0, vocab, size))
+
+
+def partial(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    chunk_elements: int,
+) -> SoftmaxPartial:
+    """Statistics of the logits over the rows of `weight`, [tokens] each.
+
+    hidden [tokens, features], weight [vocab, features]; targets [tokens] are rows of `weight`,
+    anything else stands for a target that lies elsewhere.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    hidden = hidden.to(dtype)
+    joined = SoftmaxPartial.empty(len(hidden), dtype, hidden.device)
+    for columns in column_chunks(hidden, len(weight), chunk_elements):
+        logits = _logits(hidden, weight[columns].to(dtype), temperature)
+        index, here = _place(targets - columns.start, logits)
+        target = logits.gather(-1, index).squeeze(-1).masked_fill(~here, -torch.inf)
+        maximum = logits.amax(-1)
+        shifted = logits.sub_(maximum[:, None])
+        exponentials = shifted.exp()
+        total = exponentials.sum(-1)
+        weighted = exponentials.mul_(shifted).sum(-1) if with_entropy else torch.zeros_like(total)
+        joined = joined.join(SoftmaxPartial(maximum, total, weighted, target))
+    return joined
+
+
+def grad_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor | None,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Gradient [tokens, vocab] of hidden weight^T in the dtype of `hidden`; arguments as above.
+
+    lse and entropy [tokens] are those of the whole vocabulary; without `entropy` its gradient is
+    not looked at.
+    """
+    log_p = _logits(hidden, weight, temperature).sub_(lse[:, None])
+    if entropy is None:
+        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        p = log_p.exp()
+        scale = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        grad = p.mul_(scale.add_(grad_log_probs[:, None])).neg_()
+    index, here = _place(targets, grad)
+    grad.scatter_add_(-1, index, grad_log_probs.where(here, 0)[:, None])
+    return grad.div_(temperature)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = hidden @ weight.T
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _place(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column of each target as an index [tokens, 1], and whether it is among these columns."""
+    columns = logits.shape[-1]
+    here = (targets >= 0) & (targets < columns)
+    return targets.clamp(0, columns - 1)[:, None], here
