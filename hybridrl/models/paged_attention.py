@@ -44,7 +44,7 @@ class KVPool:
         self._rows = [layer.view(-1, head_dim) for layer in self.blocks]
         self._pages = [layer.view(-1, block_size * head_dim) for layer in self.blocks]
         self._heads = torch.arange(2 * kv_heads, device=device)
-        self._arena = torch.empty(layers, 0, dtype=dtype, device=device)
+        self._arenas: dict[int, torch.Tensor] = {}
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy whole blocks, of all layers, between two lists of block numbers."""
@@ -59,15 +59,17 @@ class KVPool:
         """Keep `new` [tokens, 2, kv_heads, head_dim] at `rows`."""
         self._rows[layer].index_copy_(0, rows, new.reshape(-1, self.head_dim))
 
-    def arena(self, tokens: int) -> torch.Tensor:
-        """Memory [layers, tokens * 2 * kv_heads * head_dim], the same one at every call.
+    def arena(self, tokens: int, lane: int = 0) -> torch.Tensor:
+        """Memory [layers, tokens * 2 * kv_heads * head_dim], the same one at every call for a lane.
 
         Kept, since fresh memory of that size costs a page fault per 4 kB.
         """
         size = tokens * len(self._heads) * self.head_dim
-        if self._arena.shape[1] < size:
-            self._arena = self._arena.new_empty(len(self._arena), size + size // 2)
-        return self._arena[:, :size]
+        arena = self._arenas.get(lane)
+        if arena is None or arena.shape[1] < size:
+            arena = self.blocks.new_empty(len(self.blocks), size + size // 2)
+            self._arenas[lane] = arena
+        return arena[:, :size]
 
     def gather(
         self, layer: int, tables: torch.Tensor, out: torch.Tensor | None = None

@@ -57,7 +57,7 @@ class DecodeBatch:
 
     All grow by one token a step, so the order by length stays and groups of like length are
     contiguous rows. `counts` [rows] are response tokens so far, `slots` [rows] the rows' places in
-    the engine's block tables.
+    the engine's block tables. Batches of the same `lane` follow each other.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class DecodeBatch:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        lane: int = 0,
     ) -> None:
         rows = sorted(rows, key=lambda row: -row[2])
         self.requests = [request for request, _, _ in rows]
@@ -75,7 +76,7 @@ class DecodeBatch:
         self.sampling = _sampling(self.requests, vocab_size, device)
         pages = [length // block_size + 1 for _, _, length in rows]
         self._cuts = split(pages, -(-_GROUP_KEYS // block_size))
-        self._device = device
+        self._device, self._lane = device, lane
         self._groups: list[tuple[PagedGroup, Workspace]] = []
         last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
         self._tokens = torch.tensor(last, device=device)
@@ -111,7 +112,7 @@ class DecodeBatch:
                 for num, (start, stop) in zip(wide, self._cuts, strict=True)
             ]
             unit = 2 * pool.kv_heads * pool.head_dim
-            memory = pool.arena(sum(tokens)).split([num * unit for num in tokens], 1)
+            memory = pool.arena(sum(tokens), self._lane).split([num * unit for num in tokens], 1)
             for (start, stop), num, part in zip(self._cuts, wide, memory, strict=True):
                 table = _tensor(tables[self.slots[start:stop], :num], self._device)
                 # Shares the memory of the array, which `advance` counts up.

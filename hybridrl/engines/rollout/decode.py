@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hybridrl.models.paged_attention import PagedBatch
+from hybridrl.models.shard import RowLinear, own_layers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -52,12 +53,15 @@ class FusedLinear:
 
 
 class FusedDecoder:
-    """Computes what `model(input_ids, position_ids, paged=...)` computes, for a decode step."""
+    """Computes what `model.model(inputs_embeds, position_ids, paged=...)` computes, for a step.
+
+    The model may be a rank's part of one (`local_model`).
+    """
 
     def __init__(self, model: PreTrainedModel, max_sequence: int) -> None:
         assert model.config.model_type in FAMILIES
         self._model = model
-        layers = model.model.layers
+        self._layers = layers = own_layers(model)
         attentions = [layer.self_attn for layer in layers]
         self._qkv = [FusedLinear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
         self._gate_up = [FusedLinear([m.mlp.gate_proj, m.mlp.up_proj]) for m in layers]
@@ -66,8 +70,8 @@ class FusedDecoder:
         self._table: torch.Tensor | None = None
         self._eps: float = config.rms_norm_eps
         self._dim: int = attentions[0].head_dim
-        self._heads: int = config.num_attention_heads
-        self._kv_heads: int = config.num_key_value_heads
+        self._heads: int = attentions[0].q_proj.weight.shape[0] // self._dim
+        self._kv_heads: int = attentions[0].k_proj.weight.shape[0] // self._dim
         self._windows: list[int | None] = [
             getattr(a, "sliding_window", None)
             if hasattr(a, "sliding_window") or config.model_type != "mistral"
@@ -85,22 +89,19 @@ class FusedDecoder:
         for linear in (*self._qkv, *self._gate_up):
             linear.free()
 
-    def __call__(
-        self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits [tokens, vocab] of `token_ids` [tokens] at `positions` [tokens]."""
-        body = self._model.model
-        x = functional.embedding(token_ids, body.embed_tokens.weight)
+    def __call__(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states `x` [tokens, hidden] at `positions` [tokens] through layers and norm."""
         cos, sin = self._rotation(x, positions)
-        for index, layer in enumerate(body.layers):
+        for index, layer in enumerate(self._layers):
             h = self._norm(x, layer.input_layernorm.weight)
             h = self._attention(index, layer.self_attn, h, cos, sin, paged)
             x = _add_linear(x, h, layer.self_attn.o_proj)
             h = self._norm(x, layer.post_attention_layernorm.weight)
             gate, up = self._gate_up[index](h).chunk(2, -1)
             x = _add_linear(x, layer.mlp.act_fn(gate).mul_(up), layer.mlp.down_proj)
-        logits: torch.Tensor = self._model.lm_head(self._norm(x, body.norm.weight))
-        return logits
+        norm = self._model.model.norm
+        # Only the last stage has one.
+        return x if isinstance(norm, nn.Identity) else self._norm(x, norm.weight)
 
     def _rotation(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cosine and signed sine [tokens, 1, head_dim], so that a rotation needs no negation.
@@ -146,8 +147,8 @@ class FusedDecoder:
         return out.flatten(1)
 
 
-def _add_linear(x: torch.Tensor, h: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+def _add_linear(x: torch.Tensor, h: torch.Tensor, linear: nn.Module) -> torch.Tensor:
     """x + linear(h)."""
-    if linear.bias is not None:
+    if isinstance(linear, RowLinear) or linear.bias is not None:
         return x + linear(h)
     return torch.addmm(x, h, linear.weight.t())

@@ -4,15 +4,19 @@ Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (S
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from hybridrl.engines.rollout.interface import Request
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_AHEAD = 256  # positions whose uniforms are made at once
 
 Words = npt.NDArray[np.uint64] | np.uint64
 
@@ -51,3 +55,38 @@ def uniforms(
     high, low, _, _ = philox4x32(counter, (key & _LOW, key >> _SHIFT))
     bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
     return np.asarray(bits * 2.0**-53, np.float64)
+
+
+class UniformTable:
+    """The uniforms of running requests, one row a slot, made `_AHEAD` positions at once."""
+
+    def __init__(self, slots: int) -> None:
+        self._rows = np.zeros((slots, _AHEAD))
+
+    def admit(self, rows: Sequence[tuple[Request, int]]) -> None:
+        """Fill the slots of requests, together for those that start in the same block."""
+        starts: dict[int, list[tuple[Request, int]]] = {}
+        for request, slot in rows:
+            start = len(request.response_ids) // _AHEAD * _AHEAD
+            starts.setdefault(start, []).append((request, slot))
+        for start, group in starts.items():
+            self._fill(group, start)
+
+    def take(
+        self,
+        requests: Sequence[Request],
+        slots: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """Uniforms [rows] of token number `counts` [rows] of `requests` in `slots` [rows]."""
+        column = counts % _AHEAD
+        for row in np.flatnonzero(column == 0):
+            self._fill([(requests[int(row)], int(slots[row]))], int(counts[row]))
+        return np.asarray(self._rows[slots, column], np.float64)
+
+    def _fill(self, rows: Sequence[tuple[Request, int]], start: int) -> None:
+        longest = max(request.sampling.max_new_tokens for request, _ in rows)
+        positions = np.arange(start, max(min(start + _AHEAD, longest), start + 1))
+        keys = np.array([request.stream for request, _ in rows], np.uint64)
+        slots = [slot for _, slot in rows]
+        self._rows[slots, : len(positions)] = uniforms(keys[:, None], positions)

@@ -1,5 +1,6 @@
 """Small random models and an engine for them."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -50,12 +51,20 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[[str], PreTrainedModel]:
-    """A model by the name of its config, with weights that make peaked distributions."""
+def make_model() -> Callable[..., PreTrainedModel]:
+    """A model by the name of its config, with weights that make peaked distributions.
 
-    def make(name: str) -> PreTrainedModel:
+    Keywords change the config.
+    """
+
+    def make(name: str, **changes: int) -> PreTrainedModel:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+        config = copy.deepcopy(CONFIGS[name])
+        for key, value in changes.items():
+            setattr(config, key, value)
+        if config.num_hidden_layers > len(getattr(config, "layer_types", None) or [0] * 99):
+            config.layer_types = [*config.layer_types, "sliding_attention"]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:

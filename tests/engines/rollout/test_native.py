@@ -101,8 +101,8 @@ def test_fused_decode_equals_the_module(
 ) -> None:
     model = make_model(family)
     fused, plain = make_engine(model), make_engine(model)
-    assert fused._decoder is not None
-    plain._decoder = None
+    assert fused._stage.decoder is not None
+    plain._stage.decoder = None
     same(finish(fused, requests_of(16)), finish(plain, requests_of(16)))
 
 
@@ -250,7 +250,7 @@ def test_weights(model: PreTrainedModel, make_engine: Make, finish: Finish) -> N
     engine.sleep()
     with pytest.raises(AssertionError, match="sleeps"):
         engine.step()
-    assert all(parameter.numel() == 0 for parameter in engine._model.parameters())
+    assert all(parameter.numel() == 0 for parameter in engine._stage.model.parameters())
     engine.wake()
     engine.update_weights(model.state_dict().items())
     same(finish(engine), wanted)

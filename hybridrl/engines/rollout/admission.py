@@ -1,0 +1,311 @@
+"""Which requests run, in which lane, and in which blocks of the KV cache. Plain bookkeeping.
+
+Nothing here depends on weights, so all ranks of a generation instance, told the same, decide the
+same.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill
+from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kv_cache import BlockAllocator
+from hybridrl.engines.rollout.stage import Drawn
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An unfinished request: `lane`, `blocks` and `slot` (its row in `tables`) while it runs."""
+
+    request: Request
+    order: int
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+    lane: "Lane | None" = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response, the pending one included."""
+        return len(self.request.prompt_ids) + len(self.request.response_ids)
+
+    def tokens(self) -> list[int]:
+        """Prompt and response."""
+        return [*self.request.prompt_ids, *self.request.response_ids]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Running sequences that decode together; a pipeline has as many lanes as stages.
+
+    `drawn` is what the last decode step draws, as long as nobody has looked at it; until then no
+    sequence joins or leaves. `batch` is kept from step to step until one does.
+    """
+
+    index: int
+    entries: list[Entry] = field(default_factory=list)
+    batch: DecodeBatch | None = None
+    drawn: Drawn | None = None
+
+    def end_batch(self, tables: Ints) -> None:
+        """The sequences are about to change."""
+        assert self.drawn is None, "drawn tokens are underway"
+        if self.batch is not None:
+            self.batch.flush(tables)
+        self.batch = None
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """A shared prompt: `blocks` cache all but its last token, None while they are not computed.
+
+    The entry holds its blocks itself as long as `users` unfinished requests name it. Sequences
+    share the full ones and copy the last, partly filled one, since they go on writing in it.
+    """
+
+    prompt_ids: list[int]
+    users: int = 0
+    blocks: list[int] | None = None
+
+
+@dataclass(slots=True)
+class Admitted:
+    """What is to be cached for `entries`, in this order.
+
+    First `prefixes`, then whole blocks are copied (`copies`: from, to), then `prompts`.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    prefixes: list[Prefill] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    prompts: list[Prefill] = field(default_factory=list)
+
+
+class Admission:
+    """Waiting and running requests of one engine, first come first served.
+
+    When blocks run out, prompts kept for sharing are given up first, then the newest sequence is
+    preempted: its blocks are freed, it waits at the head of the queue and is computed again. The
+    oldest sequence always goes on, and fits alone, so the queue drains.
+
+    Invariants: an entry waits (slot -1, no blocks) or is in one lane; `tables` [slots, pages] has
+    the blocks of running entries; a block is held once by each entry and each prefix that uses it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_lanes: int,
+        max_running: int,
+        block_size: int,
+        num_blocks: int,
+        max_sequence: int,
+        vocab_size: int,
+    ) -> None:
+        self.lanes = [Lane(index) for index in range(num_lanes)]
+        self.allocator = BlockAllocator(num_blocks)
+        self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
+        self.shared_tokens = 0
+        self._max_running, self._block_size = max_running, block_size
+        self._max_sequence, self._vocab_size = max_sequence, vocab_size
+        self._free_slots = list(range(max_running - 1, -1, -1))
+        self._submitted = 0
+        self._waiting: deque[Entry] = deque()
+        self._entries: dict[object, Entry] = {}
+        self._prefixes: dict[object, _Prefix] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in lanes."""
+        return sum(len(lane.entries) for lane in self.lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    # Requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises ValueError, before any is, for one that can never run."""
+        seen: set[object] = set()
+        prompts = {name: prefix.prompt_ids for name, prefix in self._prefixes.items()}
+        for request in requests:
+            self._check(request)
+            if request.id in seen or request.id in self._entries:
+                raise ValueError(f"request {request.id!r} is already in the engine")
+            seen.add(request.id)
+            prompt = list(request.prompt_ids)
+            if request.prefix is not None and prompts.setdefault(request.prefix, prompt) != prompt:
+                raise ValueError(f"prefix {request.prefix!r} names two different prompts")
+        for request in requests:
+            own = replace(
+                request,
+                prompt_ids=list(request.prompt_ids),
+                response_ids=list(request.response_ids),
+                log_probs=list(request.log_probs),
+            )
+            if own.prefix is not None:
+                prefix = self._prefixes.setdefault(own.prefix, _Prefix(list(own.prompt_ids)))
+                prefix.users += 1
+            entry = Entry(own, self._submitted)
+            self._submitted += 1
+            self._entries[own.id] = entry
+            self._waiting.append(entry)
+
+    def _check(self, request: Request) -> None:
+        name, sampling = f"request {request.id!r}", request.sampling
+        if not request.prompt_ids:
+            raise ValueError(f"{name} has an empty prompt")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
+            raise ValueError(
+                f"{name} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}; "
+                f"the model's vocabulary has 0 to {self._vocab_size - 1}"
+            )
+        if len(request.response_ids) >= sampling.max_new_tokens:
+            raise ValueError(
+                f"{name} has {len(request.response_ids)} response tokens already; "
+                f"rollout.max_new_tokens={sampling.max_new_tokens}"
+            )
+        total = len(request.prompt_ids) + sampling.max_new_tokens
+        if total > self._max_sequence:
+            raise ValueError(
+                f"{name} may reach {total} tokens (prompt {len(request.prompt_ids)} + "
+                f"rollout.max_new_tokens={sampling.max_new_tokens}); "
+                f"the longest sequence is {self._max_sequence}"
+            )
+        if -(-(total - 1) // self._block_size) > self.allocator.num_blocks:
+            raise ValueError(
+                f"{name} may reach {total} tokens (prompt {len(request.prompt_ids)} + "
+                f"rollout.max_new_tokens={sampling.max_new_tokens}); rollout.kv_cache_tokens="
+                f"{self.allocator.num_blocks * self._block_size} can never hold it"
+            )
+
+    def remove(self, id: object) -> Request | None:
+        """Take a request out, wherever it is; None for an unknown one."""
+        entry = self._entries.pop(id, None)
+        if entry is None:
+            return None
+        if entry.lane is not None:
+            self._stop(entry)
+        else:
+            self._waiting.remove(entry)
+        request = entry.request
+        if request.prefix is not None:
+            prefix = self._prefixes[request.prefix]
+            prefix.users -= 1
+            if not prefix.users:  # with its last user a prefix goes
+                self.allocator.release(prefix.blocks or [])
+                del self._prefixes[request.prefix]
+        return request
+
+    def drop_prefixes(self) -> None:
+        """Forget what is cached of shared prompts."""
+        for prefix in self._prefixes.values():
+            self.allocator.release(prefix.blocks or [])
+            prefix.blocks = None
+
+    # Admission
+
+    def admit(self, lane: Lane) -> Admitted:
+        """Let waiting requests into a lane, as many as its share of all requests."""
+        admitted = Admitted()
+        everyone = min(self._max_running, self.num_running + self.num_waiting)
+        share = -(-everyone // len(self.lanes))
+        while self._waiting and self._free_slots and len(lane.entries) < share:
+            entry = self._waiting[0]
+            shared = self._reserve(entry, admitted)
+            if shared is None:
+                break
+            self._waiting.popleft()
+            self._start(entry, lane)
+            admitted.entries.append(entry)
+            admitted.prompts.append(Prefill(entry.tokens()[shared:-1], shared, entry.blocks))
+        return admitted
+
+    def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:
+        """Give an entry its blocks: how many tokens a shared prefix caches; None if no room.
+
+        One free block for each running sequence is left, so that an admission does not end in a
+        preemption at once.
+        """
+        prefix = self._prefixes.get(entry.request.prefix)
+        need = -(-entry.length // self._block_size)
+        free = self.allocator.num_free - self.num_running - 1
+        if prefix is not None and len(prefix.prompt_ids) > 1:
+            full, partly = divmod(len(prefix.prompt_ids) - 1, self._block_size)
+            own = full + bool(partly) if prefix.blocks is None else 0
+            if need - full + own <= free:
+                return self._share(entry, prefix, need, admitted)
+        elif need <= free:
+            entry.blocks = self.allocator.take(need)
+            return 0
+        if self.num_running:
+            return None
+        # Alone it always fits, without a block kept for a prefix.
+        self.drop_prefixes()
+        entry.blocks = self.allocator.take(need)
+        return 0
+
+    def _share(self, entry: Entry, prefix: _Prefix, need: int, admitted: Admitted) -> int:
+        """Blocks of an entry that begins with those of a prefix; the tokens that it caches."""
+        shared = len(prefix.prompt_ids) - 1
+        full, partly = divmod(shared, self._block_size)
+        if prefix.blocks is None:
+            prefix.blocks = self.allocator.take(full + bool(partly))
+            admitted.prefixes.append(Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks))
+        else:
+            self.shared_tokens += shared
+        self.allocator.share(prefix.blocks[:full])
+        entry.blocks = prefix.blocks[:full] + self.allocator.take(need - full)
+        if partly:
+            admitted.copies.append((prefix.blocks[full], entry.blocks[full]))
+        return shared
+
+    def _start(self, entry: Entry, lane: Lane) -> None:
+        lane.end_batch(self.tables)
+        entry.lane, entry.slot = lane, self._free_slots.pop()
+        self.tables[entry.slot] = 0
+        self.tables[entry.slot, : len(entry.blocks)] = entry.blocks
+        lane.entries.append(entry)
+
+    def _stop(self, entry: Entry) -> None:
+        """Take a running sequence's blocks and slot away."""
+        assert entry.lane is not None
+        entry.lane.end_batch(self.tables)
+        entry.lane.entries.remove(entry)
+        self.allocator.release(entry.blocks)
+        self._free_slots.append(entry.slot)
+        entry.blocks, entry.slot, entry.lane = [], -1, None
+
+    # Growth
+
+    def _starting(self, lane: Lane) -> list[Entry]:
+        """Entries whose pending token is the first of a block, oldest first."""
+        if lane.batch is not None and (lane.batch.positions % self._block_size).all():
+            return []
+        starting = [e for e in lane.entries if e.length > len(e.blocks) * self._block_size]
+        return sorted(starting, key=lambda entry: entry.order)
+
+    def is_short(self, lane: Lane) -> bool:
+        """Whether `grow` may preempt; then no lane may have tokens underway."""
+        return len(self._starting(lane)) > self.allocator.num_free
+
+    def grow(self, lane: Lane) -> None:
+        """A block for every pending token that starts one; preempts the newest when out."""
+        for entry in self._starting(lane):
+            if entry.lane is None:
+                continue  # preempted for an older one
+            if not self.allocator.num_free:
+                self.drop_prefixes()
+            while not self.allocator.num_free and entry.lane is not None:
+                running = (other for lane in self.lanes for other in lane.entries)
+                victim = max(running, key=lambda other: other.order)
+                self._stop(victim)
+                self._waiting.appendleft(victim)
+            if entry.lane is not None:
+                (block,) = self.allocator.take(1)
+                self.tables[entry.slot, len(entry.blocks)] = block
+                entry.blocks.append(block)

@@ -1,0 +1,210 @@
+"""One rank's part of the forward pass, and what travels between the ranks of an instance.
+
+Hidden states go from stage to stage as soon as they are computed, drawn tokens from the last stage
+to all others; both without waiting, so that a stage computes while its messages are underway. Among
+tensor-parallel ranks one draws and tells the others, so that they cannot disagree.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
+from hybridrl.engines.rollout.decode import FusedDecoder
+from hybridrl.engines.rollout.sampling import SamplingBatch, sample
+from hybridrl.models import paged_attention
+from hybridrl.models.paged_attention import KVPool, PagedBatch
+from hybridrl.models.shard import GenParallel, local_model, own_layers
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens [rows] and their log-probabilities [rows] of a decode step, perhaps still underway.
+
+    On the way they are one int64 `message` [2, rows], the log-probabilities as bits of a double.
+    """
+
+    tokens: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    message: torch.Tensor | None = None
+    underway: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities, here."""
+        for work in self.underway:
+            work.wait()
+        if self.tokens is None or self.log_probs is None:
+            assert self.message is not None
+            self.tokens, log_probs = self.message
+            self.log_probs = log_probs.view(torch.float64).float()
+        return self.tokens, self.log_probs
+
+
+class Stage:
+    """The rank's layers with their weights, KV cache and neighbours.
+
+    `decode` and `prefill` are called in the same order on all ranks of the instance, with the same
+    batches; each rank has its own part of the cache for them.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        parallel: GenParallel,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_sequence: int,
+    ) -> None:
+        self.parallel = parallel
+        self._dtype, self._device = dtype, device
+        self.model = local_model(
+            config,
+            parallel,
+            attn_implementation=paged_attention.NAME,
+            dtype=dtype,
+            device=device,
+        )
+        fused = config.model_type in FUSED_FAMILIES
+        self.decoder = FusedDecoder(self.model, max_sequence) if fused else None
+        self._vocab_size: int = config.vocab_size
+        self._hidden_size: int = config.hidden_size
+        attention = own_layers(self.model)[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._kv_heads = attention.k_proj.weight.shape[0] // self._head_dim
+        self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        self.aliases = set(self.model.state_dict()) - set(self._shapes)
+        self._sending: tuple[dist.Work, torch.Tensor] | None = None
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The rank's own tensors by state-dict name, tied ones once."""
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def free(self) -> None:
+        """Give up the weights."""
+        self.settle()
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0, dtype=self._dtype, device=self._device)
+        if self.decoder is not None:
+            self.decoder.free()
+
+    def allocate(self) -> None:
+        """Memory for the weights, uninitialised."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+        if self.decoder is not None:
+            self.decoder.allocate()
+
+    def make_pool(self, num_blocks: int, block_size: int) -> KVPool:
+        """The cache of the rank's layers and key-value heads: blocks 0 to `num_blocks`."""
+        return KVPool(
+            layers=len(own_layers(self.model)),
+            blocks=num_blocks + 1,
+            block_size=block_size,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def prefill(self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Cache keys and values of `token_ids` [tokens] at `positions` [tokens]."""
+        self._pass_on(self._module(paged, self._inputs(token_ids), positions))
+
+    def decode(
+        self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Logits [tokens, vocab] where tokens are drawn (`draws`), None on other ranks."""
+        body = self.decoder or self._module
+        hidden = body(paged, self._inputs(token_ids), positions)
+        self._pass_on(hidden)
+        if not self.parallel.last:
+            return None
+        logits: torch.Tensor = self.model.lm_head(hidden)
+        return self._join(logits)
+
+    @property
+    def draws(self) -> bool:
+        """Whether this rank draws the tokens."""
+        return self.parallel.last and self.parallel.tp_rank == 0
+
+    def draw(
+        self, logits: torch.Tensor | None, uniforms: torch.Tensor | None, batch: SamplingBatch
+    ) -> Drawn:
+        """Draw the tokens of a decode step, or have them sent; `Drawn.wait` gives them.
+
+        `logits` and `uniforms` [rows] are None on ranks that do not draw.
+        """
+        parallel, drawn = self.parallel, Drawn()
+        rows = len(batch.temperature)
+        if logits is not None:
+            assert uniforms is not None
+            drawn.tokens, drawn.log_probs = sample(logits, uniforms, batch)
+            if parallel.pp * parallel.tp == 1:
+                return drawn
+            bits = drawn.log_probs.double().view(torch.int64)
+            drawn.message = torch.stack((drawn.tokens, bits)).cpu()
+        else:
+            drawn.message = torch.empty(2, rows, dtype=torch.int64)
+        if parallel.last and parallel.tp > 1:
+            dist.broadcast(drawn.message, group=parallel.tp_group, group_src=0)
+        if parallel.pp > 1:
+            drawn.underway = self._tell(drawn.message)
+        return drawn
+
+    def settle(self) -> None:
+        """Wait until the neighbour has what was sent to it."""
+        if self._sending is not None:
+            self._sending[0].wait()
+        self._sending = None
+
+    def _module(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The stage's layers (and norm) by the Hugging Face module, [tokens, hidden] likewise."""
+        hidden: torch.Tensor = self.model.base_model(
+            inputs_embeds=x[None], position_ids=positions[None], use_cache=False, paged=paged
+        ).last_hidden_state
+        return hidden[0]
+
+    def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, hidden]: embedded, or from the stage before."""
+        if self.parallel.first:
+            embedded: torch.Tensor = self.model.base_model.embed_tokens(token_ids)
+            return embedded
+        hidden = torch.empty(
+            len(token_ids), self._hidden_size, dtype=self._dtype, device=self._device
+        )
+        source = self.parallel.pp_rank - 1
+        dist.recv(hidden, group=self.parallel.pp_group, group_src=source)
+        return hidden
+
+    def _pass_on(self, hidden: torch.Tensor) -> None:
+        """Send hidden states to the stage behind; one message is underway at most."""
+        if self.parallel.last:
+            return
+        self.settle()
+        hidden = hidden.contiguous()
+        target = self.parallel.pp_rank + 1
+        work = dist.isend(hidden, group=self.parallel.pp_group, group_dst=target)
+        assert work is not None
+        self._sending = work, hidden  # kept until it has left
+
+    def _join(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Logits of all tp ranks side by side, less the padding, where tokens are drawn."""
+        if self.parallel.tp == 1:
+            return logits
+        parts = None
+        if self.draws:
+            parts = [torch.empty_like(logits) for _ in range(self.parallel.tp)]
+        dist.gather(logits, parts, group=self.parallel.tp_group, group_dst=0)
+        return None if parts is None else torch.cat(parts, -1)[:, : self._vocab_size]
+
+    def _tell(self, message: torch.Tensor) -> list[dist.Work]:
+        """From the last stage to the others."""
+        group, last = self.parallel.pp_group, self.parallel.pp - 1
+        if self.parallel.last:
+            works = [dist.isend(message, group=group, group_dst=i) for i in range(last)]
+        else:
+            works = [dist.irecv(message, group=group, group_src=last)]
+        return [work for work in works if work is not None]

@@ -1,0 +1,207 @@
+"""One rank's part of a model that generates: plain local tensors, collectives in the forward pass.
+
+What a rank holds is what `gen_layout` says. Heads and widths of a Hugging Face module follow from
+the shapes of its weights, so a module with smaller weights computes its part; what is added here is
+the sum behind a row-parallel product and the look-up in a vocabulary of which a rank has a part
+(Shoeybi et al., Megatron-LM, arXiv 1909.08053).
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import gen_layout
+from hybridrl.models.parallel import check_pp, check_tp, model_parameters, tp_style
+
+
+@dataclass(frozen=True, slots=True)
+class GenParallel:
+    """A rank's place among the `pp` x `tp` ranks of one generation instance, and its groups.
+
+    `tp_group` has the instance's ranks of the same stage by `tp_rank`, `pp_group` those of the same
+    `tp_rank` by stage; None where there is only one. Drawn tokens travel on the host: a group of
+    GPUs needs a backend for both (`cpu:gloo,cuda:nccl`).
+    """
+
+    pp: int = 1
+    tp: int = 1
+    pp_rank: int = 0
+    tp_rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for axis, size, rank, group in (
+            ("pp", self.pp, self.pp_rank, self.pp_group),
+            ("tp", self.tp, self.tp_rank, self.tp_group),
+        ):
+            assert 0 <= rank < size, f"{axis} rank {rank} of {size}"
+            if size > 1:
+                assert group is not None, f"{axis}={size} without its group"
+                assert (group.size(), group.rank()) == (size, rank), f"not the group of {axis}"
+
+    @property
+    def first(self) -> bool:
+        """Whether this stage embeds the tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this stage has the head."""
+        return self.pp_rank == self.pp - 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` summed over the tp ranks, in place."""
+        if self.tp > 1:
+            dist.all_reduce(x, group=self.tp_group)
+        return x
+
+
+class RowLinear(nn.Module):
+    """A linear layer of which each tp rank has a part of the inputs.
+
+    The bias, which every rank has whole, is added once, behind the sum.
+    """
+
+    def __init__(self, linear: nn.Linear, parallel: GenParallel) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., local inputs] to [..., outputs], the same on every tp rank."""
+        out = self._parallel.sum(functional.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding of which each tp rank has an equal part of the (padded) rows."""
+
+    def __init__(self, embedding: nn.Embedding, parallel: GenParallel) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self._parallel = parallel
+        self._rows = len(self.weight)
+        # Gemma scales what it looks up.
+        self._scale: float | None = getattr(embedding, "scalar_embed_scale", None)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [tokens] to [tokens, hidden], the same on every tp rank."""
+        if self._parallel.tp > 1:
+            rows = ids - self._parallel.tp_rank * self._rows
+            elsewhere = (rows < 0) | (rows >= self._rows)
+            x = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+            x = self._parallel.sum(x.masked_fill_(elsewhere[..., None], 0))
+        else:
+            x = functional.embedding(ids, self.weight)
+        # Rounded to the weight's dtype first, as Gemma does.
+        return x if self._scale is None else x * torch.tensor(self._scale, dtype=x.dtype)
+
+
+class Elsewhere(nn.Module):
+    """In the place of a layer that another pipeline stage has."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Passes the hidden states on."""
+        return hidden_states
+
+
+def check_parallel(config: PretrainedConfig, pp: int, tp: int) -> None:
+    """Raise ValueError for a model that cannot generate in `pp` stages and `tp` ways."""
+    for axis, size, reason in (
+        ("tp", tp, check_tp(config, tp, share_kv_heads=True)),
+        ("pp", pp, check_pp(config, pp)),
+    ):
+        if reason is not None:
+            raise ValueError(f"rollout.layout.{axis}={size}: {reason}")
+
+
+def local_shapes(config: PretrainedConfig, pp: int, tp: int, rank: int) -> dict[str, torch.Size]:
+    """Shape of each parameter that rank `pp_rank * tp + tp_rank` of an instance holds, by name."""
+    mesh = Mesh((("pp", pp), ("tp", tp)))
+    layout = gen_layout(model_parameters(config), mesh, config.num_hidden_layers)
+    shapes = {}
+    for name in layout.shapes:
+        boxes = layout.local(name, rank)
+        assert len(boxes) <= 1, f"{name} lies in {len(boxes)} boxes"
+        if boxes:
+            shapes[name] = torch.Size(boxes[0].shape)
+    return shapes
+
+
+def local_model(
+    config: PretrainedConfig,
+    parallel: GenParallel,
+    *,
+    attn_implementation: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """The rank's part of the model with uninitialised weights, under the names of the whole.
+
+    Layers of other stages are `Elsewhere`, `layer_idx` counts the stage's own. On other stages than
+    the first there is no embedding to call (a tied one holds the head's weight), on others than the
+    last neither norm nor head. Memory is taken for the rank's part alone.
+    """
+    check_parallel(config, parallel.pp, parallel.tp)
+    shapes = local_shapes(
+        config, parallel.pp, parallel.tp, parallel.pp_rank * parallel.tp + parallel.tp_rank
+    )
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=dtype
+        )
+    body: Any = model.base_model
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for name in [name for name, _ in model.named_parameters()]:
+        module, _, kind = name.rpartition(".")
+        if name in shapes:
+            empty = torch.empty(shapes[name], dtype=dtype, device=device)
+            parameter = nn.Parameter(empty, requires_grad=False)
+            setattr(model.get_submodule(module), kind, parameter)
+    body.embed_tokens = VocabEmbedding(body.embed_tokens, parallel)
+    if tied:
+        model.lm_head.weight = body.embed_tokens.weight
+    _cut(model, parallel, shapes)
+    if parallel.tp > 1:
+        _sum_rows(model, config, parallel)
+    # Its buffers are computed from the config, so not on the meta device.
+    body.rotary_emb = type(body.rotary_emb)(config).to(device)
+    left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    assert not left, f"without memory: {', '.join(left)}"
+    return model.eval()
+
+
+def own_layers(model: PreTrainedModel) -> list[Any]:
+    """The decoder layers of this rank's stage."""
+    return [layer for layer in model.base_model.layers if not isinstance(layer, Elsewhere)]
+
+
+def _cut(model: Any, parallel: GenParallel, shapes: dict[str, torch.Size]) -> None:
+    """Take out what other stages have."""
+    body, prefix = model.base_model, model.base_model_prefix
+    for index, layer in enumerate(body.layers):
+        name = f"{prefix}.layers.{index}"
+        if f"{name}.{next(layer.named_parameters())[0]}" not in shapes:
+            body.layers[index] = Elsewhere()
+    for index, layer in enumerate(own_layers(model)):
+        layer.self_attn.layer_idx = index
+    if f"{prefix}.embed_tokens.weight" not in shapes:
+        body.embed_tokens = None
+    if not parallel.last:
+        body.norm, model.lm_head = nn.Identity(), None
+
+
+def _sum_rows(model: PreTrainedModel, config: PretrainedConfig, parallel: GenParallel) -> None:
+    for name, module in list(model.base_model.named_modules()):
+        if isinstance(module, nn.Linear) and tp_style(config, name) == "rowwise":
+            parent, _, child = name.rpartition(".")
+            setattr(model.base_model.get_submodule(parent), child, RowLinear(module, parallel))
