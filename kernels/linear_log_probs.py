@@ -59,13 +59,16 @@ def linear_log_probs(
     Results are equal on all ranks; the gradient of `hidden` is the sum over the ranks, so no more
     is to be reduced; the gradient of `weight` is local.
 
-    `auto` takes Triton for bf16 and fp16 on a GPU. Raises ValueError for a temperature that is not
-    above 0, inputs of two dtypes, or a shard that is longer than `weight`.
+    `auto` takes Triton for bf16 and fp16 on NVIDIA GPUs since Ampere, torch elsewhere. Raises
+    ValueError for a temperature that is not above 0, inputs of two dtypes, float64 for Triton, or
+    a shard that is longer than `weight`.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: wanted a number above 0")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}: wanted one dtype")
+    if backend == "triton" and hidden.dtype == torch.float64:
+        raise ValueError("backend=triton computes in float32: wanted torch for float64")
     if shard and not (shard.start >= 0 and 0 <= shard.size <= len(weight)):
         raise ValueError(f"{shard.start=}, {shard.size=}: weight has {len(weight)} rows")
     log_probs, entropy = _LinearLogProbs.apply(
@@ -76,9 +79,15 @@ def linear_log_probs(
 
 def _implementation(backend: Backend, hidden: torch.Tensor) -> ModuleType:
     """The module whose `partial` and `grad_logits` do the work."""
-    suits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
     if backend == "auto":
-        backend = "triton" if suits and importlib.util.find_spec("triton") else "torch"
+        suits = (
+            hidden.is_cuda
+            and torch.version.cuda is not None  # the tiles are sized for NVIDIA's shared memory
+            and torch.cuda.get_device_capability(hidden.device) >= (8, 0)
+            and hidden.dtype in (torch.bfloat16, torch.float16)
+            and importlib.util.find_spec("triton") is not None
+        )
+        backend = "triton" if suits else "torch"
     if backend == "torch" or not len(hidden):  # a Triton launch must have work
         return linear_log_probs_torch
     from hybridrl.kernels import linear_log_probs_triton
@@ -103,7 +112,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, size = (shard.start, shard.size) if shard else (0, len(weight))
         local = targets - start
-        local = local.masked_fill(local >= size, -1)  # not a padded row either
+        local = local.masked_fill(local >= size, -1).contiguous()  # not a padded row either
         part = _implementation(backend, hidden).partial(
             hidden, weight[:size], local, temperature, with_entropy, chunk_elements
         )

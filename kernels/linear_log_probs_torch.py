@@ -8,15 +8,20 @@ from collections.abc import Iterator
 import torch
 from hybridrl.kernels.softmax_partial import SoftmaxPartial
 
+ALIGNED = 128
+"""Columns: rows of a chunk then begin where a GPU's matrix products are fast."""
+
 
 def column_chunks(hidden: torch.Tensor, vocab: int, chunk_elements: int) -> Iterator[slice]:
     """Slices of the vocabulary for which [tokens, columns] has at most `chunk_elements` elements.
 
     With so many tokens that a chunk would be narrower than `hidden`, it is as wide as `hidden`: a
-    narrow product is slow, and what exists anyway is as large.
+    narrow product is slow, and what exists anyway is as large. Wide chunks are whole Triton blocks.
     """
     tokens, features = hidden.shape
     size = max(1, features, chunk_elements // max(1, tokens))
+    if size > ALIGNED:
+        size -= size % ALIGNED
     return (slice(start, min(start + size, vocab)) for start in range(0, vocab, size))
 
 

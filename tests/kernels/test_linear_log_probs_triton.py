@@ -1,0 +1,220 @@
+"""The Triton kernels: in Triton's interpreter against float64, and through its compiler."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hybridrl.kernels import linear_log_probs_torch
+from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="the package triton is not installed (its wheels are for Linux)",
+)
+# (tokens, vocab, features): one of each; below, at and above blocks of 128, 128 and 64; splits of
+# several blocks and an empty one; a chunk of the backward pass that ends within a block.
+SIZES = [(1, 1, 1), (1, 129, 65), (127, 128, 64), (130, 1500, 70), (300, 257, 16)]
+PROGRAMS = 10
+# Float32 sums in another order; the gradient of the logits is rounded to the inputs' dtype.
+VALUES = 1e-5
+GRADIENTS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+CASES = [(*size, torch.float32, True, 1.6) for size in SIZES] + [
+    (*SIZES[3], dtype, with_entropy, 0.7) for dtype in GRADIENTS for with_entropy in (True, False)
+]
+
+
+def _inputs(tokens, vocab, features, dtype):
+    torch.manual_seed(tokens + vocab + features)
+    hidden = (torch.randn(features, tokens) * 2 / features**0.5).to(dtype).T  # not contiguous
+    weight = torch.randn(vocab, features).to(dtype)
+    targets = torch.randint(vocab, (tokens,))
+    targets[-1] = vocab - 1
+    return hidden, weight, targets, torch.randn(2, tokens, dtype=torch.float64)
+
+
+def _results(hidden, weight, targets, grads, with_entropy, *args):
+    """Values and the gradients of both inputs."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    values = linear_log_probs(hidden, weight, targets, *args)
+    values = values if with_entropy else values[:1]
+    loss = sum(g.to(v) @ v for g, v in zip(grads, values, strict=False))
+    return [result.detach() for result in (*values, *torch.autograd.grad(loss, (hidden, weight)))]
+
+
+def _wanted(tokens, vocab, features, dtype, with_entropy, temperature):
+    hidden, weight, targets, grads = _inputs(tokens, vocab, features, dtype)
+    inputs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    log_p = torch.log_softmax(inputs[0] @ inputs[1].T / temperature, -1)
+    values = [log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+    values = values if with_entropy else values[:1]
+    loss = sum(g @ v for g, v in zip(grads, values, strict=False))
+    return [result.detach() for result in (*values, *torch.autograd.grad(loss, inputs))]
+
+
+def _interpret():
+    """Make this process, which ends after the test, run Triton's kernels in its interpreter.
+
+    Triton decides when a kernel is defined, its own library's too; transformers has imported that.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in list(sys.modules):
+        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
+    from hybridrl.kernels import linear_log_probs_triton
+
+    linear_log_probs_triton.WANTED_PROGRAMS = PROGRAMS
+
+
+def _interpreted():
+    _interpret()
+    return [
+        _results(
+            *_inputs(*case[:4]), with_entropy, temperature, with_entropy, 2**16, None, "triton"
+        )
+        for *case, with_entropy, temperature in CASES
+    ]
+
+
+def _assert_close(got, want, dtype, case):
+    """`got` and `want`: values, then the two gradients; errors relative to the largest element."""
+    for i, (result, wanted) in enumerate(zip(got, want, strict=True)):
+        tolerance = VALUES if i < len(want) - 2 else GRADIENTS[dtype]
+        error = (result.double() - wanted).abs().max().item()
+        assert error <= tolerance * max(1.0, wanted.abs().max().item()), (case, i, error)
+
+
+@needs_triton
+def test_interpreted_equals_float64(ranks):
+    (results,) = ranks(1, _interpreted)
+    for case, got in zip(CASES, results, strict=True):
+        _assert_close(got, _wanted(*case), case[3], case)
+
+
+def _sharded_interpreted(cases):
+    _interpret()
+    results = []
+    for tokens, vocab, features, dtype, with_entropy, temperature in cases:
+        hidden, weight, targets, grads = _inputs(tokens, vocab, features, dtype)
+        rows = -(-vocab // dist.get_world_size())
+        start = rows * dist.get_rank()
+        mine = weight[start : start + rows]
+        local = torch.cat([mine, torch.full((rows + 1 - len(mine), features), 9.0).to(dtype)])
+        shard = VocabShard(dist.group.WORLD, min(start, vocab), len(mine))
+        options = (temperature, with_entropy, 2**16, shard, "triton")
+        got = _results(hidden, local, targets, grads, with_entropy, *options)
+        results.append((got, len(mine)))
+    return results
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [2, 3])
+def test_interpreted_shards_equal_float64(ranks, size):
+    """An uneven vocabulary of several blocks a rank; one of which the third rank holds nothing."""
+    cases = [
+        (33, vocab, 40, dtype, with_entropy, 0.8)
+        for vocab in (601, 4)
+        for dtype in (torch.float32, torch.bfloat16)
+        for with_entropy in (True, False)
+    ]
+    by_rank = ranks(size, _sharded_interpreted, cases)
+    for case, results in zip(cases, zip(*by_rank, strict=True), strict=True):
+        for got, valid in results:
+            assert got[-1][valid:].eq(0).all(), "padding has a gradient"
+            for mine, first in zip(got[:-1], results[0][0][:-1], strict=True):
+                assert torch.equal(mine, first), f"ranks differ: {case}"
+        weight_grad = torch.cat([got[-1][:valid] for got, valid in results])
+        _assert_close([*results[0][0][:-1], weight_grad], _wanted(*case), case[3], case)
+
+
+@needs_triton
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("kernel", ["_partial_kernel", "_grad_logits_kernel"])
+def test_compiles_for_gpus(kernel, with_entropy, tmp_path, monkeypatch):
+    """For Ampere's and Hopper's tensor cores, within every such GPU's shared memory (99 KiB).
+
+    Registers that are spilled to memory show as a stack: a few words at most.
+    """
+    import triton
+    from hybridrl.kernels import linear_log_probs_triton as ours
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"targets": "*i64", "hidden": "*bf16", "weight": "*bf16", "temperature": "fp32"}
+    types |= dict.fromkeys(("lse", "entropy", "grad_log_probs", "grad_entropy"), "*fp32")
+    types |= {"out": "*fp32" if kernel == "_partial_kernel" else "*bf16"}
+    options = ours._options(torch.zeros(1, device="meta"))
+    launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"WITH_ENTROPY": with_entropy, "GROUP": ours.GROUP, **options}
+    function = getattr(ours, kernel)
+    names = function.arg_names
+    aligned = ("features", "hidden_stride", "weight_stride")
+    for capability, instruction in [(80, "mma.sync"), (90, "wgmma")]:
+        source = triton.compiler.ASTSource(
+            fn=function,
+            signature={
+                name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+            },
+            constexprs={
+                (names.index(name),): value for name, value in constants.items() if name in names
+            },
+            attrs={
+                (i,): [["tt.divisibility", 16]]
+                for i, name in enumerate(names)
+                if name in aligned or types.get(name, "").startswith("*")
+            },
+        )
+        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(source, target=target, options=launch)
+        assert instruction in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= 99 * 1024
+        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run(
+            [tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True
+        ).stdout
+        (stack,) = re.findall(r"STACK:(\d+)", usage)
+        assert int(stack) <= 32, usage
+
+
+@needs_triton
+def test_triton_refuses_float64():
+    hidden, weight, targets, _ = _inputs(3, 5, 4, torch.float64)
+    with pytest.raises(ValueError, match="computes in float32"):
+        linear_log_probs(hidden, weight, targets, backend="triton")
+
+
+@pytest.mark.parametrize("width", [1, 100, 2000])
+def test_chunks_cover_the_vocabulary_in_whole_blocks(width):
+    hidden = torch.zeros(50, 7)
+    chunks = list(linear_log_probs_torch.column_chunks(hidden, 5003, 50 * width))
+    assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
+    assert chunks[-1].stop == 5003
+    assert {c.start % 128 for c in chunks} == {0} or width < 128
+    assert max(c.stop - c.start for c in chunks) <= max(width, 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "vocab", "features"), [(1, 129, 64), (1000, 50257, 200)])
+def test_on_a_gpu(tokens, vocab, features, dtype):
+    """What `auto` takes equals float64, the same bits each time, and holds no logits."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no NVIDIA GPU of compute capability 8.0 or above")
+    wanted = _wanted(tokens, vocab, features, dtype, True, 0.8)
+    inputs = [tensor.cuda() for tensor in _inputs(tokens, vocab, features, dtype)]
+    options = (True, 0.8, True, 2**22)
+    got = _results(*inputs, *options)
+    _assert_close([result.cpu() for result in got], wanted, dtype, (tokens, vocab, features))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    again = _results(*inputs, *options)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    if tokens > 1:
+        assert extra < tokens * vocab * 2 / 2, "half of the logits in the inputs' dtype"
