@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import DType
-from hybridrl.engines.train.fsdp import TORCH_DTYPES, TrainEngine
+from hybridrl.engines.train.engine import TORCH_DTYPES, TrainEngine
 
 MAX_SHARD_BYTES = 4 * 2**30
 """Bytes of one weight file; the writer holds at most one in memory."""
@@ -31,16 +31,16 @@ def save_hf(
     checkpoint is replaced at the end, at once. Raises OSError, on all ranks, that names the path.
     """
     weights, error = engine.weights(), None
-    if dist.get_rank(engine.group) == 0:
+    if dist.get_rank() == 0:
         try:
-            shapes = {name: shard.shape for name, shard in engine.named_shards().items()}
-            write_hf(path, engine.causal_lm, weights, shapes, TORCH_DTYPES[dtype], tokenizer)
+            compute = TORCH_DTYPES[dtype]
+            write_hf(path, engine.causal_lm, weights, engine.shapes(), compute, tokenizer)
         except OSError as caught:
             error = caught
     for _ in weights:
         pass  # the other ranks, and rank 0 after an error, still take part in the gathers
     errors = [error]
-    dist.broadcast_object_list(errors, group=engine.group, group_src=0)
+    dist.broadcast_object_list(errors, src=0)
     if errors[0] is not None:
         raise errors[0]
 

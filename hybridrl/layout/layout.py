@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
@@ -119,13 +119,22 @@ def stages_of_layers(
     (zero-bubble V). Chunks differ by at most one layer; earlier ones are larger. Raises ValueError
     for fewer layers than chunks.
     """
-    chunks = pp * per_rank
+    out: list[int] = []
+    for chunk, (start, stop) in enumerate(chunk_bounds(num_layers, pp * per_rank)):
+        out += [rank_of_chunk(chunk, pp, zigzag)] * (stop - start)
+    return out
+
+
+def chunk_bounds(num_layers: int, chunks: int) -> list[tuple[int, int]]:
+    """First layer of each chunk and the one behind its last."""
     if num_layers < chunks:
         raise ValueError(f"{num_layers} layers cannot be split into {chunks} pipeline chunks")
     size, larger = divmod(num_layers, chunks)
-    out = []
-    for chunk in range(chunks):
-        turn, place = divmod(chunk, pp)
-        rank = pp - 1 - place if zigzag and turn % 2 else place
-        out += [rank] * (size + (chunk < larger))
-    return out
+    ends = list(accumulate(size + (chunk < larger) for chunk in range(chunks)))
+    return list(pairwise([0, *ends]))
+
+
+def rank_of_chunk(chunk: int, pp: int, zigzag: bool = False) -> int:
+    """The pipeline rank that holds a chunk, see `stages_of_layers`."""
+    turn, place = divmod(chunk, pp)
+    return pp - 1 - place if zigzag and turn % 2 else place

@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, ConfigError
@@ -13,7 +12,7 @@ from hybridrl.data import Item, end_token_id
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
-from hybridrl.engines.train.fsdp import TrainEngine
+from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.executor import Command, Finished, Park, Phase, Resume, Sampling, Submit
 from hybridrl.flow.graph import Stage
@@ -42,14 +41,11 @@ class Actor:
         assert group is not None, "the process group is up before the actor"
         self.group = group
         rollout = config.rollout
-        self.mesh = init_device_mesh(
-            device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
-        )
         self.train_engine = TrainEngine(
             model_path,
             model=config.model,
             trainer=config.trainer,
-            mesh=self.mesh,
+            device=device,
             temperature=rollout.temperature or 1.0,
         )
         model_config = AutoConfig.from_pretrained(model_path)
@@ -224,7 +220,7 @@ class Reference:
             model_path,
             model=config.model,
             trainer=config.trainer,
-            mesh=actor.mesh,
+            device=actor.device,
             temperature=config.rollout.temperature or 1.0,
         )
 

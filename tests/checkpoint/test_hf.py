@@ -4,13 +4,11 @@ import resource
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from hybridrl.checkpoint import hf
 from hybridrl.config import DType, ModelConfig, TrainerConfig
-from hybridrl.engines.train.fsdp import TrainEngine
+from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.models.tiny import make_char_tokenizer
 
 
@@ -33,8 +31,9 @@ def source(request, tmp_path):
 
 
 def save(source, targets, dtype=DType.float32, file_limit=None, shard_bytes=None):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    engine = TrainEngine(str(source), model=ModelConfig(), trainer=TrainerConfig(), mesh=mesh)
+    engine = TrainEngine(
+        str(source), model=ModelConfig(), trainer=TrainerConfig(), device=torch.device("cpu")
+    )
     if shard_bytes:
         hf.write_hf.__defaults__ = (*hf.write_hf.__defaults__[:-1], shard_bytes)
     if file_limit:

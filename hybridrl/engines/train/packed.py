@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.kernels.linear_log_probs import linear_log_probs
+from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.packed_attention import Packing, make_packing
+from hybridrl.models.stages import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,19 @@ def pack(
     attention: Attention,
     device: torch.device,
     trained_only: bool = False,
+    total_tokens: int = 0,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
-    No sequences give a row of one token with nothing to score: a rank that has run out of work
-    computes it to take part in the collectives, and its gradient is exactly zero. Raises
-    ValueError for a response without a token before it, or a mask of another length.
+    A row shorter than `total_tokens` is filled up by a sequence with nothing to score, which stands
+    in `order` as -1: pipelines want rows of equal length. No sequences give a row of one token with
+    nothing to score: a rank that has run out of work computes it to take part in the collectives,
+    and its gradient is exactly zero. Raises ValueError for a response without a token before it,
+    or a mask of another length.
     """
+    missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
+    filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
+    sequences = [*sequences, *filler]
     order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].ids), i))
     lengths, predicting, targets, counts, start = [], [], [], [], 0
     for index in order:
@@ -63,7 +71,7 @@ def pack(
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         predicting=torch.cat([empty, *predicting]).to(device),
         targets=torch.cat([empty, *targets]).to(device),
-        order=tuple(order),
+        order=tuple(-1 if filler and i == len(sequences) - 1 else i for i in order),
         counts=tuple(counts),
         packing=make_packing(lengths, attention, device),
     )
@@ -98,6 +106,7 @@ def scored_fields(
         parts = [
             _field(sequences[index], name, count)
             for index, count in zip(batch.order, batch.counts, strict=True)
+            if index >= 0
         ]
         whole = torch.cat([torch.zeros(0), *parts])
         fields[name] = whole.to(batch.ids.device)
@@ -123,31 +132,48 @@ def _field(sequence: TrainSequence, name: str, count: int) -> torch.Tensor:
 
 
 class PackedModel(nn.Module):
-    """A causal language model whose forward gives log-probabilities of the scored tokens only.
+    """A causal language model, or a pipeline chunk of one, over a packed row.
 
-    The head is applied to the scored positions alone and in chunks, so logits of the prompt are
-    never computed and logits of the response never exist all at once.
+    The last chunk's forward gives log-probabilities of the scored tokens only: the head is applied
+    to the scored positions alone and in chunks, so logits of the prompt are never computed and
+    logits of the response never exist all at once. Under tensor parallelism the head's rows lie on
+    the ranks of `tp_group`.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, temperature: float = 1.0) -> None:
+    def __init__(
+        self, chunk: Chunk, temperature: float = 1.0, tp_group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm = chunk.model
+        self.first, self.last = chunk.first, chunk.last
         self.temperature = temperature
+        self.tp_group = tp_group
 
     def forward(
-        self,
-        ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        predicting: torch.Tensor,
-        targets: torch.Tensor,
-        packing: Packing,
-        with_entropy: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities and entropies [scored] after temperature; see `PackedBatch`."""
-        hidden = self.causal_lm.base_model(
-            ids, position_ids=position_ids, use_cache=False, packing=packing
+        self, x: torch.Tensor, batch: PackedBatch, with_entropy: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities and entropies [scored] after temperature; see `PackedBatch`.
+
+        `x` are the row's ids [1, tokens], or after the first chunk its hidden states
+        [1, tokens, features], which all chunks but the last give.
+        """
+        inputs = {"input_ids" if self.first else "inputs_embeds": x}
+        hidden: torch.Tensor = self.causal_lm.base_model(
+            **inputs, position_ids=batch.position_ids, use_cache=False, packing=batch.packing
         ).last_hidden_state
-        weight = self.causal_lm.get_output_embeddings().weight
+        if not self.last:
+            return hidden
+        weight, shard = self.causal_lm.get_output_embeddings().weight, None
+        if self.tp_group is not None:
+            weight = weight.to_local()
+            start = dist.get_rank(self.tp_group) * len(weight)
+            rows = max(0, min(len(weight), self.causal_lm.config.vocab_size - start))
+            shard = VocabShard(self.tp_group, start, rows)
         return linear_log_probs(
-            hidden[0].index_select(0, predicting), weight, targets, self.temperature, with_entropy
+            hidden[0].index_select(0, batch.predicting),
+            weight,
+            batch.targets,
+            self.temperature,
+            with_entropy,
+            shard=shard,
         )

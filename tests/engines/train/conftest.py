@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,6 +25,7 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 
 
@@ -56,6 +59,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 @pytest.fixture
 def sequences() -> list[TrainSequence]:
     """Nine sequences of 3 to 17 tokens with advantages, old log-probabilities and some masks."""
+    return make_sequences()
+
+
+@pytest.fixture(scope="session")
+def sequences_of() -> Callable[[], list[TrainSequence]]:
+    """Makes the `sequences`, for fixtures of a wider scope."""
+    return make_sequences
+
+
+def make_sequences() -> list[TrainSequence]:
+    """The same ones at every call."""
     random = torch.Generator().manual_seed(3)
     made = []
     for length, response in [

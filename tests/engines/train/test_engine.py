@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import DType, LRSchedule, ModelConfig, OptimConfig, TrainerConfig
-from hybridrl.engines.train import fsdp
-from hybridrl.engines.train.fsdp import TrainEngine
+from hybridrl.engines.train import build
+from hybridrl.engines.train import engine as engine_module
+from hybridrl.engines.train.engine import TrainEngine
 
 TEMPERATURE = 0.7
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -36,7 +36,7 @@ def make_engine(path, *, max_tokens=8192, temperature=TEMPERATURE, dtype=DType.f
         str(path),
         model=ModelConfig(compute_dtype=dtype),
         trainer=TrainerConfig(max_tokens_per_micro_batch=max_tokens, optim=optim, **trainer),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        device=torch.device("cpu"),
         temperature=temperature,
     )
 
@@ -156,9 +156,9 @@ def test_sliding_window(ranks, tiny, sequences, padded_log_probs, family):
 
 def per_layer_update(path, shares, loss, keep_unsharded):
     """The settings of large models on a small one."""
-    fsdp.ONE_GROUP_PARAMETERS = 0
+    build.ONE_GROUP_PARAMETERS = 0
     if not keep_unsharded:
-        fsdp.KEEP_UNSHARDED_PARAMETERS = 0
+        engine_module.KEEP_UNSHARDED_PARAMETERS = 0
     results = {}
     for checkpointing in (False, True):
         engine = make_engine(path, max_tokens=20, activation_checkpointing=checkpointing)
@@ -292,7 +292,7 @@ def frozen(path, sequences):
         str(path),
         model=ModelConfig(),
         trainer=TrainerConfig(),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        device=torch.device("cpu"),
         trainable=False,
     )
     assert not hasattr(engine, "optimizer")

@@ -1,0 +1,155 @@
+"""From a model directory to this rank's chunks: tp first, then pipeline chunks, then FSDP2."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from hybridrl.config import PipelineSchedule, TrainLayoutConfig
+from hybridrl.engines.train.packed import PackedModel
+from hybridrl.engines.train.pipeline import StageModel
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
+from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
+from hybridrl.models.parallel import check_pp, check_tp, model_parameters
+from hybridrl.models.stages import Chunk, cut, whole
+from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
+
+ONE_GROUP_PARAMETERS = 32 * 2**20
+"""Up to this size a chunk is one FSDP group: hooks per layer cost more than they hide."""
+
+
+@dataclass(frozen=True)
+class TrainDims:
+    """The training axes, and where this rank stands on them."""
+
+    axes: TrainAxes
+    schedule: PipelineSchedule
+    mesh: DeviceMesh
+
+    @classmethod
+    def make(cls, layout: TrainLayoutConfig, ranks: int, device_type: str) -> "TrainDims":
+        """All ranks of the world in the order of `TrainAxes`; raises ConfigError for the sizes."""
+        layout.check(ranks)
+        axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
+        mesh = init_device_mesh(
+            device_type,
+            (axes.pp, axes.replicas, axes.fsdp, axes.tp),
+            mesh_dim_names=("pp", "replica", "fsdp", "tp"),
+        )
+        return cls(axes, layout.schedule, mesh)
+
+    def rank(self, axis: str) -> int:
+        """This rank's place on an axis."""
+        return int(self.mesh.get_local_rank(axis))
+
+    @property
+    def num_chunks(self) -> int:
+        """Pipeline chunks of the model."""
+        return self.axes.pp * self.schedule.chunks_per_rank if self.axes.pp > 1 else 1
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether chunks run down the ranks and back."""
+        return self.schedule is PipelineSchedule.zero_bubble
+
+    @property
+    def chunk_numbers(self) -> list[int]:
+        """The chunks of this rank."""
+        pp, own = self.axes.pp, self.rank("pp")
+        return [i for i in range(self.num_chunks) if rank_of_chunk(i, pp, self.zigzag) == own]
+
+    def stage_of_layer(self, num_layers: int) -> list[int]:
+        """The pipeline rank of every layer."""
+        per_rank = self.num_chunks // self.axes.pp
+        return stages_of_layers(num_layers, self.axes.pp, per_rank, self.zigzag)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """This rank's part of a model: its chunks as they were cut, and wrapped as they are called."""
+
+    parameters: list[Parameter]
+    layout: Layout
+    chunks: list[Chunk]
+    roots: list[PackedModel]
+
+
+def build(
+    model: PreTrainedModel,
+    dims: TrainDims,
+    *,
+    temperature: float,
+    compute: torch.dtype,
+    keep_unsharded: bool,
+    gen_tp: int = 1,
+) -> Parts:
+    """Make `model`, whole on every rank, this rank's part of it.
+
+    Raises ValueError for axes that the model cannot take, with the reason.
+    """
+    axes, config = dims.axes, model.config
+    problem = check_tp(config, axes.tp, share_kv_heads=False) or check_pp(
+        config, axes.pp, dims.schedule.chunks_per_rank
+    )
+    if problem:
+        raise ValueError(f"trainer.layout pp={axes.pp} tp={axes.tp}: {problem}")
+    parameters = model_parameters(config)
+    layers = config.num_hidden_layers
+    layout = train_layout(parameters, axes, dims.stage_of_layer(layers), gen_tp)
+    pad_vocabulary(model, axes.tp)
+    bounds = chunk_bounds(layers, dims.num_chunks)
+    chunks = [whole(model)]
+    if dims.num_chunks > 1:
+        chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
+    tp_group = None
+    if axes.tp > 1:
+        for chunk in chunks:
+            apply_tensor_parallel(chunk.model, dims.mesh["tp"])
+        tp_group = dims.mesh.get_group("tp")
+    kind = StageModel if dims.num_chunks > 1 else PackedModel
+    roots = [kind(chunk, temperature, tp_group) for chunk in chunks]
+    by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in parameters}
+    dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
+    for root in roots:
+        _shard(root, dims, compute, keep_unsharded, dim_of)
+    return Parts(parameters, layout, chunks, roots)
+
+
+def _shard(
+    root: PackedModel,
+    dims: TrainDims,
+    compute: torch.dtype,
+    keep_unsharded: bool,
+    dim_of: dict[int, int],
+) -> None:
+    mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim_of[id(parameter)])
+
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        "reshard_after_forward": not keep_unsharded,
+        "shard_placement_fn": placement,
+    }
+    if sum(p.numel() for p in root.parameters()) > ONE_GROUP_PARAMETERS:
+        for layer in root.causal_lm.base_model.layers:
+            fully_shard(layer, **settings)
+    fully_shard(root, **settings)
+    for module in fsdp_modules([root]):
+        # Token weights are already relative to all ranks: gradients are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
+
+
+def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Every FSDP group of the chunks."""
+    return [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]

@@ -1,0 +1,448 @@
+"""The train engine: a Hugging Face model under pp x FSDP2 x tp, packed, normalised over all ranks.
+
+Every method is collective: all ranks call it in the same order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from hybridrl.algorithms.normalise import token_weights
+from hybridrl.config import DType, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.engines.train.balance import balance, micro_batches
+from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
+from hybridrl.engines.train.interface import Loss, TrainSequence
+from hybridrl.engines.train.optim import make_optimizer
+from hybridrl.engines.train.packed import (
+    PackedBatch,
+    pack,
+    scored_fields,
+    scored_positions,
+)
+from hybridrl.engines.train.pipeline import Pipeline, StageModel
+from hybridrl.models.load import load_causal_lm
+from hybridrl.models.packed_attention import NAME, choose_attention
+
+KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
+"""Up to this size weights and gradients stay unsharded from the first micro-batch to the last
+(at most 4 GiB a rank): one all-gather and one reduce-scatter an update, not one a micro-batch."""
+
+TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Of one update over all ranks: what every rank needs to weight and to keep step."""
+
+    micro_batches: int
+    tokens: int
+    sequences: int
+    longest: int
+
+
+class TrainEngine:
+    """One rank's part of a model in training.
+
+    Invariant: between calls the master weights are sharded and in float32, no gradient is left,
+    and all ranks hold the same `version` (optimizer steps done).
+
+    Example: `engine.update(sequences, loss)` trains one step on this rank's sequences;
+    `engine.log_probs(sequences)` scores; `engine.named_shards()` feeds the weight switch.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        device: torch.device,
+        temperature: float = 1.0,
+        trainable: bool = True,
+        gen_tp: int = 1,
+    ) -> None:
+        """Load `model_path` on every rank of the world and keep what `trainer.layout` says.
+
+        `temperature` is that of sampling: log-probabilities are those of the distribution that
+        responses are drawn from. With `trainable` False the engine only scores (a reference), and
+        has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelism, which
+        decides along which dimension FSDP shards (`layout.parameters.fsdp_dim`). Raises ConfigError
+        for a model that cannot be used, ValueError for axes that it cannot take and for a
+        temperature that is not above 0.
+        """
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}: training needs a number above 0")
+        self.trainer, self.device = trainer, device
+        self.attention = choose_attention(model.attention, device)
+        self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
+        self.causal_lm = load_causal_lm(model_path, NAME).requires_grad_(trainable)
+        self.num_parameters = sum(p.numel() for p in self.causal_lm.parameters())
+        self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
+        compute = TORCH_DTYPES[model.compute_dtype]
+        parts = build(
+            self.causal_lm,
+            self.dims,
+            temperature=temperature,
+            compute=compute,
+            keep_unsharded=self._keep_unsharded,
+            gen_tp=gen_tp,
+        )
+        self.parameters, self.layout = parts.parameters, parts.layout
+        self.chunks, self.roots = parts.chunks, parts.roots
+        if trainer.activation_checkpointing:
+            for chunk in self.chunks:
+                chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._replica = self.dims.mesh["pp", "tp"]._flatten("pp_tp").get_group()
+        self.pipeline: Pipeline | None = None
+        stages = [root for root in self.roots if isinstance(root, StageModel)]
+        if stages:
+            self.pipeline = Pipeline(
+                stages,
+                self.dims.chunk_numbers,
+                self.dims.num_chunks,
+                self.dims.schedule,
+                self.dims.mesh.get_group("pp"),
+                device,
+                compute,
+            )
+        self.version = 0
+        if trainable:
+            steps = trainer.steps * trainer.mini_batches * trainer.epochs
+            self.reset_optimizer(trainer.optim, steps)
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen: model type, parameters, attention, FSDP groups, kept unsharded."""
+        return {
+            "model_type": self.causal_lm.config.model_type,
+            "parameters": self.num_parameters,
+            "attention": self.attention.value,
+            "fsdp_groups": len(fsdp_modules(self.roots)),
+            "fsdp_keep_unsharded": self._keep_unsharded,
+        }
+
+    def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
+        """Start anew with empty moments and the schedule at its beginning; weights stay."""
+        self.optim = optim
+        self.optimizer, self.lr_scheduler = make_optimizer(
+            [p for root in self.roots for p in root.parameters()], optim, total_steps
+        )
+
+    # Scoring
+
+    @torch.no_grad()
+    def log_probs(
+        self, sequences: Sequence[TrainSequence], with_entropy: bool = False
+    ) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Log-probability of every response token, [response_tokens] a sequence, on CPU.
+
+        With `with_entropy` a second list holds the entropies. Ranks may hold different numbers of
+        sequences, or none.
+        """
+        pooled, own = self._pool(sequences)
+        scores = [torch.zeros(0)] * len(pooled)
+        entropies = list(scores)
+
+        def keep(
+            part: list[int], batch: PackedBatch, values: torch.Tensor, entropy: torch.Tensor | None
+        ) -> None:
+            self._scatter(scores, part, batch, values)
+            if entropy is not None:
+                self._scatter(entropies, part, batch, entropy)
+
+        parts = self._parts(pooled)
+        (num_micro_batches,) = self._reduce([len(parts)], dist.ReduceOp.MAX)
+        parts = self._same_number(pooled, parts, num_micro_batches)
+        batches = self._packed(pooled, parts)
+        if self.pipeline is None:
+            (root,) = self.roots
+            for part, batch in zip(parts, batches, strict=True):
+                keep(part, batch, *root(batch.ids, batch, with_entropy))
+        else:
+
+            def finish(
+                number: int, values: torch.Tensor, entropy: torch.Tensor | None
+            ) -> torch.Tensor:
+                keep(parts[number], batches[number], values, entropy)
+                return torch.zeros(1)
+
+            self.pipeline.score(batches, finish, with_entropy)
+            scores, entropies = self._from_last_stage((scores, entropies))
+        self._reshard()
+        return (scores[own], entropies[own]) if with_entropy else scores[own]
+
+    @staticmethod
+    def _scatter(
+        out: list[torch.Tensor], part: list[int], batch: PackedBatch, values: torch.Tensor
+    ) -> None:
+        for place, value in zip(batch.order, values.cpu().split(batch.counts), strict=True):
+            if place >= 0:
+                out[part[place]] = value.clone()
+
+    # Micro-batches
+
+    def _pool(self, sequences: Sequence[TrainSequence]) -> tuple[Sequence[TrainSequence], slice]:
+        """What the ranks of one replica (pp x tp) hold together, and which of it this rank gave.
+
+        They compute the same sequences, each its part of the model.
+        """
+        if self._replica.size() == 1:
+            return sequences, slice(0, len(sequences))
+        gathered: list[Any] = [None] * self._replica.size()
+        dist.all_gather_object(gathered, list(sequences), group=self._replica)
+        before = sum(map(len, gathered[: self._replica.rank()]))
+        return [s for part in gathered for s in part], slice(before, before + len(sequences))
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """What the last pipeline stage has computed, on all stages."""
+        group = self.dims.mesh.get_group("pp")
+        values = [value]
+        last = self.dims.stage_of_layer(self.causal_lm.config.num_hidden_layers)[-1]
+        dist.broadcast_object_list(values, group=group, group_src=last)
+        return values[0]
+
+    def _parts(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
+        lengths = [len(sequence.ids) for sequence in sequences]
+        return micro_batches(lengths, self.trainer.max_tokens_per_micro_batch)
+
+    def _same_number(
+        self, sequences: Sequence[TrainSequence], parts: list[list[int]], number: int
+    ) -> list[list[int]]:
+        """`number` micro-batches, as all ranks have them, or as many more as a pipeline wants."""
+        if self.pipeline is None:
+            return parts + [[]] * (number - len(parts))
+        number = self.pipeline.num_micro_batches(number)
+        return balance([len(sequence.ids) for sequence in sequences], number)
+
+    def _packed(
+        self,
+        sequences: Sequence[TrainSequence],
+        parts: list[list[int]],
+        trained_only: bool = False,
+    ) -> list[PackedBatch]:
+        """A row for each part; in a pipeline, of equal length."""
+        longest = 0
+        if self.pipeline is not None:
+            longest = max(1, *(sum(len(sequences[i].ids) for i in part) for part in parts))
+        return [
+            pack([sequences[i] for i in part], self.attention, self.device, trained_only, longest)
+            for part in parts
+        ]
+
+    # Training
+
+    def update(
+        self, sequences: Sequence[TrainSequence], loss: Loss, *, max_response_tokens: int = 0
+    ) -> dict[str, float]:
+        """One optimizer step on the sequences of all ranks; this rank gives its share.
+
+        The gradient is that of sum_i w_i loss_i over the trained tokens of all ranks, with w by
+        `loss.normalise`, whatever the split into ranks and micro-batches. `max_response_tokens` is
+        the constant of the normalisation `constant` (0: the longest response of this update).
+
+        Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
+        `entropy`, `tokens`, and the loss's own, averaged with w. Where loss or gradient is not
+        finite on any rank, no rank steps and `bad_step` is 1.0. Raises ValueError when no rank has
+        a token to train.
+        """
+        pooled, _ = self._pool(sequences)
+        parts = self._parts(pooled)
+        totals = self._totals(pooled, len(parts))
+        longest = max_response_tokens or totals.longest
+        parts = self._same_number(pooled, parts, totals.micro_batches)
+        batches = self._packed(pooled, parts, trained_only=True)
+        sums: dict[str, torch.Tensor] = {}
+
+        def finish(
+            number: int, log_probs: torch.Tensor, entropy: torch.Tensor | None
+        ) -> torch.Tensor:
+            assert entropy is not None
+            batch, members = batches[number], [pooled[i] for i in parts[number]]
+            fields = scored_fields(members, batch, loss.fields)
+            values, metrics = loss(log_probs, entropy if loss.needs_entropy else None, fields)
+            weights = token_weights(
+                batch.counts, loss.normalise, totals.tokens, totals.sequences, longest
+            ).to(values)
+            total = (weights * values).sum()
+            named = {**metrics, "entropy": entropy}
+            found = {name: (weights * value.detach()).sum() for name, value in named.items()}
+            for name, value in {**found, "loss": total.detach(), "weight": weights.sum()}.items():
+                sums[name] = sums[name] + value if name in sums else value
+            return total
+
+        if self.pipeline is None:
+            self._train_alone(batches, finish)
+        else:
+            self.pipeline.train(batches, finish)
+            self._sum_tied()
+            sums = self._from_last_stage(sums)
+        metrics = self._step(sums)
+        metrics["tokens"] = float(totals.tokens)
+        if self.pipeline is not None:
+            real = sum(len(sequence.ids) for sequence in pooled)
+            computed = len(batches) * batches[0].ids.shape[1]
+            real, computed = self._reduce([real, computed], dist.ReduceOp.SUM)
+            metrics["padding_share"] = 1 - real / computed
+        return metrics
+
+    def _train_alone(self, batches: Sequence[PackedBatch], finish: Callable[..., Any]) -> None:
+        """Forward and backward of all micro-batches on a model that is not cut into chunks."""
+        (root,) = self.roots
+        assert isinstance(root, FSDPModule)
+        for number, batch in enumerate(batches):
+            if self._keep_unsharded:
+                last = number == len(batches) - 1
+                root.set_requires_gradient_sync(last)
+                root.set_reshard_after_backward(last)
+            finish(number, *root(batch.ids, batch, True)).backward()
+
+    def _totals(self, sequences: Sequence[TrainSequence], num_micro_batches: int) -> _Totals:
+        counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
+        mine = torch.tensor(
+            [num_micro_batches, sum(counts), len(counts), max(counts, default=0)],
+            device=self.device,
+        )
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        ranks = torch.stack(gathered)
+        most = ranks.max(0).values.tolist()
+        total = (ranks.sum(0) // self._replica.size()).tolist()  # a replica's ranks say the same
+        if total[1] == 0:
+            raise ValueError("update: no rank has a response token to train on")
+        return _Totals(most[0], total[1], total[2], most[3])
+
+    def _sum_tied(self) -> None:
+        """Add the gradients of a tied embedding, which first and last chunk hold as two copies."""
+        copies = [parameter for parameter, copy in self._gradient_owners() if copy is not None]
+        if not self.causal_lm.config.tie_word_embeddings or not copies:
+            return
+        gradients = [p.grad.to_local() for p in copies if isinstance(p.grad, DTensor)]
+        if len(gradients) == 2:  # both chunks are here
+            total = gradients[0] + gradients[1]
+        else:
+            (gradient,) = gradients
+            group = self.dims.mesh.get_group("pp")
+            peer = (self.dims.axes.pp - 1) - self.dims.rank("pp")
+            other = torch.empty_like(gradient)
+            work = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+                    dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+                ]
+            )
+            for request in work:
+                request.wait()
+            total = gradient + other
+        for gradient in gradients:
+            gradient.copy_(total)
+
+    def _gradient_owners(self) -> list[tuple[torch.nn.Parameter, bool | None]]:
+        """Parameters; and of a tied embedding's copies, whether it is the one that is counted."""
+        tied = self.causal_lm.config.tie_word_embeddings and self.pipeline is not None
+        found = []
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                embedding = tied and name.endswith("embed_tokens.weight")
+                found.append((parameter, chunk.first if embedding else None))
+        return found
+
+    def _step(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Clip by the global norm and step, or skip the step on all ranks alike."""
+        gradients, shares = [], []
+        for parameter, counted in self._gradient_owners():
+            if isinstance(parameter.grad, DTensor):
+                gradients.append(parameter.grad.to_local())
+                shares.append(0.0 if counted is False else 1 / self._copies(parameter))
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+        square_sum = (squares * squares.new_tensor(shares)).sum()
+        names = sorted(sums)
+        # What is not finite on one rank is not finite in the sum that all ranks get.
+        each = [sums[name].double() / self._replica.size() for name in names]
+        values = torch.stack([square_sum, *each])
+        dist.all_reduce(values)
+        square, *rest = values.tolist()
+        metrics = dict(zip(names, rest, strict=True))
+        weight = metrics.pop("weight")
+        metrics = {k: v if k == "loss" else v / weight for k, v in metrics.items()}
+        metrics |= {"grad_norm": square**0.5, "lr": self.lr_scheduler.get_last_lr()[0]}
+        finite = all(map(torch.isfinite, values[[0, 1 + names.index("loss")]]))
+        if finite:
+            limit = self.optim.clip_grad_norm
+            if limit and metrics["grad_norm"] > limit:
+                torch._foreach_mul_(gradients, limit / (metrics["grad_norm"] + 1e-6))
+            self.optimizer.step()
+            self.lr_scheduler.step()
+            self.version += 1
+        self.optimizer.zero_grad()
+        metrics["bad_step"] = 0.0 if finite else 1.0
+        return metrics
+
+    def _copies(self, parameter: torch.nn.Parameter) -> int:
+        """Ranks of the world that hold the same shard of a parameter."""
+        assert isinstance(parameter, DTensor)
+        names = parameter.device_mesh.mesh_dim_names or ()
+        whole_on_tp = any(
+            name == "tp" and isinstance(placement, Replicate)
+            for name, placement in zip(names, parameter.placements, strict=True)
+        )
+        return self.dims.axes.replicas * (self.dims.axes.tp if whole_on_tp else 1)
+
+    def _reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+        tensor = torch.tensor(values, device=self.device)
+        dist.all_reduce(tensor, op)
+        return tensor.tolist()
+
+    # Weights
+
+    def _reshard(self) -> None:
+        for module in fsdp_modules(self.roots):
+            module.reshard()
+
+    def named_shards(self) -> dict[str, DTensor]:
+        """This rank's shards under their Hugging Face names; tied ones once. Not copies."""
+        found: dict[str, DTensor] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                found.setdefault(name, cast(DTensor, parameter.detach()))
+        return found
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Every parameter's whole shape, in the model's order; tied ones once."""
+        return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter whole, one after the other, in float32; all ranks iterate together."""
+        shards, pp = self.named_shards(), self.dims.rank("pp")
+        for name, shape in self.shapes().items():
+            owner = self.layout.rules[name].stages[0]
+            tensor = torch.empty(shape, device=self.device)
+            if owner == pp:
+                tensor = shards[name].full_tensor()[tuple(map(slice, shape))].contiguous()
+            if self.dims.axes.pp > 1:
+                dist.broadcast(tensor, group=self.dims.mesh.get_group("pp"), group_src=owner)
+            yield name, tensor
+
+    # Phases
+
+    def offload(self) -> None:
+        """Move master weights and optimizer state to the CPU, if they are not there."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Bring master weights and optimizer state back to the accelerator."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        self._reshard()
+        for root in self.roots:
+            root.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    state[name] = value.to(device, non_blocking=False)

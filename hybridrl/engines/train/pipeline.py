@@ -1,0 +1,155 @@
+"""Micro-batches through a pipeline of chunks, by torch's own schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from hybridrl.config import PipelineSchedule
+from hybridrl.engines.train.packed import PackedBatch, PackedModel
+from hybridrl.layout.layout import rank_of_chunk
+
+Finish = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""What the last chunk does with a micro-batch's number, log-probabilities and entropies: a loss."""
+
+
+class StageModel(PackedModel):
+    """A chunk as torch's pipeline calls it: with the number of a micro-batch.
+
+    torch splits tensors over micro-batches, and a packed row's description is none; so the
+    descriptions lie here, and the number travels.
+    """
+
+    batches: Sequence[PackedBatch] = ()
+    finish: Finish | None = None
+    with_entropy = False
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Hidden states, or on the last chunk the micro-batch's loss [1]."""
+        out = super().forward(x, self.batches[int(number)], self.with_entropy)
+        if isinstance(out, torch.Tensor):
+            return out
+        assert self.finish is not None
+        return self.finish(int(number), *out).reshape(1)
+
+
+class Pipeline:
+    """The chunks of this rank, in the order in which micro-batches pass them.
+
+    All micro-batches of one call are rows of equal length. Stages are made anew in each call: gloo
+    does not bear a pair whose messages change their length, and making them takes under 1 ms.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[StageModel],
+        numbers: Sequence[int],
+        num_chunks: int,
+        kind: PipelineSchedule,
+        group: ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.chunks, self.numbers, self.num_chunks = chunks, numbers, num_chunks
+        self.kind, self.group, self.device, self.dtype = kind, group, device, dtype
+        self._features: int = chunks[0].causal_lm.config.hidden_size
+
+    def num_micro_batches(self, least: int) -> int:
+        """The smallest number from `least` on that the schedule takes: a multiple of the stages."""
+        stages = self.group.size()
+        return max(1, -(-least // stages)) * stages
+
+    def train(self, batches: Sequence[PackedBatch], finish: Finish) -> None:
+        """Forward and backward of all micro-batches. Gradients are summed."""
+        schedule = self._schedule(len(batches), batches[0].ids.shape[1])
+        numbers = torch.arange(len(batches))
+        inputs = [torch.cat([batch.ids for batch in batches])] if self.numbers[0] == 0 else []
+        with self._prepared(batches, finish, with_entropy=True):
+            schedule.step(*inputs, target=numbers, number=numbers)
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool) -> None:
+        """Forward of all micro-batches: through one chunk of this rank after the other.
+
+        Not by a schedule of torch's: those with several chunks a rank know no forward alone.
+        """
+        hidden: dict[int, torch.Tensor] = {}  # what this rank hands to itself
+        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        with self._prepared(batches, finish, with_entropy):
+            for chunk, place in zip(self.chunks, self.numbers, strict=True):
+                source, target = self._holder(place - 1), self._holder(place + 1)
+                for number, batch in enumerate(batches):
+                    x = batch.ids
+                    if source == self.group.rank():
+                        x = hidden.pop(number)
+                    elif source is not None:
+                        x = x.new_empty(*x.shape, self._features, dtype=self.dtype)
+                        dist.recv(x, group=self.group, group_src=source)
+                    out = chunk(x, torch.tensor([number]))
+                    if target == self.group.rank():
+                        hidden[number] = out
+                    elif target is not None:
+                        out = out.contiguous()
+                        sent.append((dist.isend(out, group=self.group, group_dst=target), out))
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+
+    def _holder(self, place: int) -> int | None:
+        """The pipeline rank of a chunk, None before the first and behind the last."""
+        if not 0 <= place < self.num_chunks:
+            return None
+        zigzag = self.kind is PipelineSchedule.zero_bubble
+        return rank_of_chunk(place, self.group.size(), zigzag)
+
+    @contextmanager
+    def _prepared(
+        self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool
+    ) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.batches, chunk.finish, chunk.with_entropy = batches, finish, with_entropy
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.batches, chunk.finish = (), None
+
+    def _schedule(self, num_batches: int, tokens: int) -> Any:
+        pairs = zip(self.chunks, self.numbers, strict=True)
+        stages: list[Any] = [self._stage(*pair, tokens) for pair in pairs]
+        settings: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        match self.kind:
+            case PipelineSchedule.one_f_one_b:
+                return Schedule1F1B(stages[0], num_batches, **settings)
+            case PipelineSchedule.interleaved:
+                return ScheduleInterleaved1F1B(stages, num_batches, **settings)
+            case PipelineSchedule.zero_bubble:
+                return ScheduleZBVZeroBubble(stages, num_batches, **settings)
+
+    def _stage(self, chunk: StageModel, number: int, tokens: int) -> PipelineStage:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        hidden = torch.zeros(1, tokens, self._features, dtype=self.dtype, device="meta")
+        hidden.requires_grad_()  # else no gradient is received for it
+        loss = torch.zeros(1, device="meta", requires_grad=True)
+        return PipelineStage(
+            chunk,
+            number,
+            self.num_chunks,
+            self.device,
+            input_args=ids if chunk.first else hidden,
+            output_args=loss if chunk.last else hidden,
+            group=self.group,
+        )
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.sum()

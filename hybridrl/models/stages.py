@@ -1,0 +1,67 @@
+"""A Hugging Face model cut into pipeline chunks that keep its code and its names."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive layers of a model as a model of its own, with `offset` layers before them.
+
+    The `first` one has the embedding, the `last` one norm and head.
+    """
+
+    model: PreTrainedModel
+    offset: int
+    first: bool
+    last: bool
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the whole model's names; a tied head under the embedding's."""
+        base = self.model.base_model_prefix
+        layers = f"{base}.layers."
+        tied = self.model.config.tie_word_embeddings
+        for name, parameter in self.model.named_parameters():
+            if name.startswith(layers):
+                number, _, rest = name.removeprefix(layers).partition(".")
+                name = f"{layers}{int(number) + self.offset}.{rest}"
+            elif tied and not self.first and name == "lm_head.weight":
+                name = f"{base}.embed_tokens.weight"
+            yield name, parameter
+
+
+def whole(model: PreTrainedModel) -> Chunk:
+    """The model as its only chunk."""
+    return Chunk(model, 0, first=True, last=True)
+
+
+def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
+    """Layers `start` to `stop` of `model`, whose modules are taken and not copied.
+
+    Except a tied head: the last chunk has a copy of the embedding, whose gradient has to be added
+    to that of the first. The chunk's forward is transformers' own; after the first it takes
+    `inputs_embeds`, and before the last its `last_hidden_state` is that of the last layer.
+    """
+    base, config = model.base_model, copy.deepcopy(model.config)
+    first, last = start == 0, stop == config.num_hidden_layers
+    config.num_hidden_layers = stop - start
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[start:stop]
+    with torch.device("meta"):
+        part = AutoModelForCausalLM.from_config(
+            config, attn_implementation=model.config._attn_implementation
+        )
+    part.base_model.layers = nn.ModuleList(list(base.layers)[start:stop])
+    part.base_model.rotary_emb = base.rotary_emb
+    part.base_model.embed_tokens = base.embed_tokens if first else None
+    part.base_model.norm = base.norm if last else nn.Identity()
+    head = model.get_output_embeddings() if last else None
+    if head is not None and not first and head.weight is base.embed_tokens.weight:
+        head = copy.deepcopy(head)
+    part.lm_head = head
+    return Chunk(part.train(), start, first, last)

@@ -1,0 +1,110 @@
+"""Tensor parallelism of a Hugging Face model for training, as DTensors, by transformers' own plan.
+
+Between the blocks activations are whole on every rank (Megatron-LM, arXiv 1909.08053, section 3).
+Every parameter becomes a DTensor on the tp axis, those that are whole too: the gradient norm and
+FSDP2 want no mixture.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedModel
+
+from hybridrl.models.parallel import tp_style
+
+
+class Replicated(ParallelStyle):
+    """Parameters whole on every rank, as DTensors; plain activations in and out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        enter: Any = _enter  # torch's type says that hooks give nothing; they may
+        partition = partial(_place, placement=Replicate())
+        return distribute_module(module, device_mesh, partition, enter, _leave)
+
+
+class VocabularyRows(ParallelStyle):
+    """The weight cut by rows, for a head whose forward is never called: see `linear_log_probs`."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, partial(_place, placement=Shard(0)))
+
+
+def _place(name: str, module: nn.Module, mesh: DeviceMesh, placement: Any) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        # src_data_rank None: every rank has read the same weights, nothing is sent.
+        tensor = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+        module.register_parameter(key, nn.Parameter(tensor, parameter.requires_grad))
+
+
+def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    return tuple(
+        DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        else x
+        for x in inputs
+    )
+
+
+def _leave(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+    return outputs.to_local() if isinstance(outputs, DTensor) else outputs
+
+
+def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
+    """Append rows of zeros to embedding and head until `multiple` divides their number.
+
+    torch's DTensors are only right for parts of equal size. The rows are never looked up, and
+    `linear_log_probs` leaves them out.
+    """
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = module.weight
+        missing = -len(weight) % multiple
+        if missing:
+            padded = torch.cat([weight.data, weight.new_zeros(missing, weight.shape[1])])
+            module.weight = nn.Parameter(padded, weight.requires_grad)
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Make `model`, or a pipeline chunk of one, tensor parallel over the `mesh` of one axis.
+
+    Heads and widths must divide (`models.parallel.check_tp`), the vocabulary too
+    (`pad_vocabulary`). The head's forward is not to be called afterwards.
+    """
+    embedding, head = model.base_model.embed_tokens, model.lm_head
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    prefix = f"{model.base_model_prefix}."
+    # Gemma 3 normalises [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
+    heads_dim = 1 if model.config.model_type == "gemma3_text" else 2
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        if not list(module.parameters(recurse=False)):
+            continue
+        match tp_style(model.config, name.removeprefix(prefix)):
+            case "colwise":
+                styles[name] = ColwiseParallel()
+            case "rowwise":
+                styles[name] = RowwiseParallel()
+            case "replicated_with_grad_allreduce":
+                styles[name] = SequenceParallel(sequence_dim=heads_dim, use_local_output=True)
+            case _ if module is embedding:
+                styles[name] = RowwiseParallel(input_layouts=Replicate())
+            case _ if module is head:
+                styles[name] = VocabularyRows()
+            case _:
+                styles[name] = Replicated()
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    if tied:  # parallelize_module makes two parameters of it
+        head.weight = embedding.weight

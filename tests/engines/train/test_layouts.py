@@ -1,0 +1,168 @@
+"""One step under pp x replicas x fsdp x tp against a plain single-process padded step."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config import (
+    ModelConfig,
+    OptimConfig,
+    PipelineSchedule,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.engines.train.engine import TrainEngine
+
+TEMPERATURE = 0.7
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+LAYOUTS = [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
+SIZES = {"num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+class Surrogate:
+    """A smooth policy loss with an entropy bonus, so that all gradients are used."""
+
+    normalise = "token"
+    fields = ("advantages", "old_log_probs")
+    needs_entropy = True
+
+    def __call__(self, log_probs, entropy, fields):
+        ratio = (log_probs - fields["old_log_probs"]).exp()
+        return -ratio * fields["advantages"] - 0.01 * entropy, {"ratio": ratio}
+
+
+def oracle(path, sequences):
+    """Loss, gradients and log-probabilities of one padded batch in float64."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    longest = max(len(s.ids) for s in sequences)
+    ids = torch.zeros(len(sequences), longest, dtype=torch.long)
+    for row, s in enumerate(sequences):
+        ids[row, : len(s.ids)] = s.ids  # causal: what stands after a sequence changes nothing
+    logits = model(ids).logits / TEMPERATURE
+    masks = [torch.ones(s.response_tokens) if s.mask is None else s.mask for s in sequences]
+    tokens = sum(mask.sum() for mask in masks)
+    total, scores = torch.zeros((), dtype=torch.float64), []
+    for row, s in enumerate(sequences):
+        log_p = logits[row, len(s.ids) - s.response_tokens - 1 : len(s.ids) - 1].log_softmax(-1)
+        chosen = log_p.gather(-1, s.ids[-s.response_tokens :, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        fields = {
+            "advantages": torch.tensor(s.fields["advantages"]),
+            "old_log_probs": s.fields["old_log_probs"],
+        }
+        total = total + (masks[row] / tokens * Surrogate()(chosen, entropy, fields)[0]).sum()
+        scores.append(chosen.detach())
+    total.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return total.item(), gradients, scores
+
+
+def step(path, sequences, layout, schedule, gen_tp, max_tokens):
+    """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
+    pp, replicas, fsdp, tp = layout
+    engine = TrainEngine(
+        path,
+        model=ModelConfig(),
+        trainer=TrainerConfig(
+            max_tokens_per_micro_batch=max_tokens,
+            optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
+            layout=TrainLayoutConfig(
+                pp=pp, replicas=replicas, fsdp=fsdp, tp=tp, schedule=PipelineSchedule[schedule]
+            ),
+        ),
+        device=torch.device("cpu"),
+        temperature=TEMPERATURE,
+        gen_tp=gen_tp,
+    )
+    mine = sequences[dist.get_rank() :: dist.get_world_size()]
+    scores = engine.log_probs(mine)
+    local = {}
+    for name, shard in engine.named_shards().items():
+        boxes = engine.layout.local(name, dist.get_rank())
+        sizes = [box.shape for box in boxes]
+        assert [tuple(shard.to_local().shape)] == sizes or not sizes, (name, sizes)
+    gradients = {}
+
+    def before_step(*_):
+        for chunk in engine.chunks:
+            for name, p in chunk.named_parameters():
+                local[name] = p.grad.full_tensor().clone()
+
+    engine.optimizer.register_step_pre_hook(before_step)
+    metrics = engine.update(mine, Surrogate())
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    for rank_gradients in gathered:
+        for name, gradient in rank_gradients.items():
+            assert torch.equal(gradients.setdefault(name, gradient), gradient), name
+    after = {name: tensor.clone() for name, tensor in engine.weights()}
+    return scores, metrics, gradients, after
+
+
+def check(results, want, path):
+    loss, want_gradients, want_scores = want
+    size = len(results)
+    for rank, (scores, metrics, gradients, after) in enumerate(results):
+        for got, expected in zip(scores, want_scores[rank::size], strict=True):
+            assert torch.allclose(got.double(), expected, rtol=0, atol=2e-5)
+        assert metrics == results[0][1], "all ranks report the same"
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert gradients.keys() == want_gradients.keys()
+        for name, gradient in want_gradients.items():
+            got = gradients[name][: len(gradient)].double()
+            assert not gradients[name][len(gradient) :].any(), f"{name}: padding has a gradient"
+            assert (got - gradient).abs().max() < 1e-5, name
+        norm = torch.stack([g.norm() for g in want_gradients.values()]).norm().item()
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        shapes = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        assert all(tensor.shape == shapes[name].shape for name, tensor in after.items())
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callable[..., tuple]:
+    """The model, its sequences and what one process computes, once a family."""
+    made: dict = {}
+
+    def make(family: str, tied: bool) -> tuple:
+        if (family, tied) not in made:
+            path = tiny(family, tied, **SIZES)
+            made[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
+        return made[family, tied]
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_equals_one_process(ranks, wanted, family, layout):
+    path, sequences, want = wanted(family, True)
+    pp, fsdp, tp = layout
+    results = ranks(pp * fsdp * tp, step, path, sequences, (pp, 1, fsdp, tp), "one_f_one_b", 1, 30)
+    check(results, want, path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        *product([(2, 1, 1, 1), (2, 1, 2, 1)], ["interleaved", "zero_bubble"]),
+        ((2, 1, 1, 2), "zero_bubble"),
+        ((1, 2, 2, 1), "one_f_one_b"),
+        ((2, 2, 1, 1), "one_f_one_b"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_schedules_and_replicas(ranks, wanted, layout, schedule, tied):
+    path, sequences, want = wanted("qwen3", tied)
+    size = layout[0] * layout[1] * layout[2] * layout[3]
+    check(ranks(size, step, path, sequences, layout, schedule, 1, 30), want, path)
+
+
+def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
+    """FSDP cuts row-parallel weights along dimension 1 where generation has more tp."""
+    path, sequences, want = wanted("qwen3", True)
+    check(ranks(4, step, path, sequences, (1, 1, 2, 2), "one_f_one_b", 4, 30), want, path)
