@@ -107,7 +107,7 @@ class Admission:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
-        self.shared_tokens = 0
+        self.shared_tokens = self.num_preempted = 0
         self._max_running, self._block_size = max_running, block_size
         self._max_sequence, self._vocab_size = max_sequence, vocab_size
         self._free_slots = list(range(max_running - 1, -1, -1))
@@ -305,6 +305,7 @@ class Admission:
                 victim = max(running, key=lambda other: other.order)
                 self._stop(victim)
                 self._waiting.appendleft(victim)
+                self.num_preempted += 1
             if entry.lane is not None:
                 (block,) = self.allocator.take(1)
                 self.tables[entry.slot, len(entry.blocks)] = block

@@ -5,6 +5,7 @@ to all others; both without waiting, so that a stage computes while its messages
 tensor-parallel ranks one draws and tells the others, so that they cannot disagree.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +77,8 @@ class Stage:
         self._kv_heads = attention.k_proj.weight.shape[0] // self._head_dim
         self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
         self.aliases = set(self.model.state_dict()) - set(self._shapes)
-        self._sending: tuple[dist.Work, torch.Tensor] | None = None
+        # Messages to the stage behind, kept until they have left.
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The rank's own tensors by state-dict name, tied ones once."""
@@ -84,7 +86,6 @@ class Stage:
 
     def free(self) -> None:
         """Give up the weights."""
-        self.settle()
         for parameter in self.model.parameters():
             parameter.data = torch.empty(0, dtype=self._dtype, device=self._device)
         if self.decoder is not None:
@@ -154,12 +155,6 @@ class Stage:
             drawn.underway = self._tell(drawn.message)
         return drawn
 
-    def settle(self) -> None:
-        """Wait until the neighbour has what was sent to it."""
-        if self._sending is not None:
-            self._sending[0].wait()
-        self._sending = None
-
     def _module(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The stage's layers (and norm) by the Hugging Face module, [tokens, hidden] likewise."""
         hidden: torch.Tensor = self.model.base_model(
@@ -180,15 +175,16 @@ class Stage:
         return hidden
 
     def _pass_on(self, hidden: torch.Tensor) -> None:
-        """Send hidden states to the stage behind; one message is underway at most."""
+        """Send hidden states to the stage behind; a message a lane may be underway."""
         if self.parallel.last:
             return
-        self.settle()
+        if len(self._sending) == self.parallel.pp:
+            self._sending.popleft()[0].wait()
         hidden = hidden.contiguous()
         target = self.parallel.pp_rank + 1
         work = dist.isend(hidden, group=self.parallel.pp_group, group_dst=target)
         assert work is not None
-        self._sending = work, hidden  # kept until it has left
+        self._sending.append((work, hidden))
 
     def _join(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Logits of all tp ranks side by side, less the padding, where tokens are drawn."""
