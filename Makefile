@@ -56,6 +56,9 @@ test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 bench: $(BIN)/.bench  ## every figure of docs/benchmarks.md, one JSON object a line
 	@$(BIN)/python scripts/bench/run.py
 
+bench-kernels: $(BIN)/.bench  ## kernels beside Liger's on a GPU, beside plain torch on a CPU
+	@$(BIN)/python scripts/bench/linear_log_probs.py $(ARGS)
+
 lint: $(BIN)/.dev  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -67,4 +70,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench
+.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench bench-kernels

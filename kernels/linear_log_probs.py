@@ -154,6 +154,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_hidden += grad @ chunk
             if grad_weight is not None:
                 grad_weight[columns] = (grad.T @ operand_hidden).to(weight.dtype)
+            del grad  # before the next chunk's, so that one exists at a time
         if ctx.shard and grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=ctx.shard.group)
         if grad_hidden is not None:

@@ -42,16 +42,29 @@ def partial(
     hidden = hidden.to(dtype)
     joined = SoftmaxPartial.empty(len(hidden), dtype, hidden.device)
     for columns in column_chunks(hidden, len(weight), chunk_elements):
-        logits = _logits(hidden, weight[columns].to(dtype), temperature)
-        index, here = _place(targets - columns.start, logits)
-        target = logits.gather(-1, index).squeeze(-1).masked_fill(~here, -torch.inf)
-        maximum = logits.amax(-1)
-        shifted = logits.sub_(maximum[:, None])
-        exponentials = shifted.exp()
-        total = exponentials.sum(-1)
-        weighted = exponentials.mul_(shifted).sum(-1) if with_entropy else torch.zeros_like(total)
-        joined = joined.join(SoftmaxPartial(maximum, total, weighted, target))
+        chunk, places = weight[columns].to(dtype), targets - columns.start
+        joined = joined.join(_of_chunk(hidden, chunk, places, temperature, with_entropy))
     return joined
+
+
+def _of_chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> SoftmaxPartial:
+    logits = _logits(hidden, weight, temperature)
+    index, here = _place(targets, logits)
+    target = logits.gather(-1, index).squeeze(-1).masked_fill(~here, -torch.inf)
+    maximum = logits.amax(-1)
+    shifted = logits.sub_(maximum[:, None])
+    if not with_entropy:
+        total = shifted.exp_().sum(-1)
+        return SoftmaxPartial(maximum, total, torch.zeros_like(total), target)
+    exponentials = shifted.exp()
+    total = exponentials.sum(-1)
+    return SoftmaxPartial(maximum, total, exponentials.mul_(shifted).sum(-1), target)
 
 
 def grad_logits(

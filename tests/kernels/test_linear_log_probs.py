@@ -88,3 +88,26 @@ def test_temperature_must_be_positive():
     hidden, weight, targets = _inputs(torch.float32)
     with pytest.raises(ValueError, match="temperature=0"):
         linear_log_probs(hidden, weight, targets, 0.0)
+
+
+def test_one_dtype_is_wanted():
+    hidden, weight, targets = _inputs(torch.float32)
+    with pytest.raises(ValueError, match=r"hidden is torch.bfloat16, weight is torch.float32"):
+        linear_log_probs(hidden.bfloat16(), weight, targets)
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB])
+def test_a_target_outside_of_the_vocabulary_is_impossible(target):
+    hidden, weight, _ = _inputs(torch.float32)
+    got, _ = linear_log_probs(hidden, weight, torch.full((TOKENS,), target))
+    assert got.eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_leaves_the_other_gradient(frozen):
+    inputs = dict(zip(("hidden", "weight", "targets"), _inputs(torch.float64), strict=True))
+    (other,) = {"hidden", "weight"} - {frozen}
+    wanted = torch.autograd.grad(linear_log_probs(**inputs)[0].sum(), inputs[other])
+    inputs[frozen] = inputs[frozen].detach()
+    got = torch.autograd.grad(linear_log_probs(**inputs)[0].sum(), inputs[other])
+    assert torch.equal(got[0], wanted[0])
