@@ -52,7 +52,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the engine was made, and its present load."""
+    """Counters since the engine was made, and its present load.
+
+    `running` counts finished requests that no step has handed out yet.
+    """
 
     running: int
     waiting: int
@@ -76,7 +79,10 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> list[Output]:
-        """One decode step for all running requests (admitting and prefilling waiting ones)."""
+        """One decode step for all running requests (admitting and prefilling waiting ones).
+
+        Gives the finished ones; under pipeline parallelism, those of the step before.
+        """
         ...
 
     def park(self, ids: Iterable[object]) -> list[Request]:

@@ -248,7 +248,6 @@ class NativeEngine:
     def stats(self) -> Stats:
         """Counters and load."""
         return Stats(
-            # What was finished by a park is reported by the next step.
             running=self._admission.num_running + len(self._finished),
             waiting=self._admission.num_waiting,
             decode_steps=self._decode_steps,
