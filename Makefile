@@ -59,6 +59,9 @@ bench: $(BIN)/.bench  ## every figure of docs/benchmarks.md, one JSON object a l
 bench-kernels: $(BIN)/.bench  ## kernels beside Liger's on a GPU, beside plain torch on a CPU
 	@$(BIN)/python scripts/bench/linear_log_probs.py $(ARGS)
 
+bench-reshard: $(BIN)/.core  ## the weight switch against other ways to make it, on 4 and 8 processes
+	@$(BIN)/python scripts/bench/reshard.py
+
 lint: $(BIN)/.dev  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -70,4 +73,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench bench-kernels
+.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench bench-kernels bench-reshard

@@ -1,22 +1,27 @@
-"""`hybridrl train | eval | report`: the rest of the line is Hydra overrides."""
+"""`hybridrl train | eval | plan | report`: the rest of the line is Hydra overrides."""
 
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.cluster import signals
-from hybridrl.config import ConfigError
+from hybridrl.config import Config, ConfigError, PipelineSchedule
+
+if TYPE_CHECKING:
+    from hybridrl.planner.layout import LayoutReport
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
+  plan     what a weight switch would move       hybridrl plan layout model=llama3_70b
   report   render a run's page                   hybridrl report RUN
 
-A run ends with one JSON line on stdout. Errors a user can mend are one line on stderr, exit 2."""
+A run or a plan ends with one JSON line on stdout. Errors a user can mend are one line on stderr,
+exit 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": lambda rest: _run("train", rest),
         "eval": lambda rest: _run("evaluate_only", rest),
+        "plan": _plan,
         "report": _report,
     }
     if not args or args[0] in ("-h", "--help"):
@@ -57,7 +63,10 @@ def _run(action: str, args: list[str]) -> None:
 
         composed.run.dir = HydraConfig.get().runtime.output_dir
         try:
-            _job(action, compose.to_config(composed))
+            config = compose.to_config(composed)
+            if config.model.shape and config.model.path is None:
+                raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
+            _job(action, config)
         except ConfigError as error:
             _fail(str(error), 2)
 
@@ -83,6 +92,75 @@ def _job(action: str, config: Any) -> None:
     except KeyboardInterrupt:
         _fail(f"interrupted; {where}", signals.exit_code())
     print(json.dumps({**result, "seconds": round(time.time() - started, 1)}), flush=True)
+
+
+def _plan(args: list[str]) -> None:
+    """Plan the weight switch of a model and a cluster, neither of which need be here."""
+    if not args or args[0] != "layout":
+        _fail(f"plan={args[0] if args else ''}: wanted layout, then overrides", 2)
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridrl.config import compose
+
+    compose.register()
+    gpus_per_node, overrides = _gpus_per_node(args[1:])
+    planned = _plan_layout(compose.check(overrides), gpus_per_node)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for row in planned.rows():
+        table.add_row(*row)
+    Console(highlight=False, soft_wrap=True).print(table)
+    print(json.dumps(planned.record()), flush=True)
+
+
+def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
+    from hybridrl.layout.grouping import TrainAxes
+    from hybridrl.layout.layout import stages_of_layers
+    from hybridrl.layout.switching import plan_switch
+    from hybridrl.models.parallel import check_pp, check_tp, model_parameters
+    from hybridrl.models.shape import model_shape
+    from hybridrl.planner.layout import report
+
+    train, gen = config.trainer.layout, config.rollout.layout
+    shape = model_shape(config.model)
+    chunks = train.schedule.chunks_per_rank
+    for key, value, problem in (
+        ("trainer.layout.tp", train.tp, check_tp(shape, train.tp, share_kv_heads=False)),
+        ("trainer.layout.pp", train.pp, check_pp(shape, train.pp, chunks)),
+        ("rollout.layout.tp", gen.tp, check_tp(shape, gen.tp, share_kv_heads=True)),
+        ("rollout.layout.pp", gen.pp, check_pp(shape, gen.pp)),
+    ):
+        if problem:
+            raise ConfigError(key, value, problem)
+    parameters = model_parameters(shape)
+    zigzag = train.schedule is PipelineSchedule.zero_bubble
+    started = time.perf_counter()
+    switch = plan_switch(
+        parameters,
+        TrainAxes(train.pp, train.replicas, train.fsdp, train.tp),
+        gen.pp,
+        gen.tp,
+        gen.grouping,
+        stages_of_layers(shape.num_hidden_layers, train.pp, chunks, zigzag),
+    )
+    itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
+    seconds = time.perf_counter() - started
+    return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
+
+
+def _gpus_per_node(args: list[str]) -> tuple[int, list[str]]:
+    """The option `--gpus-per-node=N`, and the other arguments."""
+    name, number = "--gpus-per-node", "8"
+    rest = [arg for arg in args if not arg.startswith(f"{name}=")]
+    for arg in args:
+        if arg.startswith(f"{name}="):
+            number = arg.partition("=")[2]
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(name, number, "1 or more")
+    wrong = next((arg for arg in rest if arg.startswith("-")), None)
+    if wrong:
+        raise ConfigError("option", wrong, f"key=value, or {name}=N")
+    return int(number), rest
 
 
 def _report(args: list[str]) -> None:

@@ -56,10 +56,11 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError("option", message, "an option as --hydra-help lists it")
 
 
-def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> None:
+def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> Config:
     """Compose `overrides` once and raise `ConfigError` for the first thing that is wrong.
 
-    With `sweep`, the first choice of every `key=a,b` is composed.
+    With `sweep`, the first choice of every `key=a,b` is composed. In what is returned, `run.dir` is
+    not resolved.
     """
     flat = [_first_choice(override, sweep) for override in map(_parse, overrides)]
     if config_dir is not None:
@@ -70,7 +71,7 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
             composed = compose("train", overrides=flat)
             # run.dir is resolved by Hydra's entry, which alone knows the choices and the time.
             OmegaConf.update(composed, "run.dir", "unresolved")
-            to_config(composed)
+            return to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides) from None
 

@@ -106,6 +106,9 @@ def schedule(plan: Plan, rank: int, bucket: int, least_group: int = 3) -> Schedu
     )
 
 
+_LOOK_BACK = 64
+"""Rounds before its last one in which a rank may still get something."""
+
 _ByPeer = dict[int, list[Piece]]
 
 
@@ -238,7 +241,8 @@ def _alternating(plan: Plan) -> Iterator[str]:
 class _Buckets:
     """How full the bucket of every rank is in every round.
 
-    Invariant: rounds before `first[rank]` have less than a sixteenth left, and are not looked at.
+    Invariant: rounds before `first[rank]` have less than a sixteenth left. They are not looked at,
+    nor are those long before the rank's last one: a full search takes minutes for large models.
     """
 
     def __init__(self, room: int) -> None:
@@ -249,6 +253,9 @@ class _Buckets:
     def left(self, rank: int, round: int) -> int:
         filled = self.filled[rank]
         return self.room - filled[round] if round < len(filled) else self.room
+
+    def earliest(self, rank: int) -> int:
+        return max(self.first[rank], len(self.filled[rank]) - _LOOK_BACK)
 
     def add(self, rank: int, round: int, size: int) -> None:
         filled, first = self.filled[rank], self.first[rank]
@@ -263,7 +270,7 @@ def _place(
     box: Box, sent: _Buckets, src: int, received: _Buckets, dst: int
 ) -> tuple[int, Box, Box | None]:
     """The earliest round with room for some of `box`; what goes there and what is left."""
-    round = max(sent.first[src], received.first[dst])
+    round = max(sent.earliest(src), received.earliest(dst))
     while True:
         head, tail = _take(box, min(sent.left(src, round), received.left(dst, round)))
         if head:

@@ -39,7 +39,7 @@ def model(tp: int) -> list[Parameter]:
 @st.composite
 def switches(draw: st.DrawFn) -> Plan:
     sizes = product([1, 2, 4], repeat=4)
-    axes = draw(st.sampled_from([TrainAxes(*s) for s in sizes if TrainAxes(*s).ranks <= 16]))
+    axes = draw(st.sampled_from([TrainAxes(*s) for s in sizes if TrainAxes(*s).ranks <= 8]))
     pairs = [
         (pp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4, 8) if axes.ranks % (pp * tp) == 0
     ]  # fmt: skip

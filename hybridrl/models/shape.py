@@ -1,0 +1,32 @@
+"""The Hugging Face config of a model of which no weights are needed."""
+
+import tempfile
+
+from transformers import AutoConfig, PretrainedConfig
+
+from hybridrl.config import ConfigError, ModelConfig
+from hybridrl.models.load import load_config
+from hybridrl.models.tiny import make_tiny_model
+
+
+def model_shape(config: ModelConfig) -> PretrainedConfig:
+    """From `model.shape` where it is set, else from `model.path`, else of the tiny model.
+
+    Raises ConfigError where the shape is no Hugging Face config.
+    """
+    if config.shape:
+        shape = dict(config.shape)
+        try:
+            return AutoConfig.for_model(shape.pop("model_type"), **shape)
+        except KeyError:
+            raise ConfigError("model.shape.model_type", "???", "a model type as `qwen3`") from None
+        except (ValueError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                "model.shape", config.shape, f"a Hugging Face config ({reason})"
+            ) from error
+    if config.path:
+        return load_config(config.path)
+    with tempfile.TemporaryDirectory() as directory:
+        make_tiny_model(directory, config.tiny, seed=0)
+        return load_config(directory)

@@ -1,0 +1,153 @@
+"""What a weight switch moves and needs, by rank, read off its plan."""
+
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from hybridrl.layout.switching import Switch
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number of bytes over the ranks."""
+
+    min: int
+    mean: int
+    max: int
+
+    @classmethod
+    def of(cls, elements: np.ndarray, itemsize: int) -> "Spread":
+        """Of elements by rank."""
+        found = elements * itemsize
+        return cls(int(found.min()), round(float(found.mean())), int(found.max()))
+
+    def __str__(self) -> str:
+        if self.min == self.max:
+            return size(self.max)
+        return f"{size(self.mean)} ({size(self.min)} to {size(self.max)})"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """A weight switch in numbers; bytes are of the generation dtype unless said otherwise."""
+
+    train: str
+    """pp x replicas x fsdp x tp."""
+    gen: str
+    """pp x tp of an instance."""
+    instances: int
+    order: str
+    """The order of ranks (`Grouping`)."""
+    parameters: int
+    model_bytes: int
+    ranks: int
+    train_shard: Spread
+    """fp32 parameters that a rank trains, in their four bytes; optimizer state not counted."""
+    gathered: Spread
+    """Generation parameters on a rank while it generates."""
+    received: Spread
+    sent: Spread
+    kept: Spread
+    """What a rank has already."""
+    least: Spread
+    """What a rank must receive at its place: what it shall hold less what it holds."""
+    total_received: int
+    total_theory: int
+    """M/(p_g t_g) - M/(p f t) by each rank (HybridFlow, section 5.4)."""
+    scratch: int
+    """Most extra memory of a rank: two buckets."""
+    pairs: int
+    """Ordered pairs of ranks that exchange."""
+    peers: int
+    """Most ranks that one rank receives from."""
+    bytes_within_nodes: int
+    bytes_across_nodes: int
+    gpus_per_node: int
+    busiest_pair: int
+    seconds_to_plan: float
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values to read."""
+        exact = self.total_theory or self.total_received
+        ratio = f"{self.total_received / exact:.3f}" if exact else "nothing to move"
+        across = f"{size(self.bytes_across_nodes)} across nodes of {self.gpus_per_node}"
+        return [
+            ("parameters", f"{self.parameters:,} ({size(self.model_bytes)})"),
+            ("training, pp x replicas x fsdp x tp", f"{self.train} = {self.ranks} ranks"),
+            ("generation, pp x tp", f"{self.gen}, {self.instances} instances"),
+            ("order of ranks", self.order),
+            ("trained by a rank, float32", str(self.train_shard)),
+            ("generated with by a rank (peak)", str(self.gathered)),
+            ("  of it already there", str(self.kept)),
+            ("  of it received", str(self.received)),
+            ("  least at its place", str(self.least)),
+            ("sent by a rank", str(self.sent)),
+            ("received by all", size(self.total_received)),
+            ("  theory; ratio", f"{size(self.total_theory)}; {ratio}"),
+            ("scratch of a rank, at most", size(self.scratch)),
+            ("links", f"{self.pairs} pairs, at most {self.peers} senders to a rank"),
+            ("  busiest pair", size(self.busiest_pair)),
+            ("  traffic", f"{size(self.bytes_within_nodes)} within, {across}"),
+            ("time to plan", f"{self.seconds_to_plan:.2f} s"),
+        ]
+
+    def record(self) -> dict[str, object]:
+        """All of it for a program."""
+        return asdict(self)
+
+
+def report(
+    switch: Switch, itemsize: int, bucket_bytes: int, gpus_per_node: int, seconds: float
+) -> LayoutReport:
+    """Describe a planned switch for generation weights of `itemsize` bytes an element.
+
+    `seconds` is how long planning took.
+    """
+    plan, traffic = switch.plan, switch.plan.traffic
+    src, dst = plan.src.mesh, plan.dst.mesh
+    num_elements = sum(math.prod(shape) for shape in plan.dst.shapes.values())
+    before, after = (np.zeros(plan.num_ranks, np.int64) for _ in range(2))
+    for cls in plan.classes:
+        before += plan.src.elements(cls.names[0], plan.num_ranks) * len(cls.names)
+        after += plan.dst.elements(cls.names[0], plan.num_ranks) * len(cls.names)
+    across = sum(
+        count for (a, b), count in traffic.links.items() if a // gpus_per_node != b // gpus_per_node
+    )
+    total = int(traffic.received.sum())
+    receivers = np.array([dst for _, dst in traffic.links], np.int64)
+    axes = ("pp", "replica", "fsdp", "tp")
+    return LayoutReport(
+        train=" x ".join(str(src.extent(axis)) for axis in axes),
+        gen=f"{dst.extent('pp')} x {dst.extent('tp')}",
+        instances=dst.extent("instance"),
+        order=switch.grouping.value,
+        parameters=num_elements,
+        model_bytes=num_elements * itemsize,
+        ranks=src.size,
+        train_shard=Spread.of(before, 4),
+        gathered=Spread.of(after, itemsize),
+        received=Spread.of(traffic.received, itemsize),
+        sent=Spread.of(traffic.sent, itemsize),
+        kept=Spread.of(traffic.kept, itemsize),
+        least=Spread.of(plan.least, itemsize),
+        total_received=total * itemsize,
+        total_theory=switch.theory * itemsize,
+        scratch=2 * bucket_bytes if total else 0,
+        pairs=len(traffic.links),
+        peers=int(np.bincount(receivers).max()) if len(receivers) else 0,
+        bytes_within_nodes=(total - across) * itemsize,
+        bytes_across_nodes=across * itemsize,
+        gpus_per_node=gpus_per_node,
+        busiest_pair=max(traffic.links.values(), default=0) * itemsize,
+        seconds_to_plan=round(seconds, 3),
+    )
+
+
+def size(num_bytes: float) -> str:
+    """`17.6 GB`: decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000 or unit == "TB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"

@@ -1,0 +1,52 @@
+"""What `hybridrl plan layout` reports, against figures worked out by hand."""
+
+import pytest
+
+from hybridrl.config.layout import Grouping
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.parameters import FIRST, LAST, Parameter
+from hybridrl.layout.switching import plan_switch
+from hybridrl.planner.layout import LayoutReport, Spread, report, size
+
+PARAMETERS = [
+    Parameter("embed", (64, 8), FIRST, 0),
+    Parameter("0.up", (64, 8), 0, 0),
+    Parameter("1.up", (64, 8), 1, 0),
+    Parameter("head", (64, 8), LAST, 0),
+]
+MODEL = 4 * 64 * 8
+
+
+def made(axes: TrainAxes, pp: int, tp: int, gpus_per_node: int = 2) -> LayoutReport:
+    switch = plan_switch(PARAMETERS, axes, pp, tp, Grouping.strided)
+    return report(switch, itemsize=2, bucket_bytes=100, gpus_per_node=gpus_per_node, seconds=0.5)
+
+
+def test_shards_that_nest() -> None:
+    """Train 1 x 2 x 2, generate tp 2: each rank has a quarter and receives another one."""
+    found = made(TrainAxes(fsdp=2, tp=2), 1, 2)
+    quarter = MODEL // 4 * 2
+    assert (found.train, found.gen, found.instances) == ("1 x 1 x 2 x 2", "1 x 2", 2)
+    assert found.received == found.least == found.sent == found.kept == Spread(*[quarter] * 3)
+    assert found.gathered.max == 2 * quarter
+    assert found.train_shard.max == MODEL // 4 * 4
+    assert found.total_received == found.total_theory == 4 * quarter
+    assert (found.pairs, found.peers, found.busiest_pair) == (4, 1, quarter)
+    # Ranks 0 and 2, 1 and 3 exchange: across nodes of two, within one of four.
+    assert (found.bytes_within_nodes, found.bytes_across_nodes) == (0, 4 * quarter)
+    assert made(TrainAxes(fsdp=2, tp=2), 1, 2, gpus_per_node=4).bytes_across_nodes == 0
+    assert found.scratch == 200
+    assert ("  theory; ratio", "4.1 kB; 1.000") in found.rows()
+
+
+def test_nothing_to_move() -> None:
+    found = made(TrainAxes(tp=2), 1, 2)
+    assert found.received.max == found.pairs == found.scratch == found.peers == 0
+    assert ("  theory; ratio", "0 B; nothing to move") in found.rows()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (17.64e9, "17.6 GB"), (3e15, "3e+03 TB")]
+)
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
