@@ -250,10 +250,6 @@ class _Buckets:
         self.filled: dict[int, list[int]] = defaultdict(list)
         self.first: dict[int, int] = defaultdict(int)
 
-    def left(self, rank: int, round: int) -> int:
-        filled = self.filled[rank]
-        return self.room - filled[round] if round < len(filled) else self.room
-
     def earliest(self, rank: int) -> int:
         return max(self.first[rank], len(self.filled[rank]) - _LOOK_BACK)
 
@@ -270,28 +266,42 @@ def _place(
     box: Box, sent: _Buckets, src: int, received: _Buckets, dst: int
 ) -> tuple[int, Box, Box | None]:
     """The earliest round with room for some of `box`; what goes there and what is left."""
+    least = _row(box)
     round = max(sent.earliest(src), received.earliest(dst))
-    while True:
-        head, tail = _take(box, min(sent.left(src, round), received.left(dst, round)))
-        if head:
-            sent.add(src, round, head.size)
-            received.add(dst, round, head.size)
-            return round, head, tail
+    out, come = sent.filled[src], received.filled[dst]
+    while round < max(len(out), len(come)):
+        most = max(out[round] if round < len(out) else 0, come[round] if round < len(come) else 0)
+        if sent.room - most >= least:
+            break
         round += 1
+    else:
+        most = 0
+    head, tail = _take(box, sent.room - most)
+    assert head, (box, sent.room)
+    sent.add(src, round, head.size)
+    received.add(dst, round, head.size)
+    return round, head, tail
 
 
 def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
     """As many whole rows of `box` as `room` elements hold, and the rest."""
     if box.size <= room:
         return box, None
-    if not room:
-        return None, box
-    dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
-    low, high = box.start[dim], box.stop[dim]
-    rows = room // (box.size // (high - low))
+    rows = room // _row(box)
     if not rows:
         return None, box
+    dim = _row_dim(box)
+    low, high = box.start[dim], box.stop[dim]
     return box.narrow(dim, low, low + rows), box.narrow(dim, low + rows, high)
+
+
+def _row_dim(box: Box) -> int:
+    return next((dim for dim, extent in enumerate(box.shape) if extent > 1), 0)
+
+
+def _row(box: Box) -> int:
+    """Elements of one index along the first dimension that has several."""
+    return box.size // box.shape[_row_dim(box)] if box.shape else 1
 
 
 def _cut_to(box: Box, room: int, dim: int = 0) -> Iterator[Box]:

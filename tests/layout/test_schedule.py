@@ -39,7 +39,7 @@ def model(tp: int) -> list[Parameter]:
 @st.composite
 def switches(draw: st.DrawFn) -> Plan:
     sizes = product([1, 2, 4], repeat=4)
-    axes = draw(st.sampled_from([TrainAxes(*s) for s in sizes if TrainAxes(*s).ranks <= 8]))
+    axes = draw(st.sampled_from([TrainAxes(*s) for s in sizes if TrainAxes(*s).ranks <= 16]))
     pairs = [
         (pp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4, 8) if axes.ranks % (pp * tp) == 0
     ]  # fmt: skip
@@ -142,6 +142,13 @@ def test_stages_send_at_once() -> None:
     assert len({len(own.exchanges) for own in made}) == 1
     for own in made:
         assert all(exchange.sends and exchange.receives for exchange in own.exchanges)
+
+
+def test_a_scalar_travels() -> None:
+    mesh = Mesh((("pp", 2),))
+    src = Layout(mesh, {"scale": ()}, {"scale": Rule(stages=(1,))})
+    made = check(plan(src, Layout(mesh, {"scale": ()}, {"scale": Rule(stages=(0, 1))})), 1, 3)
+    assert [len(own.exchanges) for own in made] == [1, 1]
 
 
 def test_where_boxes_lie_in_a_rank_s_tensor() -> None:
