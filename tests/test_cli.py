@@ -1,5 +1,6 @@
 """Wrong input: exactly one line that names key, value and what is allowed, exit 2, nothing left."""
 
+import json
 import os
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def test_a_run_directory_that_cannot_be_written(
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["fly"], "fly: wanted one of train, eval, report"),
+        (["fly"], "fly: wanted one of train, eval, plan, report"),
         (["report"], "report: wanted one run directory"),
         (["report", "/none"], "run=/none: wanted a run directory"),
         (["eval", "eval.nothing=1"], "eval.nothing=1: wanted a known key: one of every"),
@@ -148,6 +149,95 @@ def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture
         cli.main(args)
     assert ended.value.code == 2
     assert capfd.readouterr().err.startswith(f"hybridrl: {line}")
+
+
+LLAMA = "model=llama3_8b cluster.ranks=8 "
+WRONG_LAYOUTS = [
+    ("", "plan=: wanted layout, then overrides"),
+    ("speed", "plan=speed: wanted layout, then overrides"),
+    ("layout trainer.layout.x=1", "trainer.layout.x=1: wanted a known key: one of fsdp, pp"),
+    ("layout --nodes=2", "option=--nodes=2: wanted key=value, or --gpus-per-node=N"),
+    ("layout --gpus-per-node=0", "--gpus-per-node=0: wanted 1 or more"),
+    (
+        f"layout {LLAMA} trainer.layout.tp=3",
+        "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = cluster.ranks=8",
+    ),
+    (f"layout {LLAMA} rollout.layout.tp=3", "rollout.layout=1 x 3: wanted pp x tp that divides "),
+    (
+        "layout model=llama3_8b cluster.ranks=16 trainer.layout.tp=16",
+        "trainer.layout.tp=16: wanted tp must divide the 8 key-value heads",
+    ),
+    (
+        "layout model=llama3_8b cluster.ranks=48 rollout.layout.tp=24",
+        "rollout.layout.tp=24: wanted tp must divide the 32 attention heads",
+    ),
+    (
+        "layout model=llama3_8b cluster.ranks=64 trainer.layout.pp=64",
+        "trainer.layout.pp=64: wanted at most the 32 layers of the model",
+    ),
+    ("layout model.path=empty", "model.path=empty: wanted a directory with config.json"),
+    ("layout +model.shape.hidden_size=8", "model.shape.model_type=???: wanted a model type"),
+    ("layout +model.shape.model_type=x", "model.shape={'model_type': 'x'}: wanted a Hugging"),
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"), WRONG_LAYOUTS, ids=[case[1].partition(":")[0] for case in WRONG_LAYOUTS]
+)
+def test_wrong_layouts(
+    args: str, line: str, files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *args.split()])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err.startswith(f"hybridrl: {line}")
+    assert err.count("\n") == 1
+
+
+def test_a_shape_alone_cannot_be_trained(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "model=qwen3_8b", "run.dir=out"])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("hybridrl: model.path=null: wanted weights")
+
+
+def test_a_plan_for_machines_that_are_not_here(
+    files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Train 8 x 8 x 2, generate tp 8: M/8 is needed, M/128 is there (70.55e9 in bfloat16)."""
+    cli.main(
+        [
+            "plan",
+            "layout",
+            "model=llama3_70b",
+            "cluster.ranks=128",
+            "trainer.layout.pp=8",
+            "trainer.layout.fsdp=8",
+            "trainer.layout.tp=2",
+            "rollout.layout.tp=8",
+        ]
+    )
+    *table, last = capfd.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert record["parameters"] == 70_553_706_496
+    assert record["gathered"]["max"] == pytest.approx(70_553_706_496 * 2 / 8, rel=1e-3)
+    assert record["received"]["mean"] == pytest.approx(
+        70_553_706_496 * 2 * (1 / 8 - 1 / 128), rel=1e-3
+    )
+    assert record["received"] == record["least"]
+    assert record["seconds_to_plan"] < 20
+    assert any(line.split()[:3] == ["generation,", "pp", "x"] for line in table)
+    assert "\x1b" not in "".join(table)
+
+
+def test_a_plan_from_config_json_alone(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", "layout", "model.path=unweighted", "cluster.ranks=2"])
+    from_file = json.loads(capfd.readouterr().out.splitlines()[-1])
+    cli.main(["plan", "layout", "cluster.ranks=2", "rollout.layout.tp=2"])
+    tiny = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert from_file["parameters"] > tiny["parameters"] > 1_000_000
+    assert (from_file["gen"], tiny["gen"]) == ("1 x 1", "1 x 2")
 
 
 @pytest.fixture
