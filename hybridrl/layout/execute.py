@@ -51,7 +51,8 @@ class WeightSwitch:
 
     All ranks of the plan make one and call `switch` together, as often as they like; what travels
     when is computed once. Ranks of the plan are those of `group` (by default, of all processes).
-    `dtype` is the generation weights' and what travels. Scratch is allocated for the time of a
+    Under NCCL it must have run a collective before, as torch's `batch_isend_irecv` demands. `dtype`
+    is the generation weights' and what travels. Scratch is allocated for the time of a
     switch: two rounds are in flight, each of at most `bucket_bytes`.
 
     Example: with `source["w"]` rows 2 and 3 of a [4, 8] matrix and `destination["w"]` all of it,
