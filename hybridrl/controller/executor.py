@@ -3,13 +3,14 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import TrainerConfig
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.engines.train.balance import balance
 from hybridrl.flow.clock import Clock, WallClock
-from hybridrl.flow.executor import Command, Event, Phase
+from hybridrl.flow.executor import Advanced, Command, Event, Phase
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.workers.rank import UpdateShare
@@ -22,23 +23,25 @@ _TOLERATED_IMBALANCE = 0.02
 class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
-    `on_switch` hears of every weight switch: one accounting per rank.
+    `on_switch` hears of every weight switch: one accounting per rank. An instance of several ranks
+    gets every call on all of them; their answers become one event.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
         trainer: TrainerConfig,
-        on_switch: Callable[[list[dict[str, float]]], None],
+        on_switch: Callable[[list[dict[str, Any]]], None],
     ) -> None:
         self.group, self.trainer, self.on_switch = group, trainer, on_switch
         self.clock: Clock = WallClock()
         self._pending: dict[Any, int] = {}
+        self._answers: dict[int, list[Advanced]] = defaultdict(list)
 
     @property
     def num_instances(self) -> int:
-        """One generation instance per rank."""
-        return self.group.size
+        """Generation instances."""
+        return len(self.group.instances)
 
     def enter(self, phase: Phase) -> None:
         """Bring every rank into `phase`."""
@@ -48,7 +51,7 @@ class RayExecutor:
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Start a bounded generation call on an instance."""
-        self._pending[self.group.call_advance(instance, commands, num_decode_steps)] = instance
+        self._pending |= self.group.call_advance(instance, commands, num_decode_steps)
 
     def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         """Deal the dataset's targets to the ranks."""
@@ -80,8 +83,26 @@ class RayExecutor:
         """Events of the calls that have ended, at least one, in the order they were started."""
         if not self._pending:
             raise RuntimeError("nothing is in flight")
-        ready, _ = self.group.ray.wait(list(self._pending), num_returns=1)
-        return [self.group.take(self._pending.pop(reference), reference) for reference in ready]
+        events: list[Event] = []
+        while not events:
+            ready, _ = self.group.ray.wait(list(self._pending), num_returns=1)
+            for reference in ready:
+                event = self.group.take(self._pending.pop(reference), reference)
+                if isinstance(event, Advanced):
+                    events += self._joined(event)
+                else:
+                    events.append(event)
+        return events
+
+    def _joined(self, answer: Advanced) -> list[Event]:
+        """One event for an instance, once all its ranks have answered."""
+        answers = self._answers[answer.instance]
+        answers.append(answer)
+        if len(answers) < len(self.group.instances[answer.instance]):
+            return []
+        del self._answers[answer.instance]
+        finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
+        return [replace(answer, finished=tuple(finished))]
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
         """Spread the samples by tokens, move those that must move, and train."""

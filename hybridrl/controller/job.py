@@ -197,12 +197,19 @@ class Job:
     def _on_span(self, rank: int, span: Span) -> None:
         self.telemetry.span(f"rank {rank}", span.name, span.start, span.stop, self.step)
 
-    def _on_switch(self, reports: list[dict[str, float]]) -> None:
+    def _on_switch(self, reports: list[dict[str, Any]]) -> None:
+        """Bytes are summed over the ranks; of times and of extra memory the worst rank counts."""
+        received = [int(report["bytes_received"]) for report in reports]
+        worst = ("seconds_pack", "seconds_wait", "seconds_copy", "scratch_bytes")
         self.telemetry.event(
             "switch",
             step=self.step,
-            bytes=sum(int(report["bytes_received"]) for report in reports),
+            bytes=sum(received),
+            bytes_theory=sum(int(report["bytes_theory"]) for report in reports),
+            bytes_most=max(received),
             seconds=max(report["seconds"] for report in reports),
+            **{name: max(report[name] for report in reports) for name in worst},
+            path=reports[0]["path"],
         )
 
     def _record(self, result: StepResult, seconds: float) -> None:

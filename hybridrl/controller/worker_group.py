@@ -28,6 +28,7 @@ class WorkerGroup:
 
     `call_*` start work and return Ray references; `gather` waits for them. Any failure ends every
     rank at once: a rank that sits in a collective would otherwise wait for the dead one for ever.
+    `instances` lists the ranks of each generation instance, known after `setup`.
     """
 
     def __init__(self, ray: Any, config: Config, model_path: str, on_span: OnSpan) -> None:
@@ -43,6 +44,7 @@ class WorkerGroup:
         self._ranks = [verl.subgroup(self._group, [rank]) for rank in range(self.size)]
         self._roles = ["actor", "reward"]
         self._place = [_UNKNOWN] * self.size
+        self.instances: list[list[int]] = []
         self._logs = str(Path(config.run.dir) / "logs")
 
     @property
@@ -127,6 +129,11 @@ class WorkerGroup:
             (f"{answer['node']} (pid {answer['pid']})", self._log(answer["log"]))
             for answer in answers
         ]
+        number = 1 + max(answer["instance"] for answer in answers)
+        self.instances = [
+            [rank for rank, answer in enumerate(answers) if answer["instance"] == instance]
+            for instance in range(number)
+        ]
         return answers
 
     def _log(self, file: str) -> str:
@@ -140,7 +147,7 @@ class WorkerGroup:
         self._roles = list(dict.fromkeys(["actor", "reward", *graph.roles]))
         self.gather(self._group.begin(graph.on_ranks(), optim, total_updates))
 
-    def enter(self, phase: Phase) -> list[dict[str, float]]:
+    def enter(self, phase: Phase) -> list[dict[str, Any]]:
         """Change phase everywhere; answers with each rank's weight-switch accounting."""
         return self.gather(self._group.enter(phase))
 
@@ -177,9 +184,14 @@ class WorkerGroup:
 
     # -- one rank, not blocking ----------------------------------------------------------------
 
-    def call_advance(self, instance: int, commands: Sequence[Command], steps: int) -> Any:
-        """Start a bounded generation call on an instance (here: one rank)."""
-        return self._ranks[instance].advance(instance, list(commands), steps)[0]
+    def call_advance(
+        self, instance: int, commands: Sequence[Command], steps: int
+    ) -> dict[Any, int]:
+        """Start a bounded generation call on every rank of an instance; references and ranks."""
+        return {
+            self._ranks[rank].advance(instance, list(commands), steps)[0]: rank
+            for rank in self.instances[instance]
+        }
 
     def call_place(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Any, ...]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -25,9 +26,10 @@ from hybridrl.models.parallel import check_pp, check_tp, model_parameters, tp_st
 class GenParallel:
     """A rank's place among the `pp` x `tp` ranks of one generation instance, and its groups.
 
-    `tp_group` has the instance's ranks of the same stage by `tp_rank`, `pp_group` those of the same
-    `tp_rank` by stage; None where there is only one. Drawn tokens travel on the host: a group of
-    GPUs needs a backend for both (`cpu:gloo,cuda:nccl`).
+    `tp_group` has the instance's ranks of the same stage, `pp_group` those of the same `tp_rank`;
+    None where there is only one. torch numbers the ranks of a group as the world does, and that
+    need not be the order of places: `tp_peers` and `pp_peers` give each place's number. Drawn
+    tokens travel on the host: a group of GPUs needs a backend for both (`cpu:gloo,cuda:nccl`).
     """
 
     pp: int = 1
@@ -36,6 +38,8 @@ class GenParallel:
     tp_rank: int = 0
     tp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
+    tp_peers: tuple[int, ...] = ()
+    pp_peers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for axis, size, rank, group in (
@@ -43,9 +47,31 @@ class GenParallel:
             ("tp", self.tp, self.tp_rank, self.tp_group),
         ):
             assert 0 <= rank < size, f"{axis} rank {rank} of {size}"
+            peers = getattr(self, f"{axis}_peers") or tuple(range(size))
+            object.__setattr__(self, f"{axis}_peers", peers)
             if size > 1:
                 assert group is not None, f"{axis}={size} without its group"
-                assert (group.size(), group.rank()) == (size, rank), f"not the group of {axis}"
+                here = (group.size(), group.rank())
+                assert here == (size, peers[rank]), f"not the group of {axis}"
+
+    @classmethod
+    def make(cls, mesh: Mesh, device_type: str) -> "GenParallel":
+        """This process's place in a generation mesh (`layout.mesh.gen_mesh`) of the whole world.
+
+        Makes the process groups: all ranks call it together.
+        """
+        place, grid = mesh.coordinates(dist.get_rank()), mesh.grid()
+        groups = DeviceMesh(device_type, torch.from_numpy(grid), mesh_dim_names=mesh.names)
+        rows = {
+            "pp": grid[place["instance"], :, place["tp"]].tolist(),
+            "tp": grid[place["instance"], place["pp"]].tolist(),
+        }
+        settings: dict[str, Any] = {}
+        for axis, ranks in rows.items():
+            settings[axis], settings[f"{axis}_rank"] = len(ranks), place[axis]
+            settings[f"{axis}_peers"] = tuple(sorted(ranks).index(rank) for rank in ranks)
+            settings[f"{axis}_group"] = groups.get_group(axis) if len(ranks) > 1 else None
+        return cls(**settings)
 
     @property
     def first(self) -> bool:

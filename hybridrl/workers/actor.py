@@ -1,6 +1,7 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,9 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.executor import Command, Finished, Park, Phase, Resume, Sampling, Submit
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import SampleId
-from hybridrl.layout.execute import switch_to_replica
+from hybridrl.layout.execute import WeightSwitch
+from hybridrl.layout.switching import Switch, plan_switch
+from hybridrl.models.shard import GenParallel
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore, StoredSample
 
@@ -37,9 +40,6 @@ class Actor:
         device: torch.device,
     ) -> None:
         self.config, self.store, self.device = config, store, device
-        group = dist.group.WORLD
-        assert group is not None, "the process group is up before the actor"
-        self.group = group
         rollout = config.rollout
         self.train_engine = TrainEngine(
             model_path,
@@ -47,8 +47,14 @@ class Actor:
             trainer=config.trainer,
             device=device,
             temperature=rollout.temperature or 1.0,
+            gen_tp=rollout.layout.tp,
         )
         model_config = AutoConfig.from_pretrained(model_path)
+        self.switch_plan, self.switch = self._plan_switch(model_config.num_hidden_layers)
+        mesh = self.switch_plan.plan.dst.mesh
+        self.instance = mesh.coordinates(dist.get_rank())["instance"]
+        # The ranks of this instance, of which each keeps a share of the finished samples.
+        self._peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
         self.rollout = NativeEngine(
             model_config,
             dtype=getattr(torch, rollout.dtype.value),
@@ -57,6 +63,7 @@ class Actor:
             block_size=rollout.block_size,
             kv_cache_tokens=rollout.kv_cache_tokens,
             max_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            parallel=GenParallel.make(mesh, device.type),
         )
         self.stop_token_ids = stop_token_ids(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
@@ -65,13 +72,32 @@ class Actor:
         self._items: dict[SampleId, tuple[Item, int]] = {}
         self._parked: dict[SampleId, Request] = {}
 
+    def _plan_switch(self, num_layers: int) -> tuple[Switch, WeightSwitch]:
+        """The way of the weights into generation, and what carries it out."""
+        rollout, engine = self.config.rollout, self.train_engine
+        planned = plan_switch(
+            engine.parameters,
+            engine.dims.axes,
+            rollout.layout.pp,
+            rollout.layout.tp,
+            rollout.layout.grouping,
+            engine.dims.stage_of_layer(num_layers),
+        )
+        dtype: torch.dtype = getattr(torch, rollout.dtype.value)
+        bucket = round(rollout.layout.bucket_mb * 2**20)
+        return planned, WeightSwitch(planned.plan, dist.get_rank(), dtype, bucket)
+
     def describe(self) -> dict[str, Any]:
-        """What is worth logging about the actor."""
-        parameters = self.train_engine.named_shards().values()
+        """What is worth logging about the actor; `instance` is the one that this rank is of."""
+        axes = self.train_engine.dims.axes
         return {
-            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters": self.train_engine.num_parameters,
             "attention": self.train_engine.attention.value,
             "device": str(self.device),
+            "train_layout": asdict(axes),
+            "gen_layout": dict(self.switch_plan.plan.dst.mesh.axes),
+            "gen_grouping": self.switch_plan.grouping.value,
+            "instance": self.instance,
         }
 
     def close(self) -> None:
@@ -85,7 +111,7 @@ class Actor:
 
     # -- phases ------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase) -> dict[str, float]:
+    def enter(self, phase: Phase) -> dict[str, Any]:
         """Change phase; into GENERATE, move the weights if the engine's are not the newest."""
         if phase is Phase.TRAIN:
             if self.phase is Phase.GENERATE:
@@ -93,15 +119,13 @@ class Actor:
                 self.train_engine.onload()
             self.phase = phase
             return {}
-        report: dict[str, float] = {}
+        report: dict[str, Any] = {}
         if self.phase is Phase.TRAIN:
             self.rollout.wake()
             self.generating_version = -1
         if self.generating_version != self.train_engine.version:
-            switch = switch_to_replica(
-                self.train_engine.named_shards(), self.rollout.parameters(), self.group
-            )
-            report = {"bytes_received": switch.bytes_received, "seconds": switch.seconds}
+            stats = self.switch.switch(self.train_engine.named_shards(), self.rollout.parameters())
+            report = asdict(stats)
             self.rollout.update_weights(())  # the tensors are written; cached prompts are stale
             self.generating_version = self.train_engine.version
         if self.phase is Phase.TRAIN:
@@ -131,7 +155,10 @@ class Actor:
         finished: list[Finished] = []
         steps = 0
         while steps < num_decode_steps and self.unfinished:
-            finished += [self._finish(output) for output in self.rollout.step()]
+            for output in self.rollout.step():
+                event = self._finish(output)
+                if event is not None:
+                    finished.append(event)
             steps += 1
         return finished, tuple(parked), steps
 
@@ -152,9 +179,12 @@ class Actor:
             for id in command.ids
         ]
 
-    def _finish(self, output: Output) -> Finished:
+    def _finish(self, output: Output) -> Finished | None:
+        """Keep a finished sample, or leave it to another rank of the instance: all have it."""
         id = cast(SampleId, output.id)
         item, version = self._items.pop(id)
+        if self._peers[(id.prompt + id.k) % len(self._peers)] != dist.get_rank():
+            return None
         self.store.add(
             id,
             StoredSample(

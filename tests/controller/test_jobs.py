@@ -91,6 +91,52 @@ def test_one_rank_and_two_ranks_agree(
         assert 0 <= max(gaps) < 1e-4
 
 
+LAYOUTS = {
+    "one rank": ["cluster.ranks=1"],
+    "train 1x2x2, generate tp 4": [
+        "cluster.ranks=4", "trainer.layout.fsdp=2", "trainer.layout.tp=2", "rollout.layout.tp=4",
+    ],
+    "train 2x2x1, generate two of tp 2": [
+        "cluster.ranks=4", "trainer.layout.pp=2", "trainer.layout.fsdp=2", "rollout.layout.tp=2",
+    ],
+    "train 1x1x2 twice, generate two of pp 2": [
+        "cluster.ranks=4", "trainer.layout.replicas=2", "trainer.layout.tp=2",
+        "rollout.layout.pp=2",
+    ],
+}  # fmt: skip
+
+
+def test_layouts_reproduce_one_rank(
+    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    shape = ["model.tiny.num_layers=2", "model.tiny.num_heads=4", "model.tiny.num_kv_heads=2"]
+    recipe = [f"recipe={{target: '{user_code}:probe'}}"]
+    found = {}
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        results = run(f"layout{number}", *shape, *recipe, *layout, *PLAIN_DESCENT)
+        texts = {
+            (r["phase"], r["id"]): (r["response"], r["reward"])
+            for r in read_lines(tmp_path / f"layout{number}" / "samples.jsonl")
+            if (r["phase"], r["step"]) in (("evaluation", 0), ("rl", 1))
+        }
+        found[name] = (texts, gradient(tmp_path / f"layout{number}"), results)
+    texts, gradients, results = found.pop("one rank")
+    assert len(texts) == 8 + 16
+    for name, (others, other_gradients, other_results) in found.items():
+        assert others == texts, name
+        assert (gradients - other_gradients).norm() / gradients.norm() < 1e-5, name
+        for one, other in zip(results, other_results, strict=True):
+            for key in ("loss", "grad_norm", "entropy"):
+                assert math.isclose(
+                    one.metrics[f"actor/{key}"], other.metrics[f"actor/{key}"], abs_tol=1e-5
+                ), (name, key)
+        gaps = [float(s.scalars["gap"]) for r in other_results for s in r.dispatched]
+        assert 0 <= max(gaps) < 1e-4, name
+        ranks = {sample.rank for sample in other_results[0].dispatched}
+        assert len(ranks) > 1, f"{name}: one rank holds all samples"
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(
     run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:

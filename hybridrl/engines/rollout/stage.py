@@ -85,7 +85,9 @@ class Stage:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def free(self) -> None:
-        """Give up the weights."""
+        """Give up the weights, when what was sent has arrived."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
         for parameter in self.model.parameters():
             parameter.data = torch.empty(0, dtype=self._dtype, device=self._device)
         if self.decoder is not None:
@@ -150,7 +152,7 @@ class Stage:
         else:
             drawn.message = torch.empty(2, rows, dtype=torch.int64)
         if parallel.last and parallel.tp > 1:
-            dist.broadcast(drawn.message, group=parallel.tp_group, group_src=0)
+            dist.broadcast(drawn.message, group=parallel.tp_group, group_src=parallel.tp_peers[0])
         if parallel.pp > 1:
             drawn.underway = self._tell(drawn.message)
         return drawn
@@ -170,7 +172,7 @@ class Stage:
         hidden = torch.empty(
             len(token_ids), self._hidden_size, dtype=self._dtype, device=self._device
         )
-        source = self.parallel.pp_rank - 1
+        source = self.parallel.pp_peers[self.parallel.pp_rank - 1]
         dist.recv(hidden, group=self.parallel.pp_group, group_src=source)
         return hidden
 
@@ -181,7 +183,7 @@ class Stage:
         if len(self._sending) == self.parallel.pp:
             self._sending.popleft()[0].wait()
         hidden = hidden.contiguous()
-        target = self.parallel.pp_rank + 1
+        target = self.parallel.pp_peers[self.parallel.pp_rank + 1]
         work = dist.isend(hidden, group=self.parallel.pp_group, group_dst=target)
         assert work is not None
         self._sending.append((work, hidden))
@@ -193,14 +195,17 @@ class Stage:
         parts = None
         if self.draws:
             parts = [torch.empty_like(logits) for _ in range(self.parallel.tp)]
-        dist.gather(logits, parts, group=self.parallel.tp_group, group_dst=0)
-        return None if parts is None else torch.cat(parts, -1)[:, : self._vocab_size]
+        peers = self.parallel.tp_peers
+        dist.gather(logits, parts, group=self.parallel.tp_group, group_dst=peers[0])
+        if parts is None:
+            return None
+        return torch.cat([parts[peer] for peer in peers], -1)[:, : self._vocab_size]
 
     def _tell(self, message: torch.Tensor) -> list[dist.Work]:
         """From the last stage to the others."""
-        group, last = self.parallel.pp_group, self.parallel.pp - 1
+        group, (*others, last) = self.parallel.pp_group, self.parallel.pp_peers
         if self.parallel.last:
-            works = [dist.isend(message, group=group, group_dst=i) for i in range(last)]
+            works = [dist.isend(message, group=group, group_dst=i) for i in others]
         else:
             works = [dist.irecv(message, group=group, group_src=last)]
         return [work for work in works if work is not None]
