@@ -117,21 +117,14 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     from hybridrl.layout.grouping import TrainAxes
     from hybridrl.layout.layout import stages_of_layers
     from hybridrl.layout.switching import plan_switch
-    from hybridrl.models.parallel import check_pp, check_tp, model_parameters
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout, model_parameters
     from hybridrl.models.shape import model_shape
     from hybridrl.planner.layout import report
 
     train, gen = config.trainer.layout, config.rollout.layout
     shape = model_shape(config.model)
-    chunks = train.schedule.chunks_per_rank
-    for key, value, problem in (
-        ("trainer.layout.tp", train.tp, check_tp(shape, train.tp, share_kv_heads=False)),
-        ("trainer.layout.pp", train.pp, check_pp(shape, train.pp, chunks)),
-        ("rollout.layout.tp", gen.tp, check_tp(shape, gen.tp, share_kv_heads=True)),
-        ("rollout.layout.pp", gen.pp, check_pp(shape, gen.pp)),
-    ):
-        if problem:
-            raise ConfigError(key, value, problem)
+    check_train_layout(shape, train)
+    check_gen_layout(shape, gen.pp, gen.tp)
     parameters = model_parameters(shape)
     zigzag = train.schedule is PipelineSchedule.zero_bubble
     started = time.perf_counter()
@@ -141,7 +134,7 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
         gen.pp,
         gen.tp,
         gen.grouping,
-        stages_of_layers(shape.num_hidden_layers, train.pp, chunks, zigzag),
+        stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
     )
     itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
     seconds = time.perf_counter() - started

@@ -165,15 +165,15 @@ WRONG_LAYOUTS = [
     (f"layout {LLAMA} rollout.layout.tp=3", "rollout.layout=1 x 3: wanted pp x tp that divides "),
     (
         "layout model=llama3_8b cluster.ranks=16 trainer.layout.tp=16",
-        "trainer.layout.tp=16: wanted tp must divide the 8 key-value heads",
+        "trainer.layout.tp=16: wanted one of 1, 2, 4, 8 (it must divide the 8 key-value heads)",
     ),
     (
         "layout model=llama3_8b cluster.ranks=48 rollout.layout.tp=24",
-        "rollout.layout.tp=24: wanted tp must divide the 32 attention heads",
+        "rollout.layout.tp=24: wanted one of 1, 2, 4, 8, 16, 32 (it must divide the 32 ",
     ),
     (
         "layout model=llama3_8b cluster.ranks=64 trainer.layout.pp=64",
-        "trainer.layout.pp=64: wanted at most the 32 layers of the model",
+        "trainer.layout.pp=64: wanted at most 32 (32 layers)",
     ),
     ("layout model.path=empty", "model.path=empty: wanted a directory with config.json"),
     ("layout +model.shape.hidden_size=8", "model.shape.model_type=???: wanted a model type"),

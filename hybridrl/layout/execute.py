@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from hybridrl.layout.layout import Layout, Rule, Split
+from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
-from hybridrl.layout.mesh import Mesh
-from hybridrl.layout.plan import Plan, plan
+from hybridrl.layout.plan import Plan
 from hybridrl.layout.schedule import Exchange, Gather, Piece, schedule
 
 # torch 2.13 renamed it and warns under the old name, which older versions alone know.
@@ -308,29 +307,3 @@ def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def switch_to_replica(
-    source: Tensors,
-    destination: Tensors,
-    group: dist.ProcessGroup,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> SwitchStats:
-    """Fill `destination`, whole on every rank, from DTensors that `group` shards on dim 0.
-
-    The case of FSDP2 alone; tensors of `source` that are no DTensors are whole on every rank. See
-    `WeightSwitch.switch`, of which a new one is made.
-    """
-    for name, tensor in source.items():
-        if isinstance(tensor, DTensor) and tuple(tensor.placements) != (Shard(0),):
-            raise ValueError(f"{name}: wanted one axis sharded on dim 0, got {tensor.placements}")
-    mesh = Mesh((("fsdp", dist.get_world_size(group)),))
-    shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
-    rules = {
-        name: Rule(splits=(Split("fsdp", 0),) if isinstance(tensor, DTensor) else ())
-        for name, tensor in source.items()
-    }
-    dtype = next(iter(destination.values())).dtype
-    made = plan(Layout(mesh, shapes, rules), Layout(mesh, shapes, dict.fromkeys(shapes, Rule())))
-    switch = WeightSwitch(made, dist.get_rank(group), dtype, bucket_bytes, group, least_gather=99)
-    return switch.switch(source, destination)
