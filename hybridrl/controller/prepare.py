@@ -19,9 +19,6 @@ from hybridrl.config.dotted import load_function
 from hybridrl.data import Data, load_data
 from hybridrl.flow import Graph, Recipe
 
-if typing.TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -145,25 +142,11 @@ def _check_weights(path: Path) -> None:
             raise ConfigError("model.path", path, f"whole files ({file.name}: {error})") from error
 
 
-def check_layouts(config: Config, model: "PretrainedConfig") -> None:
-    """Raise ConfigError for a layout that the model cannot take, in training or in generation."""
-    from hybridrl.models.parallel import check_pp, check_tp
-
-    train, gen = config.trainer.layout, config.rollout.layout
-    for key, value, problem in (
-        ("trainer.layout.tp", train.tp, check_tp(model, train.tp, share_kv_heads=False)),
-        ("trainer.layout.pp", train.pp, check_pp(model, train.pp, train.schedule.chunks_per_rank)),
-        ("rollout.layout.tp", gen.tp, check_tp(model, gen.tp, share_kv_heads=True)),
-        ("rollout.layout.pp", gen.pp, check_pp(model, gen.pp)),
-    ):
-        if problem:
-            raise ConfigError(key, value, problem)
-
-
 def _load(config: Config, model_path: str) -> Data:
     from transformers import AutoTokenizer
 
     from hybridrl.models.load import check_supported, load_config
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.workers.actor import stop_token_ids
 
     model = load_config(model_path)
@@ -176,7 +159,8 @@ def _load(config: Config, model_path: str) -> Data:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = f"a model with its tokenizer that can be trained ({reason})"
         raise ConfigError("model.path", model_path, allowed) from None
-    check_layouts(config, model)
+    check_train_layout(model, config.trainer.layout)
+    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     stop_token_ids(tokenizer, config.data.chat, config.rollout.stop)
     return load_data(
         config.data,

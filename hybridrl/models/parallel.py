@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -66,33 +67,63 @@ def model_parameters(config: PretrainedConfig) -> list[Parameter]:
     return found
 
 
-def check_tp(config: PretrainedConfig, tp: int, share_kv_heads: bool) -> str | None:
-    """What keeps the model from `tp` ways of tensor parallelism, None where nothing does.
+def check_train_layout(config: PretrainedConfig, layout: TrainLayoutConfig) -> None:
+    """Raise ConfigError for a layout that the model cannot be trained under."""
+    _check("trainer.layout.tp", layout.tp, _tp_allowed(config, layout.tp, share_kv_heads=False))
+    _check("trainer.layout.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
 
-    With `share_kv_heads` (generation) several ranks may hold the same key and value head.
+
+def check_gen_layout(config: PretrainedConfig, pp: int, tp: int) -> None:
+    """Raise ConfigError for a layout that the model cannot generate under.
+
+    Several ranks may hold the same key and value head.
     """
+    _check("rollout.layout.tp", tp, _tp_allowed(config, tp, share_kv_heads=True))
+    _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
+
+
+def _check(key: str, value: int, allowed: str | None) -> None:
+    if allowed is not None:
+        raise ConfigError(key, value, allowed)
+
+
+def _tp_allowed(config: PretrainedConfig, tp: int, share_kv_heads: bool) -> str | None:
+    """None where `tp` is."""
+    if tp > 1 and config.model_type not in FAMILIES:
+        return _fsdp_alone(config)
+    reason = _tp_problem(config, tp, share_kv_heads)
+    if reason is None:
+        return None
+    heads = range(1, config.num_attention_heads + 1)
+    choices = [str(n) for n in heads if _tp_problem(config, n, share_kv_heads) is None]
+    return f"one of {', '.join(choices)} ({reason})"
+
+
+def _tp_problem(config: PretrainedConfig, tp: int, share_kv_heads: bool) -> str | None:
     if tp == 1:
         return None
-    if config.model_type not in FAMILIES:
-        return f"model type {config.model_type} trains under FSDP alone ({', '.join(FAMILIES)} can)"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % tp:
-        return f"tp must divide the {heads} attention heads"
+        return f"it must divide the {heads} attention heads"
     if kv_heads % tp and not (share_kv_heads and tp % kv_heads == 0):
-        return f"tp must divide the {kv_heads} key-value heads" + (
-            " or be a multiple of them" if share_kv_heads else ""
-        )
+        shared = " or be a multiple of them" if share_kv_heads else ""
+        return f"it must divide the {kv_heads} key-value heads{shared}"
     if config.intermediate_size % tp:
-        return f"tp must divide intermediate_size={config.intermediate_size}"
+        return f"it must divide intermediate_size={config.intermediate_size}"
     return None
 
 
-def check_pp(config: PretrainedConfig, pp: int, chunks_per_rank: int = 1) -> str | None:
-    """What keeps the model from `pp` pipeline stages, None where nothing does."""
+def _pp_allowed(config: PretrainedConfig, pp: int, schedule: PipelineSchedule) -> str | None:
     if pp == 1:
         return None
     if config.model_type not in FAMILIES:
-        return f"model type {config.model_type} trains under FSDP alone ({', '.join(FAMILIES)} can)"
-    if pp * chunks_per_rank > config.num_hidden_layers:
-        return f"at most the {config.num_hidden_layers} layers of the model"
+        return _fsdp_alone(config)
+    layers, chunks = config.num_hidden_layers, schedule.chunks_per_rank
+    if pp * chunks > layers:
+        per_rank = f", {chunks} chunks a rank" if chunks > 1 else ""
+        return f"at most {max(1, layers // chunks)} ({layers} layers{per_rank})"
     return None
+
+
+def _fsdp_alone(config: PretrainedConfig) -> str:
+    return f"1 (model type {config.model_type} runs under FSDP alone, unlike {', '.join(FAMILIES)})"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
-from hybridrl.models.parallel import check_pp, check_tp, model_parameters, tp_style
+from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_style
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +139,6 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def check_parallel(config: PretrainedConfig, pp: int, tp: int) -> None:
-    """Raise ValueError for a model that cannot generate in `pp` stages and `tp` ways."""
-    for axis, size, reason in (
-        ("tp", tp, check_tp(config, tp, share_kv_heads=True)),
-        ("pp", pp, check_pp(config, pp)),
-    ):
-        if reason is not None:
-            raise ValueError(f"rollout.layout.{axis}={size}: {reason}")
-
-
 def local_shapes(config: PretrainedConfig, pp: int, tp: int, rank: int) -> dict[str, torch.Size]:
     """Shape of each parameter that rank `pp_rank * tp + tp_rank` of an instance holds, by name."""
     mesh = Mesh((("pp", pp), ("tp", tp)))
@@ -176,7 +166,7 @@ def local_model(
     the first there is no embedding to call (a tied one holds the head's weight), on others than the
     last neither norm nor head. Memory is taken for the rank's part alone.
     """
-    check_parallel(config, parallel.pp, parallel.tp)
+    check_gen_layout(config, parallel.pp, parallel.tp)
     shapes = local_shapes(
         config, parallel.pp, parallel.tp, parallel.pp_rank * parallel.tp + parallel.tp_rank
     )

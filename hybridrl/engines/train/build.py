@@ -17,7 +17,7 @@ from hybridrl.engines.train.pipeline import StageModel
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
-from hybridrl.models.parallel import check_pp, check_tp, model_parameters
+from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, whole
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
 
@@ -30,7 +30,7 @@ class TrainDims:
     """The training axes, and where this rank stands on them."""
 
     axes: TrainAxes
-    schedule: PipelineSchedule
+    config: TrainLayoutConfig
     mesh: DeviceMesh
 
     @classmethod
@@ -43,7 +43,12 @@ class TrainDims:
             (axes.pp, axes.replicas, axes.fsdp, axes.tp),
             mesh_dim_names=("pp", "replica", "fsdp", "tp"),
         )
-        return cls(axes, layout.schedule, mesh)
+        return cls(axes, layout, mesh)
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """Order of the micro-batches under pp."""
+        return self.config.schedule
 
     def rank(self, axis: str) -> int:
         """This rank's place on an axis."""
@@ -92,14 +97,10 @@ def build(
 ) -> Parts:
     """Make `model`, whole on every rank, this rank's part of it.
 
-    Raises ValueError for axes that the model cannot take, with the reason.
+    Raises ConfigError for axes that the model cannot take, with the reason.
     """
     axes, config = dims.axes, model.config
-    problem = check_tp(config, axes.tp, share_kv_heads=False) or check_pp(
-        config, axes.pp, dims.schedule.chunks_per_rank
-    )
-    if problem:
-        raise ValueError(f"trainer.layout pp={axes.pp} tp={axes.tp}: {problem}")
+    check_train_layout(config, dims.config)
     parameters = model_parameters(config)
     layers = config.num_hidden_layers
     layout = train_layout(parameters, axes, dims.stage_of_layer(layers), gen_tp)

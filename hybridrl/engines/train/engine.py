@@ -72,7 +72,7 @@ class TrainEngine:
         responses are drawn from. With `trainable` False the engine only scores (a reference), and
         has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelism, which
         decides along which dimension FSDP shards (`layout.parameters.fsdp_dim`). Raises ConfigError
-        for a model that cannot be used, ValueError for axes that it cannot take and for a
+        for a model that cannot be used and for axes that it cannot take, ValueError for a
         temperature that is not above 0.
         """
         if temperature <= 0:

@@ -15,7 +15,7 @@ from hybridrl.engines.rollout.random import stream_key, uniforms
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.models.parallel import model_parameters
-from hybridrl.models.shard import GenParallel, check_parallel
+from hybridrl.models.shard import GenParallel
 
 FAMILIES = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3")
 ODD = {"vocab_size": 53, "num_hidden_layers": 3}
@@ -26,7 +26,7 @@ Ranks = Callable[..., list[Any]]
 
 
 def requests_of(num: int, group: int, **sampling: float) -> list[Request]:
-    """`num` requests, `group` for each prompt of 1 to 20 tokens, 1 to 12 new ones."""
+    """`num` requests, `group` for each prompt of 1 to 20 tokens, 1 to 10 new ones."""
     draw = random.Random(0)
     made = []
     for i in range(num):
@@ -36,7 +36,7 @@ def requests_of(num: int, group: int, **sampling: float) -> list[Request]:
             Request(
                 id=i,
                 prompt_ids=prompt,
-                sampling=SamplingParams(draw.randint(1, 12), **sampling),  # type: ignore[arg-type]
+                sampling=SamplingParams(draw.randint(1, 10), **sampling),  # type: ignore[arg-type]
                 stream=stream_key(7, i // group, k=i % group),
                 prefix=i // group,
             )
@@ -98,7 +98,7 @@ def generate(
     """Generate on this rank of an instance; some requests are parked and rest for a while."""
     engine = make(config, weights, pp, tp, **options)
     engine.submit(requests)
-    parks = {3: [1, 5, 9], 7: [0, 1]}
+    parks = {3: [1, 5, 8], 6: [0, 1]}
     outputs: dict[object, tuple[list[int], list[float]]] = {}
     resting: dict[int, list[Request]] = {}
     step = 0
@@ -159,13 +159,13 @@ def test_equals_one_process(
 ) -> None:  # fmt: skip
     """Every family, slept and woken, with requests parked and resumed; one with preemption."""
     models = {name: make_model(name, **ODD) for name in families}
-    requests = requests_of(12, group=3)
+    requests = requests_of(9, group=3)
     longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
     cases = {
         name: ((model.config, model.state_dict(), pp, tp, requests), {})
         for name, model in models.items()
     }
-    tight = {"block_size": 1, "kv_cache_tokens": longest + 16}
+    tight = {"block_size": 1, "kv_cache_tokens": longest + 12}
     cases["preempted"] = cases["qwen3"][0], tight
     results = ranks(pp * tp, generate_all, cases)
     assert all(result == results[0] for result in results)
@@ -226,15 +226,3 @@ def test_bfloat16(
     ]
     assert len(gaps) > 15
     assert sum(gaps) / len(gaps) < 0.1  # as in test_native
-
-
-@pytest.mark.parametrize(
-    ("pp", "tp", "message"),
-    [
-        (1, 3, "rollout.layout.tp=3: tp must divide the 4 attention heads"),
-        (3, 1, "rollout.layout.pp=3: at most the 2 layers"),
-    ],
-)
-def test_refusals(pp: int, tp: int, message: str, model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_parallel(model.config, pp, tp)
