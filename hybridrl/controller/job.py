@@ -200,7 +200,15 @@ class Job:
     def _on_switch(self, reports: list[dict[str, Any]]) -> None:
         """Bytes are summed over the ranks; of times and of extra memory the worst rank counts."""
         received = [int(report["bytes_received"]) for report in reports]
-        worst = ("seconds_pack", "seconds_wait", "seconds_copy", "scratch_bytes")
+        worst = {
+            key: max(report[name] for report in reports)
+            for key, name in (
+                ("pack_s", "seconds_pack"),
+                ("wait_s", "seconds_wait"),
+                ("copy_s", "seconds_copy"),
+                ("scratch_bytes", "scratch_bytes"),
+            )
+        }
         self.telemetry.event(
             "switch",
             step=self.step,
@@ -208,7 +216,7 @@ class Job:
             bytes_theory=sum(int(report["bytes_theory"]) for report in reports),
             bytes_most=max(received),
             seconds=max(report["seconds"] for report in reports),
-            **{name: max(report[name] for report in reports) for name in worst},
+            **worst,
             path=reports[0]["path"],
         )
 

@@ -39,7 +39,8 @@ def switches(run: RunData) -> dict[str, Any] | None:
     if not rows:
         return None
     hidden = {"kind", "time", "phase"}
-    first = [name for name in ("step", "bytes", "seconds") if any(name in row for row in rows)]
+    leading = ("step", "bytes", "bytes_theory", "seconds")
+    first = [name for name in leading if any(name in row for row in rows)]
     names = dict.fromkeys(name for row in rows for name in row if name not in hidden)
     columns = first + [name for name in names if name not in first]
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
@@ -48,10 +49,15 @@ def switches(run: RunData) -> dict[str, Any] | None:
         "rows": [[row.get(column) for column in columns] for row in rows[-500:]],
         "summary": {
             "count": len(rows),
-            "bytes": sum(r["bytes"] for r in rows if isinstance(r.get("bytes"), int | float)),
+            "bytes": _total(rows, "bytes"),
+            "theory": _total(rows, "bytes_theory") or None,
             "median_s": statistics.median(seconds) if seconds else 0.0,
         },
     }
+
+
+def _total(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows if isinstance(row.get(name), int | float))
 
 
 def samples(run: RunData) -> tuple[list[dict[str, Any]], str]:

@@ -99,7 +99,13 @@ def write_run(run_dir: Path) -> Path:
             if number == 30:
                 metrics |= {"loss": math.nan, "grad_norm": math.inf}
                 telemetry.event("bad_step", step=step, loss=math.nan)
-            telemetry.event("switch", step=step, bytes=8_400_000, seconds=rng.uniform(9e-3, 14e-3))
+            telemetry.event(
+                "switch",
+                step=step,
+                bytes=8_400_000,
+                seconds=rng.uniform(9e-3, 14e-3),
+                bytes_theory=8_000_000,
+            )
             telemetry.lengths(step, [int(rng.gauss(8 + number / 20, 3)) % 25 for _ in range(256)])
             telemetry.samples(step, [sample(rng, number, k) for k in range(8)])
             telemetry.log(step, metrics)

@@ -209,8 +209,9 @@ def test_lengths_and_switches_equal_the_records(page: Any, report: Path) -> None
         "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
     )
     assert len(cells) == len(switched) == 60
-    assert cells[0][:2] == ["61", "8.40 MB"]
-    assert cells[0][2] == f"{switched[0]['seconds'] * 1e3:.1f} ms"
+    assert cells[0][:3] == ["61", "8.40 MB", "8.00 MB"]
+    assert "504 MB in all, 1.050 of theory" in page.locator("#switches .lead").inner_text()
+    assert cells[0][3] == f"{switched[0]['seconds'] * 1e3:.1f} ms"
 
 
 def test_what_a_model_wrote_is_shown_as_text(page: Any, report: Path) -> None:

@@ -146,7 +146,7 @@ function lengthsAndSwitches() {
   if (data.switches) {
     const { rows, columns, summary } = data.switches;
     cards.push(make("section", { class: "card", id: "switches" }, make("h3", {}, "Weight switch, training to generation"),
-      make("p", { class: "lead" }, `${summary.count} switches, ${bytes(summary.bytes)} in all, median ${short(summary.median_s)}.`),
+      make("p", { class: "lead" }, `${summary.count} switches, ${bytes(summary.bytes)} in all${summary.theory ? `, ${(summary.bytes / summary.theory).toFixed(3)} of theory` : ""}, median ${short(summary.median_s)}.`),
       make("div", { class: "scroll" }, table(columns, rows))));
   }
   if (cards.length) section(cards.length > 1 ? "Lengths and weight switches" : data.lengths ? "Lengths" : "Weight switches", "", make("div", { class: "two" }, ...cards));
