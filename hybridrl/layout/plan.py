@@ -79,7 +79,7 @@ class Plan:
         """Elements that travel, by rank and by link."""
         received, sent = (np.zeros(self.num_ranks, np.int64) for _ in range(2))
         kept = np.zeros(self.num_ranks, np.int64)
-        links: dict[tuple[int, int], int] = defaultdict(int)
+        pairs, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for cls in self.classes:
             for flow in cls.flows:
                 size = flow.box.size * len(cls.names)
@@ -87,11 +87,13 @@ class Plan:
                 np.add.at(received, flow.receivers[away], size)
                 np.add.at(sent, flow.senders[away], size)
                 np.add.at(kept, flow.receivers[~away], size)
-                for pair in zip(
-                    flow.senders[away].tolist(), flow.receivers[away].tolist(), strict=True
-                ):
-                    links[pair] += size
-        return Traffic(received, sent, kept, dict(links))
+                pairs.append(flow.senders[away] * self.num_ranks + flow.receivers[away])
+                sizes.append(np.full(len(pairs[-1]), size))
+        found, where = np.unique(np.concatenate(pairs), return_inverse=True)
+        total = np.zeros(len(found), np.int64)
+        np.add.at(total, where, np.concatenate(sizes))
+        ends = zip(*(side.tolist() for side in np.divmod(found, self.num_ranks)), strict=True)
+        return Traffic(received, sent, kept, dict(zip(ends, total.tolist(), strict=True)))
 
     @cached_property
     def least(self) -> np.ndarray:
@@ -161,11 +163,12 @@ def _flows(src: Layout, dst: Layout, name: str) -> Iterator[Flow]:
         raise ValueError(f"{name}: the source holds {found} of {size} elements, counted once each")
     for cell, boxes in dst.cells(name).items():
         receivers = dst.ranks(name, cell)
+        own = _coordinates(src, receivers)
         covered = 0
         for held, cells in holders.items():
             overlaps = [o for a in boxes for b in held if (o := a.intersect(b)) is not None]
             if overlaps:
-                senders = _senders(src, name, cells, receivers)
+                senders = _senders(src, name, cells, own)
                 for box in overlaps:
                     covered += box.size
                     yield Flow(box, senders, receivers)
@@ -174,14 +177,15 @@ def _flows(src: Layout, dst: Layout, name: str) -> Iterator[Flow]:
             raise ValueError(f"{name}: {covered} elements for {wanted} at {cell}")
 
 
-def _senders(src: Layout, name: str, cells: list[Coordinates], receivers: np.ndarray) -> np.ndarray:
+def _senders(
+    src: Layout, name: str, cells: list[Coordinates], own: dict[str, np.ndarray]
+) -> np.ndarray:
     """For each receiver the holder that is nearest to it in the source mesh.
 
-    `cells` are the places along the split axes that hold the same boxes. Coordinates on all other
-    axes are the receiver's own; a receiver outside of the source mesh counts as one within.
+    `cells` are the places along the split axes that hold the same boxes, `own` the receivers'
+    coordinates in the source mesh. On all other axes a sender has the receiver's own.
     """
-    rule, mesh = src.rules[name], src.mesh
-    own = _coordinates(src, receivers)
+    rule, mesh, own = src.rules[name], src.mesh, dict(own)
     axes = [split.axis for split in rule.splits]
     if axes:
         options = np.array(cells)
@@ -199,6 +203,7 @@ def _senders(src: Layout, name: str, cells: list[Coordinates], receivers: np.nda
 
 
 def _coordinates(layout: Layout, ranks: np.ndarray) -> dict[str, np.ndarray]:
+    """By axis; a rank outside of the mesh counts as one within."""
     mesh = layout.mesh
     places = np.zeros(1 + max(ranks.max(), *mesh.ranks), np.int64) - 1
     places[list(mesh.ranks)] = np.arange(mesh.size)
