@@ -16,6 +16,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout.dtensors import layout_of
 
 TEMPERATURE = 0.7
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -80,12 +81,8 @@ def step(path, sequences, layout, schedule, gen_tp, max_tokens):
     )
     mine = sequences[dist.get_rank() :: dist.get_world_size()]
     scores = engine.log_probs(mine)
-    local = {}
-    for name, shard in engine.named_shards().items():
-        boxes = engine.layout.local(name, dist.get_rank())
-        sizes = [box.shape for box in boxes]
-        assert [tuple(shard.to_local().shape)] == sizes or not sizes, (name, sizes)
-    gradients = {}
+    check_layout(engine)
+    local, gradients = {}, {}
 
     def before_step(*_):
         for chunk in engine.chunks:
@@ -101,6 +98,18 @@ def step(path, sequences, layout, schedule, gen_tp, max_tokens):
             assert torch.equal(gradients.setdefault(name, gradient), gradient), name
     after = {name: tensor.clone() for name, tensor in engine.weights()}
     return scores, metrics, gradients, after
+
+
+def check_layout(engine):
+    """The engine's layout, made from the config, is what its DTensors say."""
+    shards, rank = engine.named_shards(), dist.get_rank()
+    found = layout_of(shards)
+    for name, shard in shards.items():
+        boxes = engine.layout.local(name, rank)
+        assert boxes == found.local(name, rank), name
+        assert [tuple(shard.to_local().shape)] == [box.shape for box in boxes] or not boxes, name
+    held = {name for name in engine.layout.rules if engine.layout.local(name, rank)}
+    assert held <= shards.keys()
 
 
 def check(results, want, path):

@@ -1,0 +1,46 @@
+"""The layout of tensors that are distributed already, read off their DTensors."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hybridrl.layout.layout import Layout, Rule, Split
+from hybridrl.layout.mesh import Mesh
+
+
+def layout_of(tensors: Mapping[str, DTensor]) -> Layout:
+    """Where DTensors of one mesh lie, by their own placements.
+
+    FSDP2 cuts what tensor parallelism has left, though its axis comes first in the mesh: DTensor
+    marks that by a strided shard. Shapes are the DTensors', a padded vocabulary included; pipeline
+    stages are not in the mesh of a DTensor. Raises ValueError for tensors of different meshes, for
+    none, and for placements other than copies and shards.
+    """
+    if not tensors:
+        raise ValueError("no tensors: wanted at least one DTensor")
+    meshes = {name: tensor.device_mesh for name, tensor in tensors.items()}
+    first, mesh = next(iter(meshes.items()))
+    axes = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    rules = {}
+    for name, tensor in tensors.items():
+        if meshes[name] != mesh:
+            raise ValueError(f"{name}: its mesh is {meshes[name]}, that of {first} is {mesh}")
+        rules[name] = Rule(splits=_splits(name, tensor, axes))
+    ranks = np.asarray(mesh.mesh).ravel().tolist()
+    sizes = tuple(zip(axes, mesh.shape, strict=True))
+    return Layout(Mesh(sizes, tuple(ranks)), {n: tuple(t.shape) for n, t in tensors.items()}, rules)
+
+
+def _splits(name: str, tensor: DTensor, axes: tuple[str, ...]) -> tuple[Split, ...]:
+    plain, strided = [], []
+    for axis, placement in zip(axes, tensor.placements, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, Shard):
+            plain.append(Split(axis, placement.dim))
+        elif type(placement).__name__ == "_StridedShard":  # cuts what later axes have cut already
+            strided.append(Split(axis, placement.dim))  # type: ignore[attr-defined]
+        else:
+            raise ValueError(f"{name}: wanted copies and shards, got {placement} along {axis}")
+    return (*plain, *strided)
