@@ -105,7 +105,7 @@ WRONG = [
     ("rollout.layout.pp=3", "rollout.layout=3 x 1: wanted pp x tp that divides cluster.ranks=2"),
     ("rollout.layout.grouping=x", "rollout.layout.grouping=x: wanted one of strided, vanilla, "),
     ("cluster.ranks=4 trainer.layout.tp=4", "trainer.layout.tp=4: wanted one of 1, 2 (it must "),
-    ("cluster.ranks=4 rollout.layout.tp=4", "rollout.layout.tp=4: wanted one of 1, 2, 6 (it m"),
+    ("cluster.ranks=4 rollout.layout.tp=4", "rollout.layout.tp=4: wanted one of 1, 2 (it must "),
     ("cluster.ranks=4 trainer.layout.pp=4", "trainer.layout.pp=4: wanted at most 3 (3 layers)"),
     ("cluster.ranks=4 rollout.layout.pp=4", "rollout.layout.pp=4: wanted at most 3 (3 layers)"),
     ("cluster.address=127.0.0.1:9", "cluster.address=127.0.0.1:9: wanted a running Ray cluster"),

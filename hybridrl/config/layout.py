@@ -45,6 +45,8 @@ class TrainLayoutConfig:
     """Ranks over which FSDP2 shards; 0 takes what the other axes leave."""
     tp: int = 1
     """Tensor parallelism."""
+    sequence_parallel: bool = False
+    """Under tp, split what lies between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     """Order of the micro-batches under pp."""
 

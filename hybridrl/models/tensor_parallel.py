@@ -15,22 +15,36 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
 from hybridrl.models.parallel import tp_style
 
 
-class Replicated(ParallelStyle):
-    """Parameters whole on every rank, as DTensors; plain activations in and out."""
+class Placed(ParallelStyle):
+    """Parameters whole on every rank, as DTensors; plain activations in and out.
+
+    `inputs` is how the ranks hold what goes in, `outputs` how they shall hold what comes out.
+    """
+
+    def __init__(self, inputs: Placement, outputs: Placement) -> None:
+        self.inputs, self.outputs = inputs, outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        enter: Any = _enter  # torch's type says that hooks give nothing; they may
         partition = partial(_place, placement=Replicate())
-        return distribute_module(module, device_mesh, partition, enter, _leave)
+        enter: Any = self._enter  # torch's type says that hooks give nothing; they may
+        return distribute_module(module, device_mesh, partition, enter, self._leave)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        return tuple(DTensor.from_local(x, mesh, [self.inputs], run_check=False) for x in inputs)
+
+    def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return outputs.redistribute(placements=[self.outputs]).to_local()
 
 
 class VocabularyRows(ParallelStyle):
@@ -45,19 +59,6 @@ def _place(name: str, module: nn.Module, mesh: DeviceMesh, placement: Any) -> No
         # src_data_rank None: every rank has read the same weights, nothing is sent.
         tensor = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
         module.register_parameter(key, nn.Parameter(tensor, parameter.requires_grad))
-
-
-def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    return tuple(
-        DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-        else x
-        for x in inputs
-    )
-
-
-def _leave(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-    return outputs.to_local() if isinstance(outputs, DTensor) else outputs
 
 
 def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
@@ -77,34 +78,57 @@ def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
-def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     """Make `model`, or a pipeline chunk of one, tensor parallel over the `mesh` of one axis.
 
-    Heads and widths must divide (`models.parallel.check_tp`), the vocabulary too
+    With `sequence`, what lies between the blocks is split by tokens (sequence parallelism,
+    Korthikanti et al., arXiv 2205.05198, section 4.2.2), whose number must then divide: it is the
+    same traffic, and activations outside of the blocks take 1 / tp of the memory.
+
+    Heads and widths must divide (`models.parallel.check_train_layout`), the vocabulary too
     (`pad_vocabulary`). The head's forward is not to be called afterwards.
     """
-    embedding, head = model.base_model.embed_tokens, model.lm_head
+    base, head = model.base_model, model.lm_head
+    embedding = base.embed_tokens
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     prefix = f"{model.base_model_prefix}."
+    between: Placement = Shard(1) if sequence else Replicate()
     # Gemma 3 normalises [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
     heads_dim = 1 if model.config.model_type == "gemma3_text" else 2
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
+        if sequence and name.endswith((".self_attn", ".mlp")):
+            styles[name] = _gathering(name)
         if not list(module.parameters(recurse=False)):
             continue
         match tp_style(model.config, name.removeprefix(prefix)):
             case "colwise":
                 styles[name] = ColwiseParallel()
             case "rowwise":
-                styles[name] = RowwiseParallel()
+                styles[name] = RowwiseParallel(output_layouts=between)
             case "replicated_with_grad_allreduce":
                 styles[name] = SequenceParallel(sequence_dim=heads_dim, use_local_output=True)
             case _ if module is embedding:
-                styles[name] = RowwiseParallel(input_layouts=Replicate())
+                styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case _ if module is head:
                 styles[name] = VocabularyRows()
+            case _ if module is base.norm:
+                styles[name] = Placed(between, Replicate())
             case _:
-                styles[name] = Replicated()
+                styles[name] = Placed(between, between)
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if tied:  # parallelize_module makes two parameters of it
         head.weight = embedding.weight
+
+
+def _gathering(name: str) -> ParallelStyle:
+    """Joins the tokens in front of a block, as a DTensor: its gradient is scattered once."""
+    if name.endswith(".mlp"):
+        return PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=False
+        )
+    return PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        use_local_output=False,
+    )

@@ -55,6 +55,11 @@ class TrainDims:
         return int(self.mesh.get_local_rank(axis))
 
     @property
+    def token_parts(self) -> int:
+        """Parts into which the tokens of a row are split between the blocks."""
+        return self.axes.tp if self.config.sequence_parallel else 1
+
+    @property
     def num_chunks(self) -> int:
         """Pipeline chunks of the model."""
         return self.axes.pp * self.schedule.chunks_per_rank if self.axes.pp > 1 else 1
@@ -112,7 +117,7 @@ def build(
     tp_group = None
     if axes.tp > 1:
         for chunk in chunks:
-            apply_tensor_parallel(chunk.model, dims.mesh["tp"])
+            apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
         tp_group = dims.mesh.get_group("tp")
     kind = StageModel if dims.num_chunks > 1 else PackedModel
     roots = [kind(chunk, temperature, tp_group) for chunk in chunks]

@@ -109,6 +109,7 @@ class TrainEngine:
                 self.dims.mesh.get_group("pp"),
                 device,
                 compute,
+                self.dims.token_parts,
             )
         self.version = 0
         if trainable:
@@ -224,13 +225,20 @@ class TrainEngine:
         parts: list[list[int]],
         trained_only: bool = False,
     ) -> list[PackedBatch]:
-        """A row for each part; in a pipeline, of equal length."""
-        longest = 0
+        """A row for each part; in a pipeline of equal length, and of a length that divides."""
+        sizes = [max(1, sum(len(sequences[i].ids) for i in part)) for part in parts]
         if self.pipeline is not None:
-            longest = max(1, *(sum(len(sequences[i].ids) for i in part) for part in parts))
+            sizes = [max(sizes)] * len(sizes)
+        multiple = self.dims.token_parts
         return [
-            pack([sequences[i] for i in part], self.attention, self.device, trained_only, longest)
-            for part in parts
+            pack(
+                [sequences[i] for i in part],
+                self.attention,
+                self.device,
+                trained_only,
+                total_tokens=-(-size // multiple) * multiple,
+            )
+            for part, size in zip(parts, sizes, strict=True)
         ]
 
     # Training
@@ -282,9 +290,9 @@ class TrainEngine:
             sums = self._from_last_stage(sums)
         metrics = self._step(sums)
         metrics["tokens"] = float(totals.tokens)
-        if self.pipeline is not None:
+        if self.pipeline is not None or self.dims.token_parts > 1:
             real = sum(len(sequence.ids) for sequence in pooled)
-            computed = len(batches) * batches[0].ids.shape[1]
+            computed = sum(batch.ids.numel() for batch in batches)
             real, computed = self._reduce([real, computed], dist.ReduceOp.SUM)
             metrics["padding_share"] = 1 - real / computed
         return metrics

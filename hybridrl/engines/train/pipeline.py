@@ -58,9 +58,11 @@ class Pipeline:
         group: ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
+        token_parts: int = 1,
     ) -> None:
         self.chunks, self.numbers, self.num_chunks = chunks, numbers, num_chunks
         self.kind, self.group, self.device, self.dtype = kind, group, device, dtype
+        self._token_parts = token_parts
         self._features: int = chunks[0].causal_lm.config.hidden_size
 
     def num_micro_batches(self, least: int) -> int:
@@ -92,7 +94,7 @@ class Pipeline:
                     if source == self.group.rank():
                         x = hidden.pop(number)
                     elif source is not None:
-                        x = x.new_empty(*x.shape, self._features, dtype=self.dtype)
+                        x = x.new_empty(self._hidden_shape(x.shape[1]), dtype=self.dtype)
                         dist.recv(x, group=self.group, group_src=source)
                     out = chunk(x, torch.tensor([number]))
                     if target == self.group.rank():
@@ -103,6 +105,10 @@ class Pipeline:
         for work, _ in sent:
             if work is not None:
                 work.wait()
+
+    def _hidden_shape(self, tokens: int) -> tuple[int, int, int]:
+        """What travels for a row of `tokens`: under sequence parallelism a part of them."""
+        return 1, tokens // self._token_parts, self._features
 
     def _holder(self, place: int) -> int | None:
         """The pipeline rank of a chunk, None before the first and behind the last."""
@@ -137,7 +143,7 @@ class Pipeline:
 
     def _stage(self, chunk: StageModel, number: int, tokens: int) -> PipelineStage:
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        hidden = torch.zeros(1, tokens, self._features, dtype=self.dtype, device="meta")
+        hidden = torch.zeros(self._hidden_shape(tokens), dtype=self.dtype, device="meta")
         hidden.requires_grad_()  # else no gradient is received for it
         loss = torch.zeros(1, device="meta", requires_grad=True)
         return PipelineStage(

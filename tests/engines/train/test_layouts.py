@@ -62,7 +62,7 @@ def oracle(path, sequences):
     return total.item(), gradients, scores
 
 
-def step(path, sequences, layout, schedule, gen_tp, max_tokens):
+def step(path, sequences, layout, schedule, gen_tp, max_tokens, sequence_parallel=False):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
     pp, replicas, fsdp, tp = layout
     engine = TrainEngine(
@@ -72,7 +72,12 @@ def step(path, sequences, layout, schedule, gen_tp, max_tokens):
             max_tokens_per_micro_batch=max_tokens,
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
-                pp=pp, replicas=replicas, fsdp=fsdp, tp=tp, schedule=PipelineSchedule[schedule]
+                pp=pp,
+                replicas=replicas,
+                fsdp=fsdp,
+                tp=tp,
+                schedule=PipelineSchedule[schedule],
+                sequence_parallel=sequence_parallel,
             ),
         ),
         device=torch.device("cpu"),
@@ -175,3 +180,16 @@ def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
     """FSDP cuts row-parallel weights along dimension 1 where generation has more tp."""
     path, sequences, want = wanted("qwen3", True)
     check(ranks(4, step, path, sequences, (1, 1, 2, 2), "one_f_one_b", 4, 30), want, path)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule"),
+    [
+        ("qwen3", (1, 1, 1, 4), "one_f_one_b"),
+        ("gemma3_text", (1, 1, 2, 2), "one_f_one_b"),
+        ("qwen2", (2, 1, 1, 2), "zero_bubble"),
+    ],
+)
+def test_sequence_parallel(ranks, wanted, family, layout, schedule):
+    path, sequences, want = wanted(family, True)
+    check(ranks(4, step, path, sequences, layout, schedule, 1, 30, True), want, path)
