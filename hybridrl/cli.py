@@ -24,6 +24,20 @@ A run or a plan ends with one JSON line on stdout. Errors a user can mend are on
 exit 2."""
 
 
+PLAN_USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
+
+Prints what each rank holds, receives and sends at the switch from training to generation.
+
+  the model      model=llama3_8b | llama3_70b | qwen3_8b | qwen3_32b, model.path=DIR (where a
+                 config.json is enough), or model.shape={model_type: ..., hidden_size: ..., ...}
+  the ranks      cluster.ranks=128
+  in training    trainer.layout.pp, .replicas, .fsdp, .tp, .schedule
+  in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb
+
+  hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
+      trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8"""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command line; exits the process."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -96,6 +110,9 @@ def _job(action: str, config: Any) -> None:
 
 def _plan(args: list[str]) -> None:
     """Plan the weight switch of a model and a cluster, neither of which need be here."""
+    if {"-h", "--help"} & set(args):
+        print(PLAN_USAGE)
+        return
     if not args or args[0] != "layout":
         _fail(f"plan={args[0] if args else ''}: wanted layout, then overrides", 2)
     from rich.console import Console
