@@ -65,3 +65,13 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
         head = copy.deepcopy(head)
     part.lm_head = head
     return Chunk(part.train(), start, first, last)
+
+
+def hollow(model: PreTrainedModel) -> None:
+    """Let go of the modules of `model` after chunks have taken theirs; its config stays.
+
+    Without this every stage would keep the weights of all.
+    """
+    base = model.base_model
+    base.layers = nn.ModuleList()
+    base.embed_tokens = base.norm = model.lm_head = None

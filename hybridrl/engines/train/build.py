@@ -18,7 +18,7 @@ from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
 from hybridrl.models.parallel import check_train_layout, model_parameters
-from hybridrl.models.stages import Chunk, cut, whole
+from hybridrl.models.stages import Chunk, cut, hollow, whole
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
 
 ONE_GROUP_PARAMETERS = 32 * 2**20
@@ -114,6 +114,7 @@ def build(
     chunks = [whole(model)]
     if dims.num_chunks > 1:
         chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
+        hollow(model)
     tp_group = None
     if axes.tp > 1:
         for chunk in chunks:

@@ -10,12 +10,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms.normalise import token_weights
 from hybridrl.config import DType, ModelConfig, OptimConfig, TrainerConfig
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
+from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import Loss, TrainSequence
 from hybridrl.engines.train.optim import make_optimizer
 from hybridrl.engines.train.packed import (
@@ -286,7 +287,7 @@ class TrainEngine:
             self._train_alone(batches, finish)
         else:
             self.pipeline.train(batches, finish)
-            self._sum_tied()
+            sum_tied(self.chunks, self.dims)
             sums = self._from_last_stage(sums)
         metrics = self._step(sums)
         metrics["tokens"] = float(totals.tokens)
@@ -323,54 +324,13 @@ class TrainEngine:
             raise ValueError("update: no rank has a response token to train on")
         return _Totals(most[0], total[1], total[2], most[3])
 
-    def _sum_tied(self) -> None:
-        """Add the gradients of a tied embedding, which first and last chunk hold as two copies."""
-        copies = [parameter for parameter, copy in self._gradient_owners() if copy is not None]
-        if not self.causal_lm.config.tie_word_embeddings or not copies:
-            return
-        gradients = [p.grad.to_local() for p in copies if isinstance(p.grad, DTensor)]
-        if len(gradients) == 2:  # both chunks are here
-            total = gradients[0] + gradients[1]
-        else:
-            (gradient,) = gradients
-            group = self.dims.mesh.get_group("pp")
-            peer = (self.dims.axes.pp - 1) - self.dims.rank("pp")
-            other = torch.empty_like(gradient)
-            work = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
-                    dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
-                ]
-            )
-            for request in work:
-                request.wait()
-            total = gradient + other
-        for gradient in gradients:
-            gradient.copy_(total)
-
-    def _gradient_owners(self) -> list[tuple[torch.nn.Parameter, bool | None]]:
-        """Parameters; and of a tied embedding's copies, whether it is the one that is counted."""
-        tied = self.causal_lm.config.tie_word_embeddings and self.pipeline is not None
-        found = []
-        for chunk in self.chunks:
-            for name, parameter in chunk.named_parameters():
-                embedding = tied and name.endswith("embed_tokens.weight")
-                found.append((parameter, chunk.first if embedding else None))
-        return found
-
     def _step(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
         """Clip by the global norm and step, or skip the step on all ranks alike."""
-        gradients, shares = [], []
-        for parameter, counted in self._gradient_owners():
-            if isinstance(parameter.grad, DTensor):
-                gradients.append(parameter.grad.to_local())
-                shares.append(0.0 if counted is False else 1 / self._copies(parameter))
-        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-        square_sum = (squares * squares.new_tensor(shares)).sum()
+        gradients, square_part = local_gradients(self.chunks, self.dims)
         names = sorted(sums)
         # What is not finite on one rank is not finite in the sum that all ranks get.
         each = [sums[name].double() / self._replica.size() for name in names]
-        values = torch.stack([square_sum, *each])
+        values = torch.stack([square_part, *each])
         dist.all_reduce(values)
         square, *rest = values.tolist()
         metrics = dict(zip(names, rest, strict=True))
@@ -388,16 +348,6 @@ class TrainEngine:
         self.optimizer.zero_grad()
         metrics["bad_step"] = 0.0 if finite else 1.0
         return metrics
-
-    def _copies(self, parameter: torch.nn.Parameter) -> int:
-        """Ranks of the world that hold the same shard of a parameter."""
-        assert isinstance(parameter, DTensor)
-        names = parameter.device_mesh.mesh_dim_names or ()
-        whole_on_tp = any(
-            name == "tp" and isinstance(placement, Replicate)
-            for name, placement in zip(names, parameter.placements, strict=True)
-        )
-        return self.dims.axes.replicas * (self.dims.axes.tp if whole_on_tp else 1)
 
     def _reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         tensor = torch.tensor(values, device=self.device)
