@@ -130,8 +130,10 @@ def cluster() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray") as temp, marked() as (env, processes):
         options = ["--num-cpus=4", "--include-dashboard=false", f"--temp-dir={temp}"]
         options += [f"--port={port}", "--object-store-memory=100000000", "--disable-usage-stats"]
-        subprocess.run([ray, "start", "--head", *options], env=env, check=True, capture_output=True)
         try:
+            subprocess.run(
+                [ray, "start", "--head", *options], env=env, check=True, capture_output=True
+            )
             yield f"127.0.0.1:{port}"
         finally:
             for process in processes():
