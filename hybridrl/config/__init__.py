@@ -56,6 +56,12 @@ class Config:
     def __post_init__(self) -> None:
         self.trainer.layout.check(self.cluster.ranks)
         self.rollout.layout.check(self.cluster.ranks)
+        if self.rollout.migration_threshold and self.schedule is not Schedule.fused:
+            raise ConfigError(
+                "rollout.migration_threshold",
+                self.rollout.migration_threshold,
+                f"0 with schedule={self.schedule.value}, which moves no samples",
+            )
 
 
 __all__ = [

@@ -40,6 +40,8 @@ class RolloutConfig:
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
     decode_steps: int = 64
     """Decode steps per bounded call of an instance."""
+    migration_threshold: int = 0
+    """At so few unfinished samples `schedule=fused` gathers them on few instances; 0 is never."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """How the weights lie on the ranks in generation."""
 
@@ -47,6 +49,10 @@ class RolloutConfig:
         for key in ("max_new_tokens", "max_running", "block_size", "decode_steps"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"rollout.{key}", getattr(self, key), "1 or more")
+        if self.migration_threshold < 0:
+            raise ConfigError(
+                "rollout.migration_threshold", self.migration_threshold, "0 (never) or above"
+            )
         if self.temperature < 0:
             raise ConfigError("rollout.temperature", self.temperature, "0 (greedy) or above")
         if not 0 < self.top_p <= 1:

@@ -15,7 +15,8 @@ class Placement(Enum):
 class Schedule(Enum):
     """When and where each sample's next subtask runs."""
 
-    serial = "serial"
+    serial = "serial"  # every stage waits for the whole batch
+    fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
 
 
 @dataclass(kw_only=True, slots=True)

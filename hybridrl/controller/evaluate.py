@@ -6,11 +6,11 @@ from math import comb
 
 from hybridrl.config import Config
 from hybridrl.controller.executor import RayExecutor
+from hybridrl.controller.schedules import make_schedule
 from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules.serial import SerialSchedule
 
 
 def evaluation_graph(num_samples: int) -> Graph:
@@ -40,14 +40,8 @@ def evaluate(
     `record` gets the greedy samples, in the items' order, while the ranks still hold them.
     """
     items = items[: config.eval.num_prompts or None]
-    schedule = SerialSchedule(
-        graph,
-        executor,
-        enumerate(items),
-        sampling=Sampling(max_new_tokens=config.rollout.max_new_tokens),
-        decode_steps=config.rollout.decode_steps,
-        prompts_per_step=len(items),
-    )
+    sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens)
+    schedule = make_schedule(config, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples
     greedy = [s for s in samples if s.id.branch == "eval"]
     record(greedy)

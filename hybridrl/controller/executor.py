@@ -102,7 +102,8 @@ class RayExecutor:
             return []
         del self._answers[answer.instance]
         finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
-        return [replace(answer, finished=tuple(finished))]
+        parked = tuple(p for a in answers for p in a.parked)
+        return [replace(answer, finished=tuple(finished), parked=parked)]
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
         """Spread the samples by tokens, move those that must move, and train."""

@@ -16,13 +16,13 @@ from hybridrl.config import Config, OptimConfig
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.prepare import Prepared, prepare
+from hybridrl.controller.schedules import make_schedule
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.rank import Span
 
@@ -124,15 +124,11 @@ class Job:
         rollout = self.config.rollout
         self.telemetry.phase(name, steps, self.step)
         self.group.begin(graph, optim, steps * updates_per_step)
-        schedule = SerialSchedule(
-            graph,
-            self.executor,
-            self.prompts,
-            sampling=Sampling(
-                rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
-            ),
-            decode_steps=rollout.decode_steps,
-            prompts_per_step=prompts_per_step,
+        sampling = Sampling(
+            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
+        )
+        schedule = make_schedule(
+            self.config, graph, self.executor, self.prompts, sampling, prompts_per_step
         )
         for _ in range(steps):
             self.step += 1
@@ -222,8 +218,12 @@ class Job:
 
     def _record(self, result: StepResult, seconds: float) -> None:
         metrics = step_metrics(result, seconds)
-        for span in result.spans:
-            self.telemetry.span("driver", span.name, span.start, span.stop, self.step)
+        end = 0.0
+        for span in sorted(result.spans, key=lambda span: span.start):
+            # A lane's slices must not overlap, and a schedule's stages may.
+            lane = "driver" if span.start >= end else f"driver/{span.name}"
+            self.telemetry.span(lane, span.name, span.start, span.stop, self.step)
+            end = max(end, span.stop)
         self.telemetry.log(self.step, metrics)
         self.telemetry.lengths(self.step, [sample.response_tokens for sample in result.dispatched])
         self.telemetry.samples(self.step, self._texts(result.dispatched))
@@ -273,6 +273,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         "step_s": seconds,
         "filtered": float(sum(chosen)),
         "dropped": float(len(chosen) - sum(chosen)),
+        "migrated": result.metrics.get("samples/migrated", 0.0),
     }
     for span in result.spans:
         key = f"{span.name}_s"

@@ -49,16 +49,35 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Stop these samples, keeping their tokens, so that they can resume later or elsewhere."""
+    """Stop these samples, keeping their tokens, so that they can resume later or elsewhere.
+
+    Those that finish before the command arrives are passed over.
+    """
 
     ids: tuple[SampleId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """Go on with samples that were parked."""
+class Parked:
+    """What a `Park` has stopped: samples, and the weights' version that made their tokens.
+
+    `state` is opaque to schedules: a reference to the tokens, which go from rank to rank.
+    """
 
     ids: tuple[SampleId, ...]
+    version: int
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with some of the samples of `parked`, on any instance with the same weights.
+
+    Another version than the instance's is a bug. Each parked sample is resumed once.
+    """
+
+    ids: tuple[SampleId, ...]
+    parked: Parked
 
 
 Command = Submit | Park | Resume
@@ -87,7 +106,7 @@ class Advanced:
     running: int
     decode_steps: int
     finished: tuple[Finished, ...]
-    parked: tuple[SampleId, ...] = ()
+    parked: tuple[Parked, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +135,9 @@ class Executor(Protocol):
 
     `advance`, `compute` and `place` start work and return at once; `wait` blocks until at least one
     piece has ended. `enter`, `update` and `release` are whole-group and block. At most one
-    `advance` is in flight per instance. Events of one call keep their order; schedules must not
-    depend on the order of different calls for anything that reaches the training batch.
+    `advance` is in flight per instance; a `compute` that is started meanwhile runs after it, since
+    a rank does one thing at a time. Events of one call keep their order; schedules must not depend
+    on the order of different calls for anything that reaches the training batch.
     """
 
     clock: Clock

@@ -135,7 +135,7 @@ def _on_ranks(spans: list[Span]) -> bool:
 
 def _lane_order(lane: str) -> tuple[bool, int, str]:
     number = lane.removeprefix("rank ").partition("/")[0]
-    return lane != "driver", int(number) if number.isdecimal() else 10**9, lane
+    return not lane.startswith("driver"), int(number) if number.isdecimal() else 10**9, lane
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:

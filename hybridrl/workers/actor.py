@@ -1,7 +1,7 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,16 @@ from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.flow.executor import Command, Finished, Park, Phase, Resume, Sampling, Submit
+from hybridrl.flow.executor import (
+    Command,
+    Finished,
+    Park,
+    Parked,
+    Phase,
+    Resume,
+    Sampling,
+    Submit,
+)
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.execute import WeightSwitch
@@ -23,6 +32,14 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore, StoredSample
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedSample:
+    """All that another instance needs to go on with a sample, and to have it judged."""
+
+    request: Request
+    item: Item
 
 
 class Actor:
@@ -70,7 +87,6 @@ class Actor:
         self.phase = Phase.TRAIN
         self.generating_version = -1
         self._items: dict[SampleId, tuple[Item, int]] = {}
-        self._parked: dict[SampleId, Request] = {}
 
     def _plan_switch(self, num_layers: int) -> tuple[Switch, WeightSwitch]:
         """The way of the weights into generation, and what carries it out."""
@@ -137,21 +153,22 @@ class Actor:
 
     def advance(
         self, commands: Sequence[Command], num_decode_steps: int
-    ) -> tuple[list[Finished], tuple[SampleId, ...], int]:
-        """Obey commands, then decode; returns finished samples, parked ids and steps made."""
+    ) -> tuple[list[Finished], list[Parked], int]:
+        """Obey commands, then decode; returns finished samples, parked ones and steps made.
+
+        The state of parked samples, which all ranks of the instance have, is a tuple of
+        `ParkedSample`; the instance's first rank gives it.
+        """
         assert self.phase is Phase.GENERATE, "generation outside its phase"
-        parked: list[SampleId] = []
+        parked: list[Parked] = []
         for command in commands:
             match command:
                 case Submit():
                     self.rollout.submit(self._requests(command))
                 case Park(ids=ids):
-                    for request in self.rollout.park(ids):
-                        id = cast(SampleId, request.id)
-                        self._parked[id] = request
-                        parked.append(id)
-                case Resume(ids=ids):
-                    self.rollout.submit([self._parked.pop(id) for id in ids])
+                    parked.append(self._park(ids))
+                case Resume(ids=ids, parked=arrived):
+                    self._resume(ids, arrived)
         finished: list[Finished] = []
         steps = 0
         while steps < num_decode_steps and self.unfinished:
@@ -160,7 +177,25 @@ class Actor:
                 if event is not None:
                     finished.append(event)
             steps += 1
-        return finished, tuple(parked), steps
+        first = self._peers[0] == dist.get_rank()
+        return finished, parked if first else [], steps
+
+    def _park(self, ids: Sequence[SampleId]) -> Parked:
+        samples = []
+        for request in self.rollout.park(ids):
+            item, version = self._items.pop(cast(SampleId, request.id))
+            assert version == self.generating_version, "tokens of weights that are gone"
+            samples.append(ParkedSample(request, item))
+        stopped = tuple(cast(SampleId, sample.request.id) for sample in samples)
+        return Parked(stopped, self.generating_version, tuple(samples))
+
+    def _resume(self, ids: Sequence[SampleId], parked: Parked) -> None:
+        """The engine computes the keys and values of the tokens again."""
+        assert parked.version == self.generating_version, "resumed under other weights"
+        samples = {cast(SampleId, sample.request.id): sample for sample in parked.state}
+        for id in ids:
+            self._items[id] = (samples[id].item, parked.version)
+        self.rollout.submit([samples[id].request for id in ids])
 
     def _requests(self, command: Submit) -> list[Request]:
         item: Item = command.prompt

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config, ConfigError, OptimConfig
 from hybridrl.data import Item
-from hybridrl.flow.executor import Advanced, Command, Computed, Finished, Phase, Placed
+from hybridrl.flow.executor import Advanced, Command, Computed, Finished, Phase, Placed, Resume
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor import Actor, Reference
@@ -141,12 +141,23 @@ class RankWorker:
 
     @dispatch(Dispatch.SAME)
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
-        """Take commands and decode for a bounded number of steps."""
+        """Take commands and decode for a bounded number of steps.
+
+        What is parked goes into the data plane, and comes out of it where it resumes.
+        """
+        commands = [self._arrived(c) if isinstance(c, Resume) else c for c in commands]
         with self._span("generate"):
             finished, parked, steps = self.actor.advance(commands, num_decode_steps)
         finished = [replace(event, rank=self.rank) for event in finished]
-        value = Advanced(instance, self.actor.unfinished, steps, tuple(finished), parked)
+        sent = [replace(event, state=self.data_plane.put(event.state)) for event in parked]
+        value = Advanced(instance, self.actor.unfinished, steps, tuple(finished), tuple(sent))
         return self._reply(value)
+
+    def _arrived(self, command: Resume) -> Resume:
+        """With the parked samples themselves in place of their reference."""
+        with self._span("fetch"):
+            (state,) = self.data_plane.get([command.parked.state])
+        return replace(command, parked=replace(command.parked, state=state))
 
     # -- per-sample stages -------------------------------------------------------------------
 

@@ -14,8 +14,11 @@ from hybridrl.flow.executor import (
     Computed,
     Event,
     Finished,
+    Park,
+    Parked,
     Phase,
     Placed,
+    Resume,
     Submit,
 )
 from hybridrl.flow.graph import Stage
@@ -26,8 +29,8 @@ class VirtualExecutor:
     """One rank per instance; what a sample is depends on its id alone, when it is made on `seed`.
 
     Holds callers to the seam's rules: phases, one advance per instance, nothing in flight at a
-    whole-group call, no sample used after its release. `length_of` gives response tokens,
-    `reward_of` (reward, status).
+    whole-group call, no sample used after its release, parked samples resumed once and under the
+    weights that they began with. `length_of` gives response tokens, `reward_of` (reward, status).
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class VirtualExecutor:
         self.tensors: dict[SampleId, dict[str, Any]] = {}
         self.prompts: dict[SampleId, Any] = {}
         self.submits: list[tuple[int, Submit]] = []
+        self.resumes: list[tuple[int, SampleId]] = []
         self.finish_order: list[SampleId] = []
         self.updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]] = []
         self.entered: list[Phase] = []
@@ -56,10 +60,13 @@ class VirtualExecutor:
         self._num_calls = 0
         self._left: list[dict[SampleId, int]] = [{} for _ in range(num_instances)]
         self._busy: set[int] = set()
+        self._parked: set[SampleId] = set()
+        self.most_held = [0] * num_instances
 
     def enter(self, phase: Phase) -> None:
         assert not self._working(), "a phase change while calls are in flight"
         assert not any(self._left), "a phase change while samples are unfinished"
+        assert not self._parked, "a phase change while samples are parked"
         self.entered.append(phase)
         self.clock.advance_to(self.clock.now() + 1.0)
 
@@ -68,13 +75,8 @@ class VirtualExecutor:
         assert instance not in self._busy, "two advances in flight on one instance"
         self._busy.add(instance)
         left = self._left[instance]
-        for command in commands:
-            assert isinstance(command, Submit)
-            self.submits.append((instance, command))
-            for id in command.ids:
-                assert id not in self.prompts
-                self.prompts[id] = command.prompt
-                left[id] = self.length_of(id)
+        parked = [p for command in commands for p in self._obey(instance, command)]
+        self.most_held[instance] = max(self.most_held[instance], len(left))
         done = [id for id, tokens in left.items() if tokens <= num_decode_steps]
         steps = min(num_decode_steps, max(left.values(), default=0))
         for id in left:
@@ -84,7 +86,29 @@ class VirtualExecutor:
         self._random.shuffle(done)
         self.finish_order += done
         finished = tuple(self._finish(id, instance) for id in done)
-        self._push(Advanced(instance, len(left), steps, finished))
+        self._push(Advanced(instance, len(left), steps, finished, tuple(parked)))
+
+    def _obey(self, instance: int, command: Command) -> list[Parked]:
+        left = self._left[instance]
+        match command:
+            case Submit():
+                self.submits.append((instance, command))
+                for id in command.ids:
+                    assert id not in self.prompts
+                    self.prompts[id] = command.prompt
+                    left[id] = self.length_of(id)
+            case Park(ids=ids):
+                state = {id: left.pop(id) for id in ids if id in left}
+                self._parked |= state.keys()
+                return [Parked(tuple(state), self.version, state)]
+            case Resume(ids=ids, parked=parked):
+                assert parked.version == self.version, "resumed under other weights"
+                assert set(ids) <= set(parked.ids)
+                for id in ids:
+                    self._parked.remove(id)
+                    self.resumes.append((instance, id))
+                    left[id] = parked.state[id]
+        return []
 
     def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         self.prompts.update(zip(ids, prompts, strict=True))

@@ -6,6 +6,7 @@ from hybridrl.flow.sample import Sample, SampleId
 
 SCHEDULES = {
     "serial": "hybridrl.flow.schedules.serial:SerialSchedule",
+    "fused": "hybridrl.flow.schedules.fused:FusedSchedule",
 }
 
 

@@ -1,0 +1,224 @@
+"""What every schedule shares: a step's prompts, its rounds, its barriers, its record."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from hybridrl.flow.barriers import run_barrier
+from hybridrl.flow.batch import (
+    Ledger,
+    before_take,
+    generation_first,
+    groups,
+    new_samples,
+    phase_of,
+    ready,
+    record_computed,
+)
+from hybridrl.flow.executor import Computed, Event, Executor, Phase, Sampling
+from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.sample import Sample
+from hybridrl.flow.schedules import StageSpan, StepResult
+
+Prompt = tuple[int, Any]  # position in the run's prompt stream, and what schedules do not look into
+Batch = dict[str, list[Sample]]  # the samples that have left each stage, in training order
+
+
+class Schedule(ABC):
+    """Runs a graph step by step; a subclass says how the stages of a step overlap.
+
+    A step: pull prompts; make samples; run every further stage; update. With a `take` in the graph,
+    what lies before it runs in rounds of prompts until it has enough groups, the rest once.
+
+    Invariants: samples are trained in the stream's order, whatever the order in which they
+    finished; prompts are dealt to instances by position in the step, all samples of a prompt to
+    one; every dispatched sample is used or dropped, and the ranks keep it until `release`.
+
+    `prompts` gives positions (growing over the run) and prompts; the sampling settings hold where a
+    stage does not say otherwise; `decode_steps` bound one call of an instance.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        executor: Executor,
+        prompts: Iterator[Prompt],
+        *,
+        sampling: Sampling,
+        decode_steps: int,
+        prompts_per_step: int,
+    ) -> None:
+        graph.check()
+        self.graph, self.executor, self.prompts = graph, executor, prompts
+        self.sampling = sampling
+        self.decode_steps, self.prompts_per_step = decode_steps, prompts_per_step
+        self._order = generation_first(list(graph.stages.values()))
+        self._take, self._in_rounds = before_take(graph)
+        self._ledger = Ledger()
+        self._begin()
+
+    def run_step(self, step: int) -> StepResult:
+        """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
+
+        Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
+        recipe's function returns what does not fit.
+        """
+        self.release()
+        self._begin()
+        batch = self._run_rounds() if self._take else self._pull(self.prompts_per_step)
+        self._run_stages([s for s in self._order if s.name not in batch], batch)
+        used, dropped = self._ledger.settle()
+        return StepResult(
+            step,
+            tuple(used),
+            self._ledger.samples,
+            dropped,
+            self._summary(used, len(dropped)),
+            tuple(self._spans),
+        )
+
+    def release(self) -> None:
+        """Let the ranks forget the last step's samples; the next step does it by itself."""
+        if self._ledger.ids:
+            self.executor.release(self._ledger.ids)
+        self._ledger = Ledger()
+
+    # -- prompts and rounds --------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._spans: list[StageSpan] = []
+        self._metrics: dict[str, float] = {}
+        self._phase: Phase | None = None
+        self._pulled: list[Prompt] = []
+
+    def _pull(self, num: int) -> Batch:
+        """The next prompts; a round's batch begins with none but them."""
+        self._pulled = list(islice(self.prompts, num))
+        if len(self._pulled) < num:
+            raise ValueError(f"the prompts have ended: got {len(self._pulled)}, wanted {num}")
+        return {"prompts": []}
+
+    def _run_rounds(self) -> Batch:
+        """Pull and run rounds of prompts until the take has its groups; then merge the rounds."""
+        take = self._take
+        assert take is not None
+        options = take.options
+        wanted = options["num_groups"] or self.prompts_per_step
+        num_prompts = options["round_prompts"] or self.prompts_per_step
+        merged: Batch = {}
+        all_pulled: list[Prompt] = []
+        passed: list[list[Sample]] = []
+        for _ in range(options["max_rounds"]):
+            batch = self._pull(num_prompts)
+            all_pulled += self._pulled
+            before = [s for s in self._order if s.name in self._in_rounds]
+            self._run_stages([s for s in before if s.name not in batch], batch)
+            for name, samples in batch.items():
+                merged.setdefault(name, []).extend(samples)
+            passed = groups(merged[take.upstream[0]])
+            if len(passed) >= wanted:
+                break
+        else:
+            raise ValueError(
+                f"take {take.name!r}: got {len(passed)} groups out of {len(all_pulled)} prompts in "
+                f"max_rounds={options['max_rounds']} rounds, wanted {wanted}; raise max_rounds or "
+                "round_prompts, or loosen the filter before it"
+            )
+        for group in passed[wanted:]:
+            self._ledger.leave(group, f"take: past the first {wanted} groups of {take.name}")
+        merged[take.name] = [sample for group in passed[:wanted] for sample in group]
+        self._pulled = all_pulled
+        return merged
+
+    # -- stages --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
+        """Run `stages`, in their order or as if so, and write what has left each into `batch`."""
+
+    def _run(self, stage: Stage, batch: Batch) -> None:
+        """Run one stage on everything that has left its upstream."""
+        upstream, *others = (batch[name] for name in stage.upstream)
+        phase = phase_of(stage)
+        # A stage without samples is left out, so that a step whose groups are all filtered away
+        # neither switches weights nor takes an optimizer step.
+        if upstream and phase:
+            self._enter(phase)
+        with self._span(stage.name):
+            batch[stage.name] = upstream
+            match stage.kind:
+                case Kind.COMPUTE:
+                    self._compute(stage, upstream)
+                case Kind.UPDATE:
+                    self._update(stage, upstream)
+                case Kind.COLLECT:
+                    self._ledger.use(upstream)
+                case _:
+                    batch[stage.name] = run_barrier(
+                        stage, upstream, others[0] if others else [], self._ledger
+                    )
+
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self._phase:
+            with self._span(f"to_{phase.value}"):
+                self.executor.enter(phase)
+            self._phase = phase
+
+    def _begin_samples(self, stage: Stage) -> list[list[Sample]]:
+        """Dispatch the samples of a GENERATE or ANSWERS stage: one list per pulled prompt."""
+        made = new_samples(stage, (position for position, _ in self._pulled))
+        self._ledger.dispatch(sample for group in made for sample in group)
+        return made
+
+    def _compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Run a per-sample stage where the samples lie."""
+        if not samples:
+            return
+        assert all(ready(stage, sample) for sample in samples), stage
+        by_id = {sample.id: sample for sample in samples}
+        self.executor.compute(stage, samples)
+        waiting = set(by_id)
+        while waiting:
+            for event in self._wait():
+                assert isinstance(event, Computed), event
+                record_computed(stage, by_id, event)
+                waiting.difference_update(event.ids)
+
+    def _update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        if not samples:
+            return
+        assert all(ready(stage, sample) for sample in samples), stage
+        self._ledger.use(samples)
+        for name, value in self.executor.update(stage, samples).items():
+            self._metrics[f"{stage.role}/{name}"] = value
+
+    def _wait(self) -> list[Event]:
+        return telling_events(self.executor)
+
+    # -- the record ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        start = self.executor.clock.now()
+        yield
+        self._spans.append(StageSpan(name, start, self.executor.clock.now()))
+
+    def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:
+        summary = {
+            **self._metrics,
+            "samples/used": float(len(used)),
+            "samples/dropped": float(num_dropped),
+            "samples/prompts": float(len(self._pulled)),
+            "samples/tokens": float(sum(sample.tokens for sample in used)),
+        }
+        return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
+
+
+def telling_events(executor: Executor) -> list[Event]:
+    """Wait for events; a rank that took part without samples answers emptily, which tells nothing.
+
+    May give none.
+    """
+    return [e for e in executor.wait() if not isinstance(e, Computed) or e.ids]

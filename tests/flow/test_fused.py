@@ -1,0 +1,232 @@
+"""The fused schedule trains on what the serial one trains on, whatever the timing and the moves."""
+
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from hybridrl.flow import Flow, SampleId, recipe
+from hybridrl.flow.executor import Sampling
+from hybridrl.flow.schedules.fused import FusedSchedule, early_stages
+from hybridrl.flow.schedules.overlap import gather
+from hybridrl.flow.schedules.serial import SerialSchedule
+
+
+class Loss:
+    fields = ("advantages", "old_log_probs", "reference_log_probs")
+
+
+def centred(rewards):
+    return [reward - max(rewards) for reward in rewards]
+
+
+@recipe("all_kinds")
+def all_kinds(flow: Flow, cfg: dict[str, Any]) -> None:
+    """Two branches, maps before and after the forward pass, and a take where `cfg` has one."""
+    greedy = flow.reward.score(flow.actor.generate(flow.prompts, greedy=True, name="greedy"))
+    samples = flow.actor.generate(flow.prompts, num_samples=cfg.get("k", 2))
+    samples = flow.reward.score(samples)
+    samples = samples.map(sum, inputs=("log_probs",), scalars=("total",))
+    samples = samples.map(lambda x: -x, inputs=("total",), scalars=("surprise",))
+    samples = samples.join(greedy, prefix="greedy_")
+    samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
+    if "take" in cfg:
+        samples = samples.take(**cfg["take"])
+    samples = flow.reference.log_probs(samples)
+    samples = samples.map(
+        lambda new, old: sum(new) - sum(old),
+        inputs=("reference_log_probs", "log_probs"),
+        scalars=("gap",),
+        name="gap",
+    )
+    samples = samples.by_group(centred)
+    flow.actor.update(samples, loss=Loss())
+
+
+def scored(flow: Flow, k: int = 2):
+    samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=k))
+    flow.collect(samples)
+    return flow.graph
+
+
+def make(executor, graph, *, fused=True, threshold=0, max_held=100, prompts=4, decode_steps=5):
+    settings = {
+        "sampling": Sampling(max_new_tokens=20),
+        "decode_steps": decode_steps,
+        "prompts_per_step": prompts,
+    }
+    stream = ((i, f"prompt {i}") for i in range(10_000))
+    if fused:
+        tail = {"migration_threshold": threshold, "max_held": max_held}
+        return FusedSchedule(graph, executor, stream, **settings, **tail)
+    return SerialSchedule(graph, executor, stream, **settings)
+
+
+def outcome(result):
+    """All that a step gives and that is not where or when; samples with their every field."""
+
+    def rows(samples):
+        return [
+            (s.id, s.tokens, s.spans, sorted(s.scalars.items()), sorted(s.tensors)) for s in samples
+        ]
+
+    metrics = {k: v for k, v in result.metrics.items() if k != "samples/migrated"}
+    return rows(result.samples), rows(result.dispatched), result.dropped, metrics
+
+
+def of_id(values):
+    return lambda id: values[(7 * id.prompt + 3 * id.k + 5 * bool(id.branch)) % len(values)]
+
+
+lengths = st.one_of(
+    st.lists(st.integers(0, 20), min_size=1, max_size=9),
+    st.integers(0, 20).map(lambda n: [n]),  # all equal
+    st.integers(1, 10).map(lambda n: [n] * 12 + [100 * n]),  # one a hundred times the median
+)
+rewards = st.lists(
+    st.sampled_from([(0.0, "ok"), (1.0, "ok"), (0.0, "error")]), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    num_instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    decode_steps=st.tuples(st.integers(1, 25), st.integers(1, 8)),
+    threshold=st.integers(0, 30),
+    max_held=st.integers(3, 30),
+    k=st.integers(1, 4),
+    prompts=st.integers(1, 6),
+    take=st.booleans(),
+    lengths=lengths,
+    rewards=rewards,
+)
+def test_trains_on_what_serial_trains_on(
+    virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, k, prompts, take,
+    lengths, rewards,
+):  # fmt: skip
+    cfg = {"k": k} | ({"take": {"num_groups": 2, "max_rounds": 3}} if take else {})
+    seen = []
+    for fused in (False, True):
+        executor = virtual_executor(
+            num_instances[fused], seeds[fused], of_id(lengths), of_id(rewards)
+        )
+        schedule = make(
+            executor, all_kinds.build(cfg), fused=fused, threshold=threshold, max_held=max_held,
+            prompts=prompts, decode_steps=decode_steps[fused],
+        )  # fmt: skip
+        results, error = [], None
+        try:
+            results = [outcome(schedule.run_step(step)) for step in range(2)]
+        except ValueError as raised:  # the take gave up, and says why
+            error = str(raised)
+        schedule.release()
+        submitted = [id for _, submit in executor.submits for id in submit.ids]
+        assert len(submitted) == len(set(submitted))
+        # Every dispatched sample finishes once, is used or dropped once, and is released once.
+        assert sorted(executor.finish_order) == sorted(submitted) == sorted(executor.released)
+        for samples, dispatched, dropped, _ in results:
+            left = [row[0] for row in samples] + list(dropped)
+            assert sorted(left) == sorted(row[0] for row in dispatched)
+        seen.append((results, executor.updates, executor.entered, error))
+        if fused:
+            event("some migrate" if executor.resumes else "none migrates")
+        moves = Counter(id for _, id in executor.resumes)
+        assert max(moves.values(), default=0) < num_instances[fused]
+    assert seen[0] == seen[1]
+
+
+LENGTHS = (2, 7, 50, 60)
+
+
+def tail_of_two(virtual_executor, threshold, max_held=100, k=1):
+    """A step of 4 prompts, one on each of 4 instances, of which the last two take much longer."""
+    executor = virtual_executor(4, 0, lambda id: LENGTHS[id.prompt] - id.k)
+    result = make(executor, scored(Flow(), k), threshold=threshold, max_held=max_held).run_step(0)
+    return executor, result
+
+
+def test_the_tail_is_gathered_on_one_instance(virtual_executor):
+    executor, result = tail_of_two(virtual_executor, threshold=2)
+    first, second, *tail = (sample.rank for sample in result.samples)
+    assert (first, second) == (0, 1)
+    assert tail == [2, 2]
+    assert executor.resumes == [(2, SampleId(3))]
+    assert result.metrics["samples/migrated"] == 1
+
+
+@pytest.mark.parametrize(("threshold", "max_held"), [(0, 100), (1, 100), (100, 1)])
+def test_nothing_moves_without_a_threshold_or_without_room(virtual_executor, threshold, max_held):
+    executor, result = tail_of_two(virtual_executor, threshold, max_held)
+    assert result.metrics["samples/migrated"] == 0
+    assert not executor.resumes
+    assert [s.rank for s in result.samples] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("max_held", [5, 6, 8])
+def test_no_instance_is_given_more_than_it_can_hold(virtual_executor, max_held):
+    executor, result = tail_of_two(virtual_executor, threshold=16, max_held=max_held, k=4)
+    assert result.metrics["samples/migrated"] > 0
+    assert 4 < max(executor.most_held) <= max_held
+
+
+def test_score_starts_before_the_last_sample_has_finished(virtual_executor):
+    _, result = tail_of_two(virtual_executor, threshold=0)
+    spans = {span.name: span for span in result.spans}
+    assert spans["generate"].start < spans["reward"].start < spans["generate"].stop
+    assert spans["generate"].stop < spans["reward"].stop
+
+
+def test_early_stages_read_only_what_is_there():
+    graph = all_kinds.build({})
+    names = [stage.name for stage in early_stages(graph, list(graph.stages.values()))]
+    assert names == ["reward@greedy", "reward", "sum", "map"]
+
+
+def test_a_map_may_overtake_a_forward_pass_and_a_barrier_but_no_filter():
+    flow = Flow()
+    samples = flow.actor.generate(flow.prompts, num_samples=2)
+    samples = flow.reference.log_probs(samples)
+    samples = flow.reward.score(samples).by_group(centred)
+    samples = samples.map(len, inputs=("tokens",), scalars=("size",), name="size")
+    samples = samples.filter(lambda rewards: True, name="all")
+    flow.collect(samples.map(len, inputs=("tokens",), scalars=("late",), name="late"))
+    stages = list(flow.graph.stages.values())
+    assert [stage.name for stage in early_stages(flow.graph, stages)] == ["reward", "size"]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_supervised_targets_are_scored_without_generation(virtual_executor, k):
+    flow = Flow()
+    flow.collect(flow.reward.score(flow.answers))
+    executor = virtual_executor(num_instances=3)
+    result = make(executor, flow.graph, threshold=k).run_step(0)
+    assert [s.id for s in result.samples] == [SampleId(p) for p in range(4)]
+    assert all("reward" in s.scalars for s in result.samples)
+    assert not executor.entered
+
+
+@given(
+    held=st.dictionaries(st.integers(0, 9), st.integers(1, 8), min_size=1, max_size=6),
+    max_held=st.integers(1, 20),
+)
+def test_gather_names_the_fewest_that_suffice(held, max_held):
+    def suffices(keepers):
+        room = sum(max(0, max_held - held[i]) for i in keepers)
+        return room >= sum(n for i, n in held.items() if i not in keepers)
+
+    keepers = gather(held, max_held)
+    assert keepers <= held.keys()
+    assert suffices(keepers)
+    smaller = (set(c) for num in range(1, len(keepers)) for c in combinations(held, num))
+    assert not any(suffices(instances) for instances in smaller)
+    least = min(held[i] for i in keepers)
+    assert all(held[i] <= least for i in held.keys() - keepers)
+
+
+def test_gather_s_example():
+    held = {0: 1, 1: 3, 2: 2}
+    assert [gather(held, n) for n in (6, 4, 2)] == [{1}, {1, 2}, {0, 1, 2}]
