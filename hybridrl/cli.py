@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.cluster import signals
@@ -82,6 +84,7 @@ def _run(action: str, args: list[str]) -> None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
             _job(action, config)
         except ConfigError as error:
+            _leave_nothing(Path(composed.run.dir))
             _fail(str(error), 2)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -93,6 +96,12 @@ def _run(action: str, args: list[str]) -> None:
         raise ConfigError("run.dir", error.filename, allowed) from error
 
 
+def _leave_nothing(run_dir: Path) -> None:
+    """Remove the directory of a run that was refused, if Hydra's own notes are all that it has."""
+    if run_dir.is_dir() and [path.name for path in run_dir.iterdir()] == [".hydra"]:
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
 def _job(action: str, config: Any) -> None:
     started = time.time()
     where = f"the run directory is {config.run.dir}"
@@ -101,7 +110,7 @@ def _job(action: str, config: Any) -> None:
 
         try:
             result = getattr(job, action)(config)
-        except (job.WorkerError, job.TrainingStopped, OSError) as error:
+        except (job.WorkerError, job.TrainingStopped, job.RayStartError, OSError) as error:
             _fail(f"{error}; {where}", 1)
     except KeyboardInterrupt:
         _fail(f"interrupted; {where}", signals.exit_code())
@@ -174,8 +183,6 @@ def _gpus_per_node(args: list[str]) -> tuple[int, list[str]]:
 
 
 def _report(args: list[str]) -> None:
-    from pathlib import Path
-
     from hybridrl.telemetry.report import render
 
     if len(args) != 1:

@@ -48,6 +48,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"cut off")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a:", "answer": "b"}\n' * 20)
+    (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "null.jsonl").write_text('{"prompt": "a:", "answer": null}\n' * 20)
+    (tmp_path / "bytes.jsonl").write_bytes(bytes(range(256)))
     (tmp_path / "recipes.py").write_text(RECIPES)
     return tmp_path
 
@@ -68,6 +71,26 @@ WRONG = [
     ("trainer.steps=abc", "trainer.steps=abc: wanted a whole number"),
     ("trainer.steps=-1", "trainer.steps=-1: wanted 0 or more"),
     ("trainer.optim.lr=0", "trainer.optim.lr=0.0: wanted above 0"),
+    ("trainer.optim.betas=[1.5,0.9]", "trainer.optim.betas=[1.5, 0.9]: wanted two numbers from"),
+    ("warm_start.optim.lr=0", "warm_start.optim.lr=0.0: wanted above 0"),
+    ("trainer.optim=5", "trainer.optim=5: wanted settings of its own, each as key.name=value"),
+    ("trainer.prompts_per_step=null", "trainer.prompts_per_step=null: wanted a value, which nu"),
+    ("eval.every=-3", "eval.every=-3: wanted 0 or more"),
+    ("eval.num_prompts=-3", "eval.num_prompts=-3: wanted 0 or more"),
+    ("run.seed=-1", "run.seed=-1: wanted 0 or more"),
+    ("rollout.kv_cache_tokens=10", "rollout.kv_cache_tokens=10: wanted 0, or at least "),
+    ("rollout.stop=5", "rollout.stop=5: wanted a list: [a,b]"),
+    ("rollout.layout.bucket_mb=0.01", "rollout.layout.bucket_mb=0.01: wanted 0.1 to 1e6"),
+    ("rollout.layout.bucket_mb=nan", "rollout.layout.bucket_mb=nan: wanted 0.1 to 1e6"),
+    (
+        "data=jsonl data.sources.main.name=none.jsonl",
+        "data.sources.main.name=none.jsonl: wanted at",
+    ),
+    (
+        "data=jsonl data.sources.main.name=null.jsonl",
+        "data.sources.main.answer_column=answer: wanted a column with a value in every row (row 1",
+    ),
+    ("data=jsonl data.sources.main.name=bytes.jsonl", "data.sources.main.name=bytes.jsonl: wanted"),
     ("schedule=none", "schedule=none: wanted one of serial"),
     ("trainer.steps=1,2", "trainer.steps=1,2: wanted one value, a list [a,b], or -m"),
     ("trainer.steps", "trainer.steps=: wanted key=value"),

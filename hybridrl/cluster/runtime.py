@@ -20,6 +20,10 @@ _CONNECT_S = 5.0
 _MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster of our own
 
 
+class RayStartError(RuntimeError):
+    """Ray did not come up on this machine."""
+
+
 def check_ranks(config: ClusterConfig) -> None:
     """Raise `ConfigError` for more ranks than this machine can hold, before anything starts.
 
@@ -46,7 +50,8 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
 
     A local cluster has a temporary directory of its own, and more logical CPUs than ranks, since
     Ray's CPUs are only tickets: the ranks' threads are set by `cluster.threads_per_rank`. On the
-    way out its workers' logs are kept in `logs`, and all its processes are gone.
+    way out its workers' logs are kept in `logs`, and all its processes are gone. Raises ConfigError
+    for an address where there is none, RayStartError where the local one does not come up.
     """
     os.environ.update(env)
     # Ray reads these at import: no usage report, no metrics agent, no warning about either.
@@ -76,11 +81,19 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     }
     try:
         with _quiet_end(ray, temp):
-            ray.init(address="local", **options)
+            _start_local(ray, options)
             signals.reinstall()
             yield ray
     finally:
         _keep_logs(temp, logs)
+
+
+def _start_local(ray: Any, options: dict[str, Any]) -> None:
+    try:
+        ray.init(address="local", **options)
+    except Exception as error:  # Ray raises bare Exceptions, after 30 s on a busy machine
+        reason = " ".join(str(error).split())
+        raise RayStartError(f"Ray did not start on this machine: {reason}") from error
 
 
 def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:

@@ -140,6 +140,13 @@ def _allowed(message: str) -> str:
     if found := re.search(r"could not be converted to (\w+)", message):
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
         return kinds.get(found[1], found[1])
+    for part, allowed in (
+        ("is not a ListConfig", "a list: [a,b]"),
+        ("is not a subclass of", "settings of its own, each as key.name=value"),
+        ("is not Optional", "a value, which null is not"),
+    ):
+        if part in message:
+            return allowed
     return message
 
 

@@ -83,8 +83,10 @@ class RolloutLayoutConfig:
         for key in ("pp", "tp"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"rollout.layout.{key}", getattr(self, key), "1 or more")
-        if self.bucket_mb <= 0:
-            raise ConfigError("rollout.layout.bucket_mb", self.bucket_mb, "above 0")
+        if (
+            not 0.1 <= self.bucket_mb <= 1e6
+        ):  # smaller ones make planning the messages take longer than sending
+            raise ConfigError("rollout.layout.bucket_mb", self.bucket_mb, "0.1 to 1e6")
 
     def check(self, ranks: int) -> None:
         """Raise ConfigError where the ranks are not a whole number of instances."""

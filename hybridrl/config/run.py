@@ -63,3 +63,7 @@ class RunConfig:
     """Run directory: config, metrics, samples, trace, checkpoints, report."""
     seed: int = 0
     """Seed of initial weights, sampling and data order."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError("run.seed", self.seed, "0 or more")

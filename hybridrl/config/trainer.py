@@ -36,11 +36,17 @@ class OptimConfig:
     min_lr_ratio: float = 0.0
     """Where the decay ends, relative to the peak."""
 
-    def __post_init__(self) -> None:
+    def check(self, key: str) -> None:
+        """Raise ConfigError for a value out of range; `key` is where these settings stand."""
         if self.lr <= 0:
-            raise ConfigError("trainer.optim.lr", self.lr, "above 0")
-        if len(self.betas) != 2:
-            raise ConfigError("trainer.optim.betas", self.betas, "two numbers")
+            raise ConfigError(f"{key}.lr", self.lr, "above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"{key}.betas", self.betas, "two numbers from 0 to below 1")
+        for name in ("eps", "weight_decay", "clip_grad_norm", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{key}.{name}", getattr(self, name), "0 or more")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"{key}.min_lr_ratio", self.min_lr_ratio, "0 to 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,8 +80,10 @@ class TrainerConfig:
         for key in ("prompts_per_step", "mini_batches", "epochs", "max_tokens_per_micro_batch"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"trainer.{key}", getattr(self, key), "1 or more")
-        if self.steps < 0:
-            raise ConfigError("trainer.steps", self.steps, "0 or more")
+        for key in ("steps", "save_every", "keep_last"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"trainer.{key}", getattr(self, key), "0 or more")
+        self.optim.check("trainer.optim")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +96,13 @@ class WarmStartConfig:
     """Items of one step."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The phase's own optimizer."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError("warm_start.steps", self.steps, "0 or more")
+        if self.prompts_per_step < 1:
+            raise ConfigError("warm_start.prompts_per_step", self.prompts_per_step, "1 or more")
+        self.optim.check("warm_start.optim")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,3 +117,8 @@ class EvalConfig:
     """Samples per prompt at temperature 1 for pass@k; 1 evaluates greedily only."""
     success_threshold: float = 1.0
     """A response counts as right when its reward reaches this."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("every", 0), ("num_prompts", 0), ("num_samples", 1)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"eval.{key}", getattr(self, key), f"{least} or more")

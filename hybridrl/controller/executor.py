@@ -127,6 +127,7 @@ class RayExecutor:
             mini_batches = tuple(
                 tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
                 for a, b in itertools.pairwise(bounds)
+                if a < b
             )
             scalars = {id: wanted[id] for ids in mini_batches for id in ids}
             shares.append(UpdateShare(mini_batches, scalars, tuple(parcels[rank])))

@@ -1,5 +1,6 @@
 """A run from its config to its last line: bring-up, warm start, the recipe, evaluation, records."""
 
+import contextlib
 import shutil
 import time
 from collections import defaultdict
@@ -10,7 +11,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from hybridrl.checkpoint.keep import to_keep
-from hybridrl.cluster.runtime import ray_runtime
+from hybridrl.cluster.runtime import RayStartError, ray_runtime
 from hybridrl.compat import verl
 from hybridrl.config import Config, OptimConfig
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
@@ -26,7 +27,7 @@ from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.rank import Span
 
-__all__ = ["TrainingStopped", "WorkerError", "evaluate_only", "train"]
+__all__ = ["RayStartError", "TrainingStopped", "WorkerError", "evaluate_only", "train"]
 
 
 class TrainingStopped(RuntimeError):
@@ -36,12 +37,17 @@ class TrainingStopped(RuntimeError):
 def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns what the command line prints."""
     prepared = prepare(config)
-    with _job(config, prepared) as job:
-        job.warm_start()
-        before = job.evaluate()
-        job.run_recipe()
-        after = job.evaluate(final=True)
-        job.finish()
+    try:
+        with _job(config, prepared) as job:
+            job.warm_start()
+            before = job.evaluate()
+            job.run_recipe()
+            after = job.evaluate(final=True)
+            job.finish()
+    except BaseException:  # interrupted runs too
+        with contextlib.suppress(OSError):  # a full disk is the error that is on its way
+            _render(config)
+        raise
     _render(config)
     return {
         "accuracy_before": before["eval_accuracy"],
@@ -282,7 +288,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     if rewards:
         metrics |= {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards)}
     for status in ("error", "timeout"):
-        found = sum(s.scalars.get("reward_status") == status for s in samples)
+        found = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
         if rewards:
             metrics[f"reward_{status}"] = float(found)
     lengths = sorted(sample.response_tokens for sample in samples)

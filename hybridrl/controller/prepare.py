@@ -4,7 +4,7 @@ import re
 import sys
 import traceback
 import typing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.cluster.runtime import check_ranks
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import Config, ConfigError, RolloutConfig
 from hybridrl.config.compose import explain, names
 from hybridrl.config.dotted import load_function
 from hybridrl.data import Data, load_data
 from hybridrl.flow import Graph, Recipe
+from hybridrl.flow.graph import Kind
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -44,13 +45,22 @@ def prepare(config: Config) -> Prepared:
     graph = build_recipe(config.recipe)
     warm_start = None
     if config.warm_start.steps:
-        warm_start = build_recipe({"target": "hybridrl.recipes.sft:sft"})
+        warm_start = _once(build_recipe({"target": "hybridrl.recipes.sft:sft"}))
     check_ranks(config.cluster)
     validate_reward(config.reward, config.data.sources)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data = _load(config, model_path)
     return Prepared(model_path, data, graph, warm_start)
+
+
+def _once(graph: Graph) -> Graph:
+    """One pass over the batch as one mini-batch, whatever the trainer's settings for the recipe."""
+    for name, stage in graph.stages.items():
+        if stage.kind is Kind.UPDATE:
+            options = {**stage.options, "epochs": 1, "mini_batches": 1}
+            graph.stages[name] = replace(stage, options=options)
+    return graph
 
 
 def build_recipe(settings: dict[str, Any]) -> Graph:
@@ -162,9 +172,22 @@ def _load(config: Config, model_path: str) -> Data:
     check_train_layout(model, config.trainer.layout)
     check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     stop_token_ids(tokenizer, config.data.chat, config.rollout.stop)
-    return load_data(
+    data = load_data(
         config.data,
         tokenizer,
         max_context=model.max_position_embeddings,
         max_new_tokens=config.rollout.max_new_tokens,
     )
+    _check_kv_cache(config.rollout, data)
+    return data
+
+
+def _check_kv_cache(rollout: RolloutConfig, data: Data) -> None:
+    """Raise for a KV cache that cannot hold one sample of the longest prompt."""
+    if not rollout.kv_cache_tokens:
+        return
+    longest = max(len(item.prompt_ids) for item in (*data.train, *data.eval))
+    needed = longest + rollout.max_new_tokens - 1
+    if rollout.kv_cache_tokens < needed:
+        allowed = f"0, or at least {needed}: a prompt of {longest} tokens and its response"
+        raise ConfigError("rollout.kv_cache_tokens", rollout.kv_cache_tokens, allowed)

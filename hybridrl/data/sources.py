@@ -101,25 +101,32 @@ def _function(key: str, source: SourceConfig, seed: int) -> Iterator[Row]:
 
 
 def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterator[Row]:
-    for row in read:
+    number = 0
+    for number, row in enumerate(read, 1):
         for column in ("prompt_column", "answer_column"):
-            if getattr(source, column) not in row:
-                raise ConfigError(f"{key}.{column}", getattr(source, column), sorted(row))
+            name = getattr(source, column)
+            if name not in row:
+                raise ConfigError(f"{key}.{column}", name, sorted(row))
+            if row[name] is None:
+                allowed = f"a column with a value in every row (row {number} has none)"
+                raise ConfigError(f"{key}.{column}", name, allowed)
         yield {
             **row,
             "question": row[source.prompt_column],
             "answer": row[source.answer_column],
         }
+    if number == 0:
+        raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
 
 
 def _jsonl(key: str, source: SourceConfig) -> Iterator[Row]:
-    with _existing(key, source).open(encoding="utf-8") as file:
+    with _existing(key, source).open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"{key}.name", source.name, f"one JSON object a line (line {number}: {error})"
                 ) from error

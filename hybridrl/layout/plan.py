@@ -125,8 +125,8 @@ def plan(src: Layout, dst: Layout) -> Plan:
     """The moves that make `dst` out of `src`.
 
     The layouts may be of different meshes and of different ranks. Raises ValueError where they
-    differ in parameters or shapes, or where the ranks of the source do not hold every element once
-    (boxes that are equal count as copies).
+    differ in parameters or shapes, or where the boxes of the source, equal ones counted once, have
+    not as many elements as the parameter.
     """
     _check(src, dst)
     groups: dict[tuple[tuple[int, ...], Rule, Rule], list[str]] = defaultdict(list)

@@ -34,6 +34,9 @@ def load_causal_lm(
     """
     config = load_config(path)
     check_supported(config)
+    dropouts = {name: value for name, value in config.to_dict().items() if _is_dropout(name, value)}
+    for name in dropouts:  # modules read these when they are made
+        setattr(config, name, 0.0)
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # one bar a rank would drown the run's own
     try:
@@ -57,10 +60,18 @@ def load_causal_lm(
         raise ConfigError("model.path", path, f"complete weights; missing: {', '.join(missing)}")
     if model.get_output_embeddings().bias is not None:
         raise ValueError(f"model type {config.model_type}: a head with a bias is not supported")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    if not model._supports_attention_backend:
+        raise ValueError(
+            f"model type {config.model_type}: its attention does not go through transformers'"
+            " attention interface, which packed sequences need"
+        )
+    for name, value in dropouts.items():  # what is saved with the weights stays
+        setattr(model.config, name, value)
     return model.train()
+
+
+def _is_dropout(name: str, value: object) -> bool:
+    return ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float)
 
 
 def check_supported(config: PretrainedConfig) -> None:

@@ -29,11 +29,12 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 def tp_style(config: PretrainedConfig, module: str) -> str | None:
     """transformers' tensor-parallel style of a module of the base model (`layers.3.mlp.up_proj`).
 
-    Raises ValueError for a style that is not translated.
+    Raises ValueError for a style that is not translated, in a family that takes tp.
     """
     for pattern, style in (config.base_model_tp_plan or {}).items():
         if fnmatchcase(module, pattern):
-            if style not in _WEIGHT_DIM and style != _REPLICATED:
+            known = style in _WEIGHT_DIM or style == _REPLICATED
+            if not known and config.model_type in FAMILIES:
                 raise ValueError(
                     f"model type {config.model_type}: {module} has the tensor-parallel style"
                     f" {style}; known are {', '.join([*_WEIGHT_DIM, _REPLICATED])}"
@@ -74,10 +75,13 @@ def check_train_layout(config: PretrainedConfig, layout: TrainLayoutConfig) -> N
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int) -> None:
-    """Raise ConfigError for a layout that the model cannot generate under.
+    """Raise ConfigError for a layout that the native engine cannot generate the model under.
 
     Several ranks may hold the same key and value head.
     """
+    if config.model_type not in FAMILIES:
+        allowed = f"a model that the rollout engine runs: {', '.join(FAMILIES)}"
+        raise ConfigError("model.path", f"a {config.model_type}", allowed)
     _check("rollout.layout.tp", tp, _tp_allowed(config, tp, share_kv_heads=True))
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 

@@ -69,8 +69,9 @@ class LayoutReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """Labels and values to read."""
-        exact = self.total_theory or self.total_received
-        ratio = f"{self.total_received / exact:.3f}" if exact else "nothing to move"
+        ratio = "nothing to move" if not self.total_received else "none: theory moves nothing"
+        if self.total_theory:
+            ratio = f"{self.total_received / self.total_theory:.3f}"
         across = f"{size(self.bytes_across_nodes)} across nodes of {self.gpus_per_node}"
         return [
             ("parameters", f"{self.parameters:,} ({size(self.model_bytes)})"),

@@ -56,7 +56,11 @@ class RewardModel:
         value, status = stage.scalars
         return {
             value: tuple(result.reward for result in results),
-            status: tuple(result.status for result in results),
+            # With the reason, which the samples' records show: "error: ValueError: no such word".
+            status: tuple(
+                f"{result.status}: {result.message}" if result.message else result.status
+                for result in results
+            ),
         }, ()
 
     def close(self) -> None:

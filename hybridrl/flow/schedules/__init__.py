@@ -4,11 +4,6 @@ from dataclasses import dataclass
 
 from hybridrl.flow.sample import Sample, SampleId
 
-SCHEDULES = {
-    "serial": "hybridrl.flow.schedules.serial:SerialSchedule",
-    "fused": "hybridrl.flow.schedules.fused:FusedSchedule",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:

@@ -24,6 +24,17 @@ LAYOUTS = [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2,
 SIZES = {"num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 4}
 
 
+# Layers of both kinds, and a window that is shorter than most sequences.
+WINDOWS = {
+    "gemma3_text": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+        + ["full_attention"] * 2,
+    },
+    "mistral": {"sliding_window": 7},
+}
+
+
 class Surrogate:
     """A smooth policy loss with an entropy bonus, so that all gradients are used."""
 
@@ -145,7 +156,7 @@ def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callab
 
     def make(family: str, tied: bool) -> tuple:
         if (family, tied) not in made:
-            path = tiny(family, tied, **SIZES)
+            path = tiny(family, tied, **SIZES, **WINDOWS.get(family, {}))
             made[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
         return made[family, tied]
 
