@@ -1,4 +1,4 @@
-"""Schedules by name. A schedule decides when and where each sample's next subtask runs."""
+"""Schedules decide when and where each sample's next subtask runs; what every one gives back."""
 
 from dataclasses import dataclass
 
