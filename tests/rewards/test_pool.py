@@ -1,5 +1,6 @@
 """The pool with real processes: who is guilty is marked, all others get their reward."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -293,7 +294,11 @@ def alive(pid: int) -> bool:
 def children() -> set[str]:
     """Ids of this process's children."""
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in tasks:
+        with contextlib.suppress(FileNotFoundError):  # a thread of another library has ended
+            found.update((task / "children").read_text().split())
+    return found
 
 
 def command_lines() -> str:
