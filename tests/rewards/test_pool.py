@@ -296,7 +296,7 @@ def children() -> set[str]:
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
     found: set[str] = set()
     for task in tasks:
-        with contextlib.suppress(FileNotFoundError):  # a thread of another library has ended
+        with contextlib.suppress(OSError):  # a thread of another library has ended
             found.update((task / "children").read_text().split())
     return found
 
