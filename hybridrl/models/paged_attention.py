@@ -50,6 +50,25 @@ class KVPool:
         """Copy whole blocks, of all layers, between two lists of block numbers."""
         self.blocks[:, destination] = self.blocks[:, source]
 
+    def take(self, blocks: list[int], tokens: int) -> torch.Tensor:
+        """The first `tokens` of a sequence that has `blocks`, on the host.
+
+        [layers, 2, kv_heads, tokens, head_dim], contiguous.
+        """
+        used = self.blocks[:, blocks[: -(-tokens // self.block_size)]]
+        # [layers, 2, kv_heads, blocks, block_size, head_dim]
+        used = used.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :tokens]
+        return used.contiguous().cpu()
+
+    def put(self, blocks: list[int], kept: torch.Tensor) -> None:
+        """The reverse of `take`: `kept` [layers, 2, kv_heads, tokens, head_dim] into `blocks`."""
+        kept = kept.to(self.blocks.device)
+        full, partly = divmod(kept.shape[3], self.block_size)
+        whole = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))
+        self.blocks[:, blocks[:full]] = whole.permute(0, 3, 1, 2, 4, 5)
+        if partly:
+            self.blocks[:, blocks[full], :, :, :partly] = kept[:, :, :, full * self.block_size :]
+
     def rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Where tokens at `offsets` [tokens] in `blocks` [tokens] are written, for `write`."""
         rows = (blocks[:, None] * len(self._heads) + self._heads) * self.block_size

@@ -74,13 +74,15 @@ class _Prefix:
 class Admitted:
     """What is to be cached for `entries`, in this order.
 
-    First `prefixes`, then whole blocks are copied (`copies`: from, to), then `prompts`.
+    First `prefixes`, then whole blocks are copied (`copies`: from, to), then `prompts`. `restored`
+    are entries whose keys and values their requests brought along.
     """
 
     entries: list[Entry] = field(default_factory=list)
     prefixes: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     prompts: list[Prefill] = field(default_factory=list)
+    restored: list[Entry] = field(default_factory=list)
 
 
 class Admission:
@@ -183,6 +185,11 @@ class Admission:
                 f"{self.allocator.num_blocks * self._block_size} can never hold it"
             )
 
+    def running(self, id: object) -> Entry | None:
+        """A request that is in a lane; None for one that waits and for an unknown one."""
+        entry = self._entries.get(id)
+        return entry if entry is not None and entry.lane is not None else None
+
     def remove(self, id: object) -> Request | None:
         """Take a request out, wherever it is; None for an unknown one."""
         entry = self._entries.pop(id, None)
@@ -222,7 +229,10 @@ class Admission:
             self._waiting.popleft()
             self._start(entry, lane)
             admitted.entries.append(entry)
-            admitted.prompts.append(Prefill(entry.tokens()[shared:-1], shared, entry.blocks))
+            if entry.request.kv is not None:
+                admitted.restored.append(entry)
+            else:
+                admitted.prompts.append(Prefill(entry.tokens()[shared:-1], shared, entry.blocks))
         return admitted
 
     def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:
@@ -232,6 +242,8 @@ class Admission:
         preemption at once.
         """
         prefix = self._prefixes.get(entry.request.prefix)
+        if entry.request.kv is not None:
+            prefix = None  # it has all keys and values itself, perhaps of other weights
         need = -(-entry.length // self._block_size)
         free = self.allocator.num_free - self.num_running - 1
         if prefix is not None and len(prefix.prompt_ids) > 1:

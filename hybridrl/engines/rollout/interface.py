@@ -1,9 +1,12 @@
 """The one interface of rollout engines. An engine is local to a generation instance."""
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -18,6 +21,35 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KV:
+    """What one rank has cached of a parked request, in host memory.
+
+    `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
+    heads, of all tokens of prompt and response but the pending last one; contiguous. It pickles as
+    a numpy array, so that an object store takes and gives it without a copy; such a tensor may lie
+    in read-only memory and is only to be read.
+    """
+
+    blocks: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values: layers * 2 * kv_heads * tokens * head_dim * itemsize."""
+        return self.blocks.nbytes
+
+    def __reduce__(self) -> tuple[Callable[..., "KV"], tuple[Any, ...]]:
+        # As bytes: numpy has no bfloat16.
+        return _unpickle_kv, (self.blocks.view(torch.uint8).numpy(), self.blocks.dtype)
+
+
+def _unpickle_kv(array: npt.NDArray[np.uint8], dtype: torch.dtype) -> KV:
+    with warnings.catch_warnings():
+        # An object store gives read-only memory; nobody writes to it.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return KV(torch.from_numpy(array).view(dtype))
+
+
 @dataclass(slots=True)
 class Request:
     """One response to generate.
@@ -25,6 +57,9 @@ class Request:
     `stream` is the sample's 64-bit random key: token number i draws its uniform from (stream, i),
     so batch, order and rank change nothing. `prefix` names a prompt whose KV blocks requests with
     the same `prefix` share. `response_ids` and `log_probs` hold what was generated before a park.
+
+    `kv` is what `park(..., with_kv=True)` found in the cache. `submit` then puts it back instead of
+    computing it, whatever weights it was made with; each rank of an instance gives its own part.
     """
 
     id: object
@@ -34,6 +69,7 @@ class Request:
     prefix: object = None
     response_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    kv: KV | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +90,43 @@ class Output:
 class Stats:
     """Counters since the engine was made, and its present load.
 
-    `running` counts finished requests that no step has handed out yet.
+    `running` counts finished requests that no step has handed out yet. For a cost model:
+    `decode_tokens` are the drawn tokens (rows summed over `decode_steps`), `prefill_tokens` those
+    computed in `prefill_calls` forward passes, `replayed_tokens` those computed by decode passes
+    that draw nothing (deterministic engines only), `restored_tokens` those put back from a
+    `Request.kv`; `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after
+    `release_cache`.
     """
 
     running: int
     waiting: int
     decode_steps: int
     decode_tokens: int
+    prefill_calls: int
     prefill_tokens: int
+    replayed_tokens: int
+    restored_tokens: int
     shared_prompt_tokens: int
+    num_preempted: int
     kv_blocks_free: int
     kv_blocks_total: int
+    kv_bytes_per_token: int
+    has_cache: bool
 
 
 class RolloutEngine(Protocol):
     """Continuous batching over a paged KV cache.
 
-    States: asleep (no weights, no cache) -> `wake` -> ready -> `sleep`. Weights may be updated
-    only while nothing runs.
+    States: asleep (no weights, no cache) -> `wake` -> ready -> `sleep`. A ready engine may give its
+    cache back (`release_cache`) and makes a new one when there is work. Weights may be updated only
+    while nothing runs.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request goes on where it stopped."""
+        """Queue requests, first come first served; a parked request goes on where it stopped.
+
+        With its `kv`, if it has one, else by computing its tokens again.
+        """
         ...
 
     def step(self) -> list[Output]:
@@ -85,12 +136,20 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def park(self, ids: Iterable[object]) -> list[Request]:
-        """Take unfinished requests out, with what they have generated; `submit` resumes them."""
+    def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
+        """Take unfinished requests out, with what they have generated; `submit` resumes them.
+
+        `with_kv` fills `Request.kv` of those that run; one that waits has what it was submitted
+        with.
+        """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors, named as in `state_dict()`, into the engine's parameters."""
+        ...
+
+    def release_cache(self) -> None:
+        """Free the KV cache, keep the weights; nothing may run. Work brings the cache back."""
         ...
 
     def sleep(self) -> None:
@@ -98,7 +157,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate weights (to be filled by `update_weights`) and KV cache."""
+        """Allocate what is missing of weights (`update_weights` fills them) and KV cache."""
         ...
 
     def stats(self) -> Stats:

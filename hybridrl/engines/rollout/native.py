@@ -5,14 +5,15 @@ decode step feeds the pending tokens of all and draws the next ones. Prefill fil
 the pending token and draws nothing, so a fresh, a resumed and a preempted request are one case.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.engines.rollout.admission import Admission, Lane
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
-from hybridrl.engines.rollout.interface import Output, Request, Stats
+from hybridrl.engines.rollout.interface import KV, Output, Request, Stats
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.stage import Stage
 from hybridrl.models.load import check_supported
@@ -77,35 +78,86 @@ class NativeEngine:
             vocab_size=self._vocab_size,
         )
         self._uniforms = UniformTable(max_running)
+        self._asleep = False
         self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
         self._finished: list[Output] = []
-        self._decode_steps = self._decode_tokens = self._prefill_tokens = 0
+        self._decode_steps = self._decode_tokens = 0
+        self._prefill_calls = self._prefill_tokens = 0
+        self._replayed_tokens = self._restored_tokens = 0
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The rank's part of the Hugging Face module, with the engine's own weights.
+
+        Its attention is the paged one (keyword argument `paged`); a caller that scores with it
+        names another attention function for the length of the call. Without weights while asleep.
+        """
+        return self._stage.model
+
+    @property
+    def parallel(self) -> GenParallel:
+        """The rank's place in its instance."""
+        return self._parallel
 
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, first come first served; a parked request goes on where it stopped.
 
-        Raises ValueError, before anything is queued, for a request that can never run.
+        Raises ValueError, before anything is queued, for a request that can never run, or whose
+        `kv` is not of this rank's layers and heads and of all its tokens but the last.
         """
+        requests = list(requests)
+        for request in requests:
+            self._check_kv(request)
         self._admission.submit(requests)
 
+    def _check_kv(self, request: Request) -> None:
+        if request.kv is None:
+            return
+        tokens = len(request.prompt_ids) + len(request.response_ids) - 1
+        got, wanted = request.kv.blocks, self._stage.kv_shape(tokens)
+        if tuple(got.shape) != wanted or got.dtype != self._stage.dtype:
+            raise ValueError(
+                f"request {request.id!r} comes with a KV cache {list(got.shape)} {got.dtype}; "
+                f"wanted [layers, 2, kv_heads, tokens, head_dim] = {list(wanted)} "
+                f"{self._stage.dtype}"
+            )
+
     @torch.inference_mode()
-    def park(self, ids: Iterable[object]) -> list[Request]:
+    def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """Take unfinished requests out, with what they have generated; `submit` resumes them.
 
-        An id that is not in the engine (it may just have finished) is passed over.
+        `with_kv` fills `Request.kv` of those that run; one that waits has what it was submitted
+        with. An id that is not in the engine (it may just have finished) is passed over.
         """
         self._collect_all()
-        requests = [self._admission.remove(id_) for id_ in ids]
-        return [request for request in requests if request is not None]
+        parked = []
+        for id_ in ids:
+            kv = self._take_kv(id_) if with_kv else None
+            request = self._admission.remove(id_)
+            if request is not None:
+                request.kv = (kv or request.kv) if with_kv else None
+                parked.append(request)
+        return parked
+
+    def _take_kv(self, id_: object) -> KV | None:
+        """What is cached of a running request."""
+        entry = self._admission.running(id_)
+        if entry is None or entry.lane is None:
+            return None
+        assert self._pool is not None
+        entry.lane.end_batch(self._admission.tables)
+        return KV(self._pool.take(entry.blocks, entry.length - 1))
 
     # One step
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """One decode step for all running requests (admitting and prefilling waiting ones)."""
-        assert self._pool is not None, "the engine sleeps"
+        assert not self._asleep, "the engine sleeps"
+        if self._pool is None and self._admission.num_waiting:
+            self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
         before = self._decode_tokens
         for lane in self._admission.lanes:
             self._collect(lane)
@@ -131,6 +183,11 @@ class NativeEngine:
             assert self._pool is not None
             self._pool.copy(source, destination)
         self._prefill(admitted.prompts)
+        for entry in admitted.restored:
+            assert self._pool is not None and entry.request.kv is not None
+            self._pool.put(entry.blocks, entry.request.kv.blocks)
+            self._restored_tokens += entry.length - 1
+            entry.request.kv = None  # if it is preempted, its tokens are computed
         if self._stage.draws:
             self._uniforms.admit([(entry.request, entry.slot) for entry in admitted.entries])
 
@@ -141,6 +198,7 @@ class NativeEngine:
         assert self._pool is not None
         for paged, token_ids, positions in prefill_batches(jobs, self._pool, self._device):
             self._stage.prefill(paged, token_ids, positions)
+            self._prefill_calls += 1
 
     def _launch(self, lane: Lane) -> None:
         """Feed a lane's pending tokens; what is drawn may still be underway then."""
@@ -204,7 +262,7 @@ class NativeEngine:
         Shapes are those of `gen_layout(...).local(name, rank)`: padded rows of a vocabulary may
         stay as they are.
         """
-        assert self._pool is not None, "the engine sleeps"
+        assert not self._asleep, "the engine sleeps"
         return self._stage.parameters()
 
     @torch.no_grad()
@@ -229,21 +287,33 @@ class NativeEngine:
                 )
             own[name].copy_(tensor)
 
+    def release_cache(self) -> None:
+        """Free the KV cache, keep the weights. Waiting requests stay; nothing may run.
+
+        The next step that has work makes a new cache.
+        """
+        assert not self._admission.num_running, (
+            "the engine cannot give its cache back while requests run: park them first"
+        )
+        self._admission.drop_prefixes()
+        self._pool = None
+
     def sleep(self) -> None:
         """Free weights and KV cache. Waiting requests stay; running ones must be parked before."""
         assert not self._admission.num_running, (
             "the engine cannot sleep while requests run: park them first"
         )
-        self._admission.drop_prefixes()
+        self.release_cache()
         self._stage.free()
-        self._pool = None
+        self._asleep = True
 
     def wake(self) -> None:
-        """Allocate weights (to be filled by `update_weights`) and KV cache."""
-        if self._pool is not None:
-            return
-        self._stage.allocate()
-        self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
+        """Allocate what is missing of weights (`update_weights` fills them) and KV cache."""
+        if self._asleep:
+            self._stage.allocate()
+            self._asleep = False
+        if self._pool is None:
+            self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
 
     def stats(self) -> Stats:
         """Counters and load."""
@@ -252,8 +322,14 @@ class NativeEngine:
             waiting=self._admission.num_waiting,
             decode_steps=self._decode_steps,
             decode_tokens=self._decode_tokens,
+            prefill_calls=self._prefill_calls,
             prefill_tokens=self._prefill_tokens,
+            replayed_tokens=self._replayed_tokens,
+            restored_tokens=self._restored_tokens,
             shared_prompt_tokens=self._admission.shared_tokens,
+            num_preempted=self._admission.num_preempted,
             kv_blocks_free=self._admission.allocator.num_free,
             kv_blocks_total=self._num_blocks,
+            kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
+            has_cache=self._pool is not None,
         )

@@ -60,7 +60,7 @@ class Stage:
         max_sequence: int,
     ) -> None:
         self.parallel = parallel
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self.model = local_model(
             config,
             parallel,
@@ -89,16 +89,20 @@ class Stage:
         while self._sending:
             self._sending.popleft()[0].wait()
         for parameter in self.model.parameters():
-            parameter.data = torch.empty(0, dtype=self._dtype, device=self._device)
+            parameter.data = torch.empty(0, dtype=self.dtype, device=self._device)
         if self.decoder is not None:
             self.decoder.free()
 
     def allocate(self) -> None:
         """Memory for the weights, uninitialised."""
         for name, parameter in self.model.named_parameters():
-            parameter.data = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+            parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self._device)
         if self.decoder is not None:
             self.decoder.allocate()
+
+    def kv_shape(self, tokens: int) -> tuple[int, ...]:
+        """Of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim]."""
+        return len(own_layers(self.model)), 2, self._kv_heads, tokens, self._head_dim
 
     def make_pool(self, num_blocks: int, block_size: int) -> KVPool:
         """The cache of the rank's layers and key-value heads: blocks 0 to `num_blocks`."""
@@ -108,7 +112,7 @@ class Stage:
             block_size=block_size,
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=self._device,
         )
 
@@ -170,7 +174,7 @@ class Stage:
             embedded: torch.Tensor = self.model.base_model.embed_tokens(token_ids)
             return embedded
         hidden = torch.empty(
-            len(token_ids), self._hidden_size, dtype=self._dtype, device=self._device
+            len(token_ids), self._hidden_size, dtype=self.dtype, device=self._device
         )
         source = self.parallel.pp_peers[self.parallel.pp_rank - 1]
         dist.recv(hidden, group=self.parallel.pp_group, group_src=source)
