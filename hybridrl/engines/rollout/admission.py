@@ -94,6 +94,9 @@ class Admission:
 
     Invariants: an entry waits (slot -1, no blocks) or is in one lane; `tables` [slots, pages] has
     the blocks of running entries; a block is held once by each entry and each prefix that uses it.
+
+    With `replays` the prompts to be cached end before the response, whose tokens the engine feeds
+    again one by one.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Admission:
         num_blocks: int,
         max_sequence: int,
         vocab_size: int,
+        replays: bool = False,
     ) -> None:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
@@ -112,6 +116,7 @@ class Admission:
         self.shared_tokens = self.num_preempted = 0
         self._max_running, self._block_size = max_running, block_size
         self._max_sequence, self._vocab_size = max_sequence, vocab_size
+        self._replays = replays
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self._waiting: deque[Entry] = deque()
@@ -232,7 +237,8 @@ class Admission:
             if entry.request.kv is not None:
                 admitted.restored.append(entry)
             else:
-                admitted.prompts.append(Prefill(entry.tokens()[shared:-1], shared, entry.blocks))
+                tokens = list(entry.request.prompt_ids) if self._replays else entry.tokens()
+                admitted.prompts.append(Prefill(tokens[shared:-1], shared, entry.blocks))
         return admitted
 
     def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:

@@ -57,7 +57,9 @@ class DecodeBatch:
 
     All grow by one token a step, so the order by length stays and groups of like length are
     contiguous rows. `counts` [rows] are response tokens so far, `slots` [rows] the rows' places in
-    the engine's block tables. Batches of the same `lane` follow each other.
+    the engine's block tables. Batches of the same `lane` follow each other. With `keep` they keep
+    the gathered keys and values from step to step (`Workspace`); without, a pass depends on nothing
+    but tokens, positions and what the pool has of the rows.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class DecodeBatch:
         vocab_size: int,
         device: torch.device,
         lane: int = 0,
+        keep: bool = False,
     ) -> None:
         rows = sorted(rows, key=lambda row: -row[2])
         self.requests = [request for request, _, _ in rows]
@@ -76,7 +79,7 @@ class DecodeBatch:
         self.sampling = _sampling(self.requests, vocab_size, device)
         pages = [length // block_size + 1 for _, _, length in rows]
         self._cuts = split(pages, -(-_GROUP_KEYS // block_size))
-        self._device, self._lane = device, lane
+        self._device, self._lane, self._keep = device, lane, keep
         self._groups: list[tuple[PagedGroup, Workspace]] = []
         last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
         self._tokens = torch.tensor(last, device=device)
@@ -84,7 +87,7 @@ class DecodeBatch:
     def inputs(self, pool: KVPool, tables: Ints) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
         """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
         positions = torch.from_numpy(self.positions).to(self._device)
-        if self._device.type == "cpu":
+        if self._keep:
             return PagedBatch(pool, None, self._kept_groups(pool, tables)), self._tokens, positions
         page, offset = np.divmod(self.positions, pool.block_size)
         blocks = _tensor(tables[self.slots, page], self._device)

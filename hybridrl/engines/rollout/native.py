@@ -7,11 +7,12 @@ the pending token and draws nothing, so a fresh, a resumed and a preempted reque
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.engines.rollout.admission import Admission, Lane
+from hybridrl.engines.rollout.admission import Admission, Entry, Lane
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.interface import KV, Output, Request, Stats
 from hybridrl.engines.rollout.random import UniformTable
@@ -35,6 +36,12 @@ class NativeEngine:
     there are stages, so that a stage computes one lane while others compute the rest, and what a
     step draws is looked at in the next one: outputs come one step later. `park` looks at it first.
 
+    What a `deterministic` engine gives for a sample does not depend, bit for bit, on what else it
+    does: every sequence decodes in a lane of its own, a prefill has one prompt without its response
+    and its last token, and the response of a request that comes without its KV cache is fed again
+    token by token. It holds among engines of the same layout, block size and number of threads, and
+    costs the use of batches.
+
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
     a1 b1 a2 b2. When stage 0 is done with b1, the tokens of a1 are there for a2.
     """
@@ -50,6 +57,7 @@ class NativeEngine:
         kv_cache_tokens: int,
         max_sequence: int,
         parallel: GenParallel | None = None,
+        deterministic: bool = False,
     ) -> None:
         if model_config.model_type not in FAMILIES:
             raise ValueError(
@@ -62,6 +70,7 @@ class NativeEngine:
         per_sequence = -(-max_sequence // block_size)
         self._num_blocks = -(-kv_cache_tokens // block_size) or max_running * per_sequence
         self._parallel = parallel or GenParallel()
+        self._deterministic = deterministic
         self._stage = Stage(
             model_config,
             self._parallel,
@@ -70,12 +79,13 @@ class NativeEngine:
             max_sequence=max_sequence,
         )
         self._admission = Admission(
-            num_lanes=self._parallel.pp,
+            num_lanes=max(self._parallel.pp, max_running if deterministic else 1),
             max_running=max_running,
             block_size=block_size,
             num_blocks=self._num_blocks,
             max_sequence=max_sequence,
             vocab_size=self._vocab_size,
+            replays=deterministic,
         )
         self._uniforms = UniformTable(max_running)
         self._asleep = False
@@ -184,10 +194,12 @@ class NativeEngine:
             self._pool.copy(source, destination)
         self._prefill(admitted.prompts)
         for entry in admitted.restored:
-            assert self._pool is not None and entry.request.kv is not None
-            self._pool.put(entry.blocks, entry.request.kv.blocks)
-            self._restored_tokens += entry.length - 1
-            entry.request.kv = None  # if it is preempted, its tokens are computed
+            self._restore(entry)
+        if self._deterministic:
+            restored = {entry.slot for entry in admitted.restored}
+            for entry in admitted.entries:
+                if entry.slot not in restored:
+                    self._replay(entry)
         if self._stage.draws:
             self._uniforms.admit([(entry.request, entry.slot) for entry in admitted.entries])
 
@@ -196,9 +208,37 @@ class NativeEngine:
         jobs = [job for job in jobs if job.tokens]
         self._prefill_tokens += sum(len(job.tokens) for job in jobs)
         assert self._pool is not None
-        for paged, token_ids, positions in prefill_batches(jobs, self._pool, self._device):
-            self._stage.prefill(paged, token_ids, positions)
-            self._prefill_calls += 1
+        for together in [[job] for job in jobs] if self._deterministic else [jobs]:
+            for paged, token_ids, positions in prefill_batches(together, self._pool, self._device):
+                self._stage.prefill(paged, token_ids, positions)
+                self._prefill_calls += 1
+
+    def _restore(self, entry: Entry) -> None:
+        """Write the keys and values that a request brings along into its blocks."""
+        request = entry.request
+        assert self._pool is not None
+        assert request.kv is not None
+        self._pool.put(entry.blocks, request.kv.blocks)
+        request.kv = None  # if it is preempted, its tokens are computed
+        self._restored_tokens += entry.length - 1
+
+    def _replay(self, entry: Entry) -> None:
+        """Feed a response again by the decode steps that made it; nothing is drawn."""
+        request = entry.request
+        if not request.response_ids:
+            return
+        assert self._pool is not None
+        fresh = replace(request, response_ids=[])
+        batch = self._decode_batch([(fresh, entry.slot, len(request.prompt_ids))])
+        for token in request.response_ids:
+            self._stage.feed(*batch.inputs(self._pool, self._admission.tables))
+            batch.advance(torch.tensor([token], device=self._device))
+        self._replayed_tokens += len(request.response_ids)
+
+    def _decode_batch(self, rows: Sequence[tuple[Request, int, int]], lane: int = 0) -> DecodeBatch:
+        """Rows (request, slot, length) that decode together."""
+        keep = self._device.type == "cpu" and not self._deterministic
+        return DecodeBatch(rows, self._block_size, self._vocab_size, self._device, lane, keep)
 
     def _launch(self, lane: Lane) -> None:
         """Feed a lane's pending tokens; what is drawn may still be underway then."""
@@ -208,13 +248,8 @@ class NativeEngine:
         if not lane.entries:
             return
         if lane.batch is None:
-            lane.batch = DecodeBatch(
-                [(entry.request, entry.slot, entry.length) for entry in lane.entries],
-                self._block_size,
-                self._vocab_size,
-                self._device,
-                lane.index,
-            )
+            rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
+            lane.batch = self._decode_batch(rows, lane.index)
         batch = lane.batch
         assert self._pool is not None
         logits = self._stage.decode(*batch.inputs(self._pool, tables))

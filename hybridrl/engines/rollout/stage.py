@@ -124,13 +124,20 @@ class Stage:
         self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor | None:
         """Logits [tokens, vocab] where tokens are drawn (`draws`), None on other ranks."""
-        body = self.decoder or self._module
-        hidden = body(paged, self._inputs(token_ids), positions)
-        self._pass_on(hidden)
+        hidden = self.feed(paged, token_ids, positions)
         if not self.parallel.last:
             return None
         logits: torch.Tensor = self.model.lm_head(hidden)
         return self._join(logits)
+
+    def feed(
+        self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """A decode step without its logits: the stage's hidden states [tokens, hidden]."""
+        body = self.decoder or self._module
+        hidden = body(paged, self._inputs(token_ids), positions)
+        self._pass_on(hidden)
+        return hidden
 
     @property
     def draws(self) -> bool:
