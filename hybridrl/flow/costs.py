@@ -1,0 +1,224 @@
+"""What work takes on a generation instance, and how a run learns it from its own calls.
+
+Schedules ask `Costs` when moving a sample pays; the planner replays runs with them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+UNLIMITED = 2**31 - 1
+"""Rows of a batch whose size costs nothing."""
+
+_CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
+_ENOUGH_CALLS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Seconds of work on one instance.
+
+    A call of an instance that decodes takes `call_s` and, for each step with r rows that hold k
+    cached tokens in all, `step_s + row_s * r + cached_token_s * k`, and `prefill_token_s` for each
+    prompt token that is computed. A forward-only stage takes `stage_call_s[name]` a call and
+    `token_s[name]` a token. Numbers that nobody has measured are 0, so that what might be cheap is
+    tried once.
+    """
+
+    step_s: float
+    row_s: float = 0.0
+    cached_token_s: float = 0.0
+    prefill_token_s: float = 0.0
+    call_s: float = 0.0
+    token_s: Mapping[str, float] = field(default_factory=dict)
+    stage_call_s: Mapping[str, float] = field(default_factory=dict)
+    kv_token_s: float = 0.0
+    """Sending a token's keys and values to another instance, both ends together."""
+    kv_call_s: float = 0.0
+    train_token_s: float = 0.0
+    """Forward, backward and step, per token of the whole batch, all ranks together at work."""
+    switch_s: float = 0.0
+    """Bringing all ranks from training to generation."""
+
+    def decode(self, rows: float, steps: int, cached: float = 0.0) -> float:
+        """Seconds of `steps` decode steps of `rows` rows, which hold `cached` tokens on average."""
+        return steps * (self.step_s + self.row_s * rows + self.cached_token_s * cached)
+
+    def compute(self, stage: str, tokens: float) -> float:
+        """Seconds of one call of a forward-only stage; 0 for a stage that nobody has measured."""
+        return self.stage_call_s.get(stage, 0.0) + self.token_s.get(stage, 0.0) * tokens
+
+    def flat_rows(self, slack: float = 0.25, cached_per_row: float = 0.0) -> int:
+        """The largest batch whose step costs at most 1 + slack of a single row's.
+
+        So the longest response is hardly slowed by those that ride along (RLHFuse, section 4).
+        At least 1; `UNLIMITED` where rows are free.
+        """
+        row = self.row_s + self.cached_token_s * cached_per_row
+        if row <= 0:
+            return UNLIMITED
+        return min(UNLIMITED, math.floor(1 + slack * (1 + self.step_s / row) + 1e-9))
+
+    def cheaper_by_kv(self, tokens: float) -> bool:
+        """Whether to send a parked sample's keys and values, rather than compute them again."""
+        return self.kv_call_s + self.kv_token_s * tokens < self.prefill_token_s * tokens
+
+    def move(self, tokens: float) -> float:
+        """Seconds to move a parked sample of so many tokens, by the cheaper way."""
+        by_kv = self.kv_call_s + self.kv_token_s * tokens
+        return min(by_kv, self.prefill_token_s * tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, which `from_json` takes back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Costs":
+        """Raises `ValueError` on a name that is unknown or a number below 0."""
+        known = {f.name for f in fields(cls)}
+        if not isinstance(values, Mapping) or not {"step_s"} <= set(values) <= known:
+            got = sorted(values) if isinstance(values, Mapping) else type(values).__name__
+            raise ValueError(f"costs: got {got}, wanted step_s and any of {sorted(known)}")
+        for name, value in values.items():
+            nested = name in ("token_s", "stage_call_s")
+            if nested and not isinstance(value, Mapping):
+                raise ValueError(f"costs.{name}: got {value!r}, wanted seconds by stage")
+            for seconds in value.values() if nested else (value,):
+                number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+                if not number or not 0 <= seconds < math.inf:
+                    raise ValueError(f"costs.{name}: got {seconds!r}, wanted seconds, 0 or more")
+        return cls(**values)
+
+
+class CostMeter:
+    """Learns `Costs` from the calls of a run.
+
+    Keeps the last few hundred calls of each kind. A fit is by least squares without negative
+    costs, and robust: machines are shared, so some calls take many times as long as they should.
+
+    Example: calls of 10 steps with 4 rows take 50 ms, of 10 steps with 8 rows 60 ms; then a row of
+    a step costs 0.25 ms, and the other 4 ms of a step are shared between step and call as far as
+    calls of other lengths tell them apart.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[list[float]]] = {}
+
+    def saw_advance(
+        self,
+        seconds: float,
+        steps: int,
+        rows_summed: int,
+        prefill_tokens: int = 0,
+        cached_summed: int = 0,
+    ) -> None:
+        """A call of an instance has run `steps` decode steps.
+
+        `rows_summed` and `cached_summed` are rows, and the tokens they hold, summed over the steps.
+        """
+        self._add("advance", seconds, steps, rows_summed, cached_summed, prefill_tokens, 1)
+
+    def saw_compute(self, stage: str, seconds: float, tokens: int) -> None:
+        """A forward-only stage has run on samples of so many tokens together."""
+        self._add(f"compute:{stage}", seconds, tokens, 1)
+
+    def saw_kv(self, seconds: float, tokens: int) -> None:
+        """Keys and values of so many tokens went to another instance in one call."""
+        self._add("kv", seconds, tokens, 1)
+
+    def saw_train(self, seconds: float, tokens: int) -> None:
+        """An update on a batch of so many tokens."""
+        self._add("train", seconds, tokens)
+
+    def saw_switch(self, seconds: float) -> None:
+        """All ranks went from training to generation."""
+        self._add("switch", seconds, 1)
+
+    def costs(self) -> Costs | None:
+        """What the calls tell; None until enough decoding was seen."""
+        if len(self._seen.get("advance", ())) < _ENOUGH_CALLS:
+            return None
+        step, row, cached, prefill, call = self._fit("advance", 5)
+        stages = [kind.removeprefix("compute:") for kind in self._seen if ":" in kind]
+        computed = {stage: self._fit(f"compute:{stage}", 2) for stage in sorted(stages)}
+        kv_token, kv_call = self._fit("kv", 2)
+        return Costs(
+            step_s=step,
+            row_s=row,
+            cached_token_s=cached,
+            prefill_token_s=prefill,
+            call_s=call,
+            token_s={stage: token for stage, (token, _) in computed.items()},
+            stage_call_s={stage: fixed for stage, (_, fixed) in computed.items()},
+            kv_token_s=kv_token,
+            kv_call_s=kv_call,
+            train_token_s=self._fit("train", 1)[0],
+            switch_s=self._fit("switch", 1)[0],
+        )
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """Plain numbers: for each kind of call [seconds, what it did ...]."""
+        return {kind: [list(call) for call in calls] for kind, calls in self._seen.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Go on from what another meter has seen."""
+        self._seen = {}
+        for kind, calls in state.items():
+            for call in calls:
+                self._add(kind, *call)
+
+    def _add(self, kind: str, *call: float) -> None:
+        assert all(0 <= number < math.inf for number in call), (kind, call)
+        self._seen.setdefault(kind, deque(maxlen=_CALLS_KEPT)).append([float(x) for x in call])
+
+    def _fit(self, kind: str, num: int) -> list[float]:
+        calls = np.array(self._seen.get(kind, ()), dtype=np.float64)
+        return robust_fit(calls[:, 1:], calls[:, 0]) if len(calls) else [0.0] * num
+
+
+def robust_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Costs x >= 0 [kinds] with work [calls, kinds] @ x close to seconds [calls].
+
+    Least absolute residuals by reweighting, then least squares on the calls within three
+    deviations. A call counts by the square root of its time: neither does a single long call rule
+    the fit, nor the noise of short ones. Where the calls cannot tell kinds of work apart the costs
+    are spread over them, so that such calls are still predicted.
+    """
+    weight = 1 / np.sqrt(np.maximum(seconds, 1e-9))
+    scale = np.maximum(np.abs(work).max(axis=0), 1e-30)
+    rows, wanted = work / scale * weight[:, None], seconds * weight
+    found = _non_negative(rows, wanted)
+    for _ in range(20):
+        residuals = np.abs(wanted - rows @ found)
+        closeness = 1 / np.sqrt(np.maximum(residuals, 1e-3 * np.median(wanted) + 1e-12))
+        found = _non_negative(rows * closeness[:, None], wanted * closeness)
+    residuals = wanted - rows @ found
+    deviation = 1.4826 * np.median(np.abs(residuals))
+    near = np.abs(residuals) <= 3 * deviation + 1e-9 * np.abs(wanted)
+    return [float(x) for x in _non_negative(rows[near], wanted[near]) / scale]
+
+
+def _non_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares with x >= 0, exactly: the best of all sets of kinds that have no negative cost.
+
+    At most five kinds, so at most 31 small systems. A trace of ridge makes the answer unique.
+    """
+    num = rows.shape[1]
+    gram = rows.T @ rows
+    gram += np.eye(num) * (1e-9 * max(np.trace(gram), 1e-30))
+    right = rows.T @ wanted
+    best, least = np.zeros(num), 0.0
+    for size in range(1, num + 1):
+        for kinds in combinations(range(num), size):
+            chosen = list(kinds)
+            x = np.linalg.solve(gram[np.ix_(chosen, chosen)], right[chosen])
+            loss = -float(right[chosen] @ x)  # less the constant |wanted|^2
+            if loss < least and (x >= 0).all():
+                best, least = np.zeros(num), loss
+                best[chosen] = x
+    return best

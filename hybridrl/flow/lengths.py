@@ -1,0 +1,288 @@
+"""How long responses will be, and which instance gets which sample.
+
+Length-ranked, skewness-aware dispatch (StreamRL, arXiv 2504.15930): the long ones start first and
+are spread, so that the last one ends soon. Nothing here depends on time, only on what was observed
+and in which order; so a resumed run dispatches as the uninterrupted one.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKey:
+    """What a ranker knows of a prompt: `item` names it in its dataset, `task` the dataset."""
+
+    item: Hashable
+    task: str
+    prompt_ids: Sequence[int]
+
+
+class LengthRanker(Protocol):
+    """Predicts response tokens, and learns from those that were made."""
+
+    def predict(self, prompts: Sequence[PromptKey]) -> list[float]:
+        """Expected response tokens of each prompt, finite and above 0."""
+        ...
+
+    def observe(self, key: PromptKey, lengths: Sequence[int]) -> None:
+        """Responses of a prompt have come to an end, with these many tokens."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, in plain JSON types."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A running mean that forgets: beyond `window` values the old ones fade."""
+
+    count: float = 0.0
+    mean: float = 0.0
+
+    def add(self, value: float, window: float) -> None:
+        self.count = min(self.count + 1, window)
+        self.mean += (value - self.mean) / self.count
+
+    def over(self, prior: float, weight: float) -> float:
+        """The mean, drawn towards `prior` as if that were `weight` values."""
+        return (self.count * self.mean + weight * prior) / (self.count + weight)
+
+
+class RunningRanker:
+    """Running means: of the prompt, drawn to that of its task, of all, and the prompt's length.
+
+    Invariant: at most `max_items` prompts are remembered, those seen last.
+
+    Example: a new prompt of 20 tokens, before anything was seen, is expected to take 20; after a
+    hundred responses of 100 tokens in its task about 100; after eight responses of its own of 10
+    tokens, (8 * 10 + 2 * 100) / 10 = 28.
+    """
+
+    _PRIOR = 2.0  # responses that the wider mean counts for
+    _ITEM_WINDOW, _TASK_WINDOW = 32, 2048
+
+    def __init__(self, max_items: int = 100_000) -> None:
+        self.max_items = max_items
+        self._items: dict[str, _Mean] = {}
+        self._tasks: dict[str, _Mean] = {}
+        self._all = _Mean()
+
+    def predict(self, prompts: Sequence[PromptKey]) -> list[float]:
+        """Expected response tokens of each prompt."""
+        return [self.own(key, self.typical(key)) for key in prompts]
+
+    def typical(self, key: PromptKey) -> float:
+        """What a prompt that was never seen is expected to take."""
+        overall = self._all.over(max(1, len(key.prompt_ids)), self._PRIOR)
+        task = self._tasks.get(key.task)
+        return max(1.0, task.over(overall, self._PRIOR) if task else overall)
+
+    def own(self, key: PromptKey, prior: float) -> float:
+        """`prior` with what the prompt itself has taken before."""
+        seen = self._items.get(repr(key.item))
+        return max(1.0, seen.over(prior, self._PRIOR) if seen else prior)
+
+    def observe(self, key: PromptKey, lengths: Sequence[int]) -> None:
+        """Take in the lengths of a prompt's responses."""
+        name = repr(key.item)
+        item = self._items.pop(name, None) or _Mean()
+        self._items[name] = item
+        task = self._tasks.setdefault(key.task, _Mean())
+        for length in lengths:
+            item.add(length, self._ITEM_WINDOW)
+            task.add(length, self._TASK_WINDOW)
+            self._all.add(length, self._TASK_WINDOW)
+        while len(self._items) > self.max_items:
+            del self._items[next(iter(self._items))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means, in plain JSON types."""
+        return {
+            "items": [[name, m.count, m.mean] for name, m in self._items.items()],
+            "tasks": [[name, m.count, m.mean] for name, m in self._tasks.items()],
+            "all": [self._all.count, self._all.mean],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._items = {name: _Mean(count, mean) for name, count, mean in state["items"]}
+        self._tasks = {name: _Mean(count, mean) for name, count, mean in state["tasks"]}
+        self._all = _Mean(*state["all"])
+
+
+class LearnedRanker:
+    """Ridge regression of log(1 + length) on what the prompt says.
+
+    Features: the prompt's length, and hashed ones: which tokens it has, which stand at the places
+    next to its end, alone, in pairs, and together with the prompt's length (a digit before the end
+    says more when there is no other). Fitted to the last `window` prompts, again when an eighth of
+    them is new. What a prompt itself has taken before still counts, as in `RunningRanker`, which
+    answers until `enough` prompts were seen.
+    """
+
+    _PLACES = 8
+    _RIDGE = 0.3
+
+    def __init__(self, num_features: int = 512, window: int = 2048, enough: int = 32) -> None:
+        self.num_features, self.enough = num_features, enough
+        self._running = RunningRanker()
+        self._seen: deque[tuple[list[int], float, float]] = deque(maxlen=window)
+        self._num_new = 0
+        self._weights: np.ndarray | None = None
+
+    def predict(self, prompts: Sequence[PromptKey]) -> list[float]:
+        """Expected response tokens of each prompt."""
+        if len(self._seen) < self.enough:
+            return self._running.predict(prompts)
+        self._refit()
+        targets = [target for *_, target in self._seen]
+        rows = self._rows([(*self._features(key.prompt_ids), 0.0) for key in prompts])
+        # No further than what was seen: a linear model knows no bounds.
+        logs = np.clip(rows @ self._weights, min(targets), max(targets))
+        expected = np.expm1(logs)
+        return [
+            self._running.own(key, float(tokens))
+            for key, tokens in zip(prompts, expected, strict=True)
+        ]
+
+    def observe(self, key: PromptKey, lengths: Sequence[int]) -> None:
+        """Take in the lengths of a prompt's responses."""
+        if not lengths:
+            return
+        self._running.observe(key, lengths)
+        target = sum(math.log1p(length) for length in lengths) / len(lengths)
+        self._seen.append((*self._features(key.prompt_ids), target))
+        self._num_new += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen and the present weights, in plain JSON types."""
+        return {
+            "running": self._running.state_dict(),
+            "seen": [[list(hashed), size, target] for hashed, size, target in self._seen],
+            "num_new": self._num_new,
+            "weights": None if self._weights is None else self._weights.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._running.load_state_dict(state["running"])
+        self._seen.clear()
+        self._seen.extend((list(hashed), size, target) for hashed, size, target in state["seen"])
+        self._num_new = state["num_new"]
+        self._weights = None if state["weights"] is None else np.array(state["weights"])
+
+    def _refit(self) -> None:
+        if self._weights is not None and 8 * self._num_new < len(self._seen):
+            return
+        rows = self._rows(self._seen)
+        targets = np.array([target for *_, target in self._seen])
+        gram = rows.T @ rows + self._RIDGE * np.eye(rows.shape[1])
+        gram[-1, -1] -= self._RIDGE * (1 - 1e-6)  # the mean is free
+        self._weights = np.linalg.solve(gram, rows.T @ targets)
+        self._num_new = 0
+
+    def _features(self, ids: Sequence[int]) -> tuple[list[int], float]:
+        """Places of the hashed features that are 1, and the prompt's length on a log scale."""
+        size = math.log1p(len(ids))
+        bucket = round(6 * size)  # lengths that differ by a sixth of e
+        tail = [*reversed(ids[-self._PLACES :])]
+        named = [(0, token, 0, 0) for token in dict.fromkeys(ids)]
+        named += [(1, token, place, 0) for place, token in enumerate(tail)]
+        named += [(2, token, place, bucket) for place, token in enumerate(tail)]
+        named += [(3, token, before, 0) for token, before in pairwise(tail)]
+        return sorted({_mix(parts) % self.num_features for parts in named}), size
+
+    def _rows(self, seen: Sequence[tuple[list[int], float, float]]) -> np.ndarray:
+        """[prompts, features + 2]: hashed ones, log length, 1."""
+        rows = np.zeros((len(seen), self.num_features + 2))
+        for row, (hashed, size, _) in zip(rows, seen, strict=True):
+            row[hashed] = 1.0
+            row[-2:] = size, 1.0
+        return rows
+
+
+def _mix(parts: Sequence[int]) -> int:
+    """A hash that is the same in every process and version, unlike Python's own."""
+    mixed = 0
+    for part in parts:
+        mixed = ((mixed ^ part) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & (2**64 - 1)
+        mixed ^= mixed >> 29
+    return mixed
+
+
+class Forecast:
+    """Lengths of the last few steps, as a sample of those to come."""
+
+    def __init__(self, num_steps: int = 4) -> None:
+        self._steps: deque[list[int]] = deque(maxlen=num_steps)
+
+    def add(self, lengths: Sequence[int]) -> None:
+        """Response tokens of a step's samples, which all ran to their end."""
+        if lengths:
+            self._steps.append(sorted(lengths))
+
+    def sample(self, num: int) -> list[int]:
+        """`num` lengths in ascending order, evenly spaced over those seen; none before any was.
+
+        The longest seen is among them: it is what a step waits for.
+        """
+        seen = sorted(length for step in self._steps for length in step)
+        if not seen or num < 1:
+            return []
+        last = len(seen) - 1
+        return [seen[round(last * (i + 1) / num)] for i in range(num)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lengths, in plain JSON types."""
+        return {"steps": [list(step) for step in self._steps]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+        self._steps.clear()
+        self._steps.extend(list(step) for step in state["steps"])
+
+
+def dispatch(
+    predicted: Sequence[float],
+    num_instances: int,
+    room: int | Sequence[int],
+    loads: Sequence[float] | None = None,
+) -> tuple[list[list[int]], list[int]]:
+    """Deal samples to instances: longest first, each to the instance with the fewest tokens.
+
+    `predicted` are tokens of each sample; `room` how many samples an instance takes (one number, or
+    one each); `loads` tokens that the instances have in flight already. Gives the samples' indices
+    for each instance in order of dispatch, and those that did not fit, longest first, which follow
+    as room is made.
+
+    Longest-processing-time-first: unless room runs out, the fullest instance has at most
+    4/3 - 1/(3m) of the least that is possible on m instances (Graham 1969). Ties go by index.
+
+    Example: [5, 9, 4, 4] on two instances gives [[1, 3], [0, 2]]: 9 + 4 and 5 + 4 tokens.
+    """
+    rooms = [room] * num_instances if isinstance(room, int) else list(room)
+    heap = [(load, i) for i, load in enumerate(loads or [0.0] * num_instances) if rooms[i] > 0]
+    heapq.heapify(heap)
+    dealt: list[list[int]] = [[] for _ in range(num_instances)]
+    order = sorted(range(len(predicted)), key=lambda i: (-predicted[i], i))
+    for n, index in enumerate(order):
+        if not heap:
+            return dealt, order[n:]
+        load, instance = heapq.heappop(heap)
+        dealt[instance].append(index)
+        if len(dealt[instance]) < rooms[instance]:
+            heapq.heappush(heap, (load + predicted[index], instance))
+    return dealt, []
