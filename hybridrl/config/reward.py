@@ -7,13 +7,14 @@ from hybridrl.config.errors import ConfigError
 
 
 class RewardKind(Enum):
-    """Which verifier gives the reward."""
+    """Which verifier, or what else, gives the reward."""
 
     dataset = "dataset"  # the dataset's own scorer (reasoning_gym)
     exact = "exact"  # 1 where the extracted text equals the answer
     regex = "regex"  # 1 where `pattern` matches the whole extracted text
     math = "math"  # 1 where math-verify finds the answers equal
     function = "function"  # a user's function by dotted path
+    model = "model"  # the score of a reward model
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,6 +27,9 @@ class RewardConfig:
     """kind=function: dotted path, `package.module:name` or `/path/file.py:name`.
 
     It is called as `f(prompt=..., response=..., answer=..., item=...)` and returns a number."""
+    model: str | None = None
+    """kind=model: a Hugging Face directory or hub name of a sequence classifier with one label,
+    which shares the actor's tokenizer. The score at a sample's last token is its reward."""
     extract: str | None = None
     """Regular expression; the last match's first group is what is judged. Null: the whole text."""
     pattern: str | None = None
@@ -36,9 +40,15 @@ class RewardConfig:
     """Verifier processes per rank."""
 
     def __post_init__(self) -> None:
-        for kind, key in ((RewardKind.regex, "pattern"), (RewardKind.function, "function")):
-            if self.kind is kind and not getattr(self, key):
-                raise ConfigError(f"reward.{key}", "null", f"a value, for reward.kind={kind.value}")
+        needed = {
+            RewardKind.regex: "pattern",
+            RewardKind.function: "function",
+            RewardKind.model: "model",
+        }
+        key = needed.get(self.kind)
+        if key and not getattr(self, key):
+            allowed = f"a value, for reward.kind={self.kind.value}"
+            raise ConfigError(f"reward.{key}", "null", allowed)
         if self.timeout_s <= 0:
             raise ConfigError("reward.timeout_s", self.timeout_s, "seconds above 0")
         if self.num_processes < 1:

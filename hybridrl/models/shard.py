@@ -7,7 +7,7 @@ the sum behind a row-parallel product and the look-up in a vocabulary of which a
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
-from hybridrl.layout.parameters import gen_layout
+from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter, gen_layout
 from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_style
 
 
@@ -72,6 +78,11 @@ class GenParallel:
             settings[f"{axis}_peers"] = tuple(sorted(ranks).index(rank) for rank in ranks)
             settings[f"{axis}_group"] = groups.get_group(axis) if len(ranks) > 1 else None
         return cls(**settings)
+
+    @property
+    def place(self) -> int:
+        """This rank's number in its instance, tp fastest."""
+        return self.pp_rank * self.tp + self.tp_rank
 
     @property
     def first(self) -> bool:
@@ -139,10 +150,25 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def local_shapes(config: PretrainedConfig, pp: int, tp: int, rank: int) -> dict[str, torch.Size]:
-    """Shape of each parameter that rank `pp_rank * tp + tp_rank` of an instance holds, by name."""
-    mesh = Mesh((("pp", pp), ("tp", tp)))
-    layout = gen_layout(model_parameters(config), mesh, config.num_hidden_layers)
+def instance_layout(config: PretrainedConfig, pp: int, tp: int, classifier: bool = False) -> Layout:
+    """Where the ranks `pp_rank * tp + tp_rank` of one instance hold the parameters.
+
+    With `classifier` the model is a sequence classifier: it has a `score` head, whole on every rank
+    of the last stage, and no vocabulary's, so that a tied embedding stays on the first.
+    """
+    parameters = model_parameters(config)
+    if classifier:
+        first = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
+        score = Parameter("score.weight", (config.num_labels, config.hidden_size), LAST)
+        parameters = [*(p for p in first if p.name != "lm_head.weight"), score]
+    return gen_layout(parameters, Mesh((("pp", pp), ("tp", tp))), config.num_hidden_layers)
+
+
+def local_shapes(
+    config: PretrainedConfig, pp: int, tp: int, rank: int, classifier: bool = False
+) -> dict[str, torch.Size]:
+    """Shape of each parameter that `rank` of an instance holds, by name; see `instance_layout`."""
+    layout = instance_layout(config, pp, tp, classifier)
     shapes = {}
     for name in layout.shapes:
         boxes = layout.local(name, rank)
@@ -159,24 +185,23 @@ def local_model(
     attn_implementation: str,
     dtype: torch.dtype,
     device: torch.device,
+    classifier: bool = False,
 ) -> PreTrainedModel:
     """The rank's part of the model with uninitialised weights, under the names of the whole.
 
     Layers of other stages are `Elsewhere`, `layer_idx` counts the stage's own. On other stages than
     the first there is no embedding to call (a tied one holds the head's weight), on others than the
-    last neither norm nor head. Memory is taken for the rank's part alone.
+    last neither norm nor head. Memory is taken for the rank's part alone. With `classifier` the
+    head is a sequence classifier's, see `instance_layout`.
     """
     check_gen_layout(config, parallel.pp, parallel.tp)
-    shapes = local_shapes(
-        config, parallel.pp, parallel.tp, parallel.pp_rank * parallel.tp + parallel.tp_rank
-    )
+    shapes = local_shapes(config, parallel.pp, parallel.tp, parallel.place, classifier)
     config = copy.deepcopy(config)
+    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=dtype
-        )
+        model = auto.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
     body: Any = model.base_model
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tied = not classifier and model.lm_head.weight is model.get_input_embeddings().weight
     for name in [name for name, _ in model.named_parameters()]:
         module, _, kind = name.rpartition(".")
         if name in shapes:
@@ -186,7 +211,7 @@ def local_model(
     body.embed_tokens = VocabEmbedding(body.embed_tokens, parallel)
     if tied:
         model.lm_head.weight = body.embed_tokens.weight
-    _cut(model, parallel, shapes)
+    _cut(model, "score" if classifier else "lm_head", parallel, shapes)
     if parallel.tp > 1:
         _sum_rows(model, config, parallel)
     # Its buffers are computed from the config, so not on the meta device.
@@ -201,7 +226,7 @@ def own_layers(model: PreTrainedModel) -> list[Any]:
     return [layer for layer in model.base_model.layers if not isinstance(layer, Elsewhere)]
 
 
-def _cut(model: Any, parallel: GenParallel, shapes: dict[str, torch.Size]) -> None:
+def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.Size]) -> None:
     """Take out what other stages have."""
     body, prefix = model.base_model, model.base_model_prefix
     for index, layer in enumerate(body.layers):
@@ -213,7 +238,8 @@ def _cut(model: Any, parallel: GenParallel, shapes: dict[str, torch.Size]) -> No
     if f"{prefix}.embed_tokens.weight" not in shapes:
         body.embed_tokens = None
     if not parallel.last:
-        body.norm, model.lm_head = nn.Identity(), None
+        body.norm = nn.Identity()
+        setattr(model, head, None)
 
 
 def _sum_rows(model: PreTrainedModel, config: PretrainedConfig, parallel: GenParallel) -> None:

@@ -56,6 +56,7 @@ class RewardPool:
     def __init__(
         self, config: RewardConfig, sources: Mapping[str, SourceConfig] | None = None
     ) -> None:
+        assert config.kind is not RewardKind.model, "a reward model needs no verifier"
         self.config = config
         self.sources = dict(sources or {})
         self._lock = threading.Lock()
@@ -274,8 +275,11 @@ def validate_reward(
     """Raise ConfigError where the verifier cannot be built; starts one process and ends it.
 
     The process does what it would in the run: it compiles the expressions, imports the function or
-    math-verify, or builds the datasets. A user's module is not imported here.
+    math-verify, or builds the datasets. A user's module is not imported here. A reward model has no
+    verifier: see `hybridrl.rewards.model`.
     """
+    if config.kind is RewardKind.model:
+        return
     with RewardPool(config, sources) as pool:
         try:
             pool.wait_ready()

@@ -93,6 +93,7 @@ NEEDED = {
     ("data", "reasoning_gym"): ["data.sources.main.name=x"],
     ("reward", "function"): ["reward.function=a:b"],
     ("reward", "regex"): ["reward.pattern=x"],
+    ("reward", "model"): ["reward.model=some/model"],
 }
 
 

@@ -1,0 +1,293 @@
+"""Forward passes on one generation instance: log-probabilities, and the scores of a reward model.
+
+A role that only scores keeps a whole replica within an instance, cut as generation cuts it, so that
+it can run while other instances still decode (RLHFuse, arXiv 2409.13221, section 4): no message
+leaves the instance's `pp` x `tp` ranks.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridrl.config import Attention
+from hybridrl.engines.train.balance import micro_batches
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.packed import PackedBatch, pack
+from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.models.load import check_supported
+from hybridrl.models.local_weights import load_local
+from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.shard import GenParallel, local_model
+
+Head = Callable[[torch.Tensor, PackedBatch, Sequence[TrainSequence]], torch.Tensor]
+"""(hidden [tokens, features], row, its sequences) to the row's values, in the row's order."""
+
+
+class Weights(Enum):
+    """Where an engine's weights are."""
+
+    empty = "empty"  # memory without values
+    here = "here"  # on the device, ready to score
+    offloaded = "offloaded"  # on the host
+    borrowed = "borrowed"  # those of a model that belongs to someone else
+
+
+class ScoreEngine:
+    """One rank's part of a model that only scores.
+
+    All ranks of the instance call `log_probs` and `values_at_end` together with the same sequences,
+    and all get all results.
+
+    States (`weights`): empty -> `load` -> here <-> (`offload`, `onload`) offloaded; an engine over
+    the model of another one stays borrowed. Invariant: results come from here or borrowed alone.
+
+    Example: `engine = ScoreEngine(config, GenParallel(), dtype=..., ...)`, `engine.load(path)`,
+    `engine.log_probs(sequences)`; `ScoreEngine(config, parallel, model=rollout.model, ...)` scores
+    with the weights that generate (old-policy log-probabilities) and has none of its own.
+    """
+
+    def __init__(
+        self,
+        model_config: PretrainedConfig,
+        parallel: GenParallel,
+        *,
+        model: PreTrainedModel | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: Attention = Attention.auto,
+        temperature: float = 1.0,
+        max_tokens_per_micro_batch: int = 8192,
+        deterministic: bool = False,
+        classifier: bool = False,
+    ) -> None:
+        """The rank's part of `model_config`, or an engine over `model`, which `local_model` made.
+
+        `classifier` is for a reward model (a sequence classifier). `temperature` divides the
+        logits. A row has at most `max_tokens_per_micro_batch` tokens, or one sequence; with
+        `deterministic` always one sequence, so that a result is the same bit for bit whatever is
+        scored beside it, at the cost of one pass a sequence. Raises ValueError for a temperature
+        that is not above 0, a bound below 1 or a model that is not supported, ConfigError for a
+        layout that the model cannot take.
+        """
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature}: wanted a number above 0")
+        if max_tokens_per_micro_batch < 1:
+            raise ValueError(f"{max_tokens_per_micro_batch=}: wanted 1 or more")
+        check_supported(model_config)
+        self.config, self.parallel = model_config, parallel
+        self.dtype, self.device, self.temperature = dtype, device, temperature
+        self.attention = choose_attention(attention, device)
+        self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
+        self.classifier = classifier
+        self.weights = Weights.empty if model is None else Weights.borrowed
+        self.model = model or local_model(
+            model_config,
+            parallel,
+            attn_implementation=NAME,
+            dtype=dtype,
+            device=device,
+            classifier=classifier,
+        )
+        self._host: list[torch.Tensor] = []
+        # Messages to the stage behind, kept until they have left.
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    # Weights
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of this rank's own weights, on the device while they are there; 0 of borrowed."""
+        if self.weights is Weights.borrowed:
+            return 0
+        parameters = self._host or list(self.model.parameters())
+        return sum(parameter.nbytes for parameter in parameters)
+
+    def load(self, path: str, key: str = "model.path") -> None:
+        """Read this rank's part of the weights at `path`; see `load_local` for what it raises."""
+        assert self.weights in (Weights.empty, Weights.here), f"load: weights are {self.weights}"
+        load_local(
+            self.model, path, self.config, self.parallel, classifier=self.classifier, key=key
+        )
+        self._host = []
+        self.weights = Weights.here
+
+    def offload(self) -> None:
+        """Free the device's memory; the weights, which never change, stay on the host from now on.
+
+        Without an accelerator only the state changes.
+        """
+        assert self.weights is Weights.here, f"offload: weights are {self.weights}"
+        self.weights = Weights.offloaded
+        if self.device.type == "cpu":
+            return
+        parameters = list(self.model.parameters())
+        self._host = self._host or [p.data.cpu().pin_memory() for p in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def onload(self) -> None:
+        """Bring the weights back to the device."""
+        assert self.weights is Weights.offloaded, f"onload: weights are {self.weights}"
+        self.weights = Weights.here
+        # Empty without an accelerator.
+        for parameter, kept in zip(self.model.parameters(), self._host, strict=False):
+            parameter.data = kept.to(self.device, non_blocking=True)
+
+    # Scores
+
+    @torch.no_grad()
+    def log_probs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+        """Log-probability of every response token, [response_tokens] a sequence.
+
+        In float32 on the CPU (float64 for a model in float64). Raises ValueError for a response
+        without a token before it.
+        """
+        assert not self.classifier, "a sequence classifier has no vocabulary"
+        return self._run(sequences, [s.response_tokens for s in sequences], self._token_log_probs)
+
+    @torch.no_grad()
+    def values_at_end(self, sequences: Sequence[TrainSequence]) -> list[float]:
+        """The classifier's score of every sequence, at its last token.
+
+        As in transformers, the last one that is not `pad_token_id`: a model whose end token is its
+        padding was trained with the score in front of it.
+        """
+        assert self.classifier, "only a sequence classifier has a score"
+        bare = [TrainSequence(sequence.ids, 0) for sequence in sequences]
+        return [value.item() for value in self._run(bare, [1] * len(bare), self._values)]
+
+    def _run(
+        self, sequences: Sequence[TrainSequence], counts: Sequence[int], head: Head
+    ) -> list[torch.Tensor]:
+        """`counts[i]` values for sequence i, made by `head` on the last stage, here on the CPU."""
+        assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
+        rows = self._rows(sequences, counts)
+        order: list[int] = []
+        found: list[torch.Tensor] = []
+        with self._packed():
+            for row in rows:
+                members = [sequences[i] for i in row]
+                batch = pack(members, self.attention, self.device)
+                order += [row[place] for place in batch.order]
+                hidden = self._stage(batch)
+                if self.parallel.last:
+                    found.append(head(hidden, batch, [members[i] for i in batch.order]))
+                else:
+                    self._pass_on(hidden)
+        values = self._told(found, sum(counts)).cpu().split([counts[i] for i in order])
+        results = [torch.zeros(0, dtype=self._wide)] * len(sequences)
+        for index, value in zip(order, values, strict=True):
+            results[index] = value.clone()
+        return results
+
+    def _rows(self, sequences: Sequence[TrainSequence], counts: Sequence[int]) -> list[list[int]]:
+        """Which sequences go together; those with nothing to score are left out."""
+        some = [index for index, count in enumerate(counts) if count]
+        if self.deterministic:
+            return [[index] for index in some]
+        lengths = [len(sequences[index].ids) for index in some]
+        return [[some[i] for i in part] for part in micro_batches(lengths, self.max_tokens)]
+
+    @contextmanager
+    def _packed(self) -> Iterator[None]:
+        """The model with attention over packed rows: a borrowed one has another otherwise."""
+        config = self.model.config
+        before, config._attn_implementation = config._attn_implementation, NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    # Heads
+
+    def _token_log_probs(
+        self, hidden: torch.Tensor, batch: PackedBatch, sequences: Sequence[TrainSequence]
+    ) -> torch.Tensor:
+        weight, shard = self.model.lm_head.weight, None
+        if self.parallel.tp > 1:
+            assert self.parallel.tp_group is not None
+            # By the place on the tp axis, which need not be the rank in the group.
+            start = self.parallel.tp_rank * len(weight)
+            size = max(0, min(len(weight), self.config.vocab_size - start))
+            shard = VocabShard(self.parallel.tp_group, start, size)
+        log_probs, _ = linear_log_probs(
+            hidden.index_select(0, batch.predicting),
+            weight,
+            batch.targets,
+            self.temperature,
+            shard=shard,
+        )
+        return log_probs
+
+    def _values(
+        self, hidden: torch.Tensor, batch: PackedBatch, sequences: Sequence[TrainSequence]
+    ) -> torch.Tensor:
+        pad = getattr(self.config, "pad_token_id", None)
+        ends = torch.tensor([_last(sequence.ids, pad) for sequence in sequences])
+        rows = batch.packing.starts[:-1] + ends.to(self.device)
+        scores = functional.linear(hidden.index_select(0, rows), self.model.score.weight)
+        return scores[:, 0].to(self._wide)
+
+    # Stages
+
+    def _stage(self, batch: PackedBatch) -> torch.Tensor:
+        """The stage's layers (and norm) over a row: [tokens, features]."""
+        hidden: torch.Tensor = self.model.base_model(
+            inputs_embeds=self._inputs(batch.ids[0])[None],
+            position_ids=batch.position_ids,
+            use_cache=False,
+            packing=batch.packing,
+        ).last_hidden_state
+        return hidden[0]
+
+    def _inputs(self, ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, features]: embedded, or from the stage before."""
+        if self.parallel.first:
+            embedded: torch.Tensor = self.model.base_model.embed_tokens(ids)
+            return embedded
+        size = (len(ids), self.config.hidden_size)
+        hidden = torch.empty(size, dtype=self.dtype, device=self.device)
+        source = self.parallel.pp_peers[self.parallel.pp_rank - 1]
+        dist.recv(hidden, group=self.parallel.pp_group, group_src=source)
+        return hidden
+
+    def _pass_on(self, hidden: torch.Tensor) -> None:
+        """Send hidden states to the stage behind, a bounded number of them at a time."""
+        if len(self._sending) == self.parallel.pp:
+            self._sending.popleft()[0].wait()
+        hidden = hidden.contiguous()
+        target = self.parallel.pp_peers[self.parallel.pp_rank + 1]
+        work = dist.isend(hidden, group=self.parallel.pp_group, group_dst=target)
+        assert work is not None
+        self._sending.append((work, hidden))
+
+    def _told(self, found: list[torch.Tensor], size: int) -> torch.Tensor:
+        """What the last stage has found, on all stages: `size` values."""
+        values = torch.cat(found) if found else torch.empty(0, dtype=self._wide, device=self.device)
+        if self.parallel.pp == 1 or size == 0:
+            return values
+        while self._sending:
+            self._sending.popleft()[0].wait()
+        if not self.parallel.last:
+            values = torch.empty(size, dtype=self._wide, device=self.device)
+        last = self.parallel.pp_peers[-1]
+        dist.broadcast(values, group=self.parallel.pp_group, group_src=last)
+        return values
+
+
+def _last(ids: torch.Tensor, pad: int | None) -> int:
+    """Index of the last token that is not `pad`; 0 where all are."""
+    if pad is None:
+        return len(ids) - 1
+    found = (ids != pad).nonzero()
+    return int(found[-1]) if len(found) else 0

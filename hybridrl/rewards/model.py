@@ -1,0 +1,73 @@
+"""What a reward model must be for an actor; `workers.scorers.NeuralReward` runs it."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.models.load import check_supported, load_config
+from hybridrl.models.local_weights import weight_files
+from hybridrl.models.parallel import check_gen_layout
+
+_KEY = "reward.model"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def check_reward_model(config: Config, actor_path: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The place of `reward.model`, absolute where it is a directory.
+
+    Raises ConfigError for what is no sequence classifier with one label that reads the actor's
+    tokens, up to the longest sample, in generation's layout.
+    """
+    path = str(config.reward.model)
+    try:
+        model = load_config(path)
+        check_supported(model)
+        check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+        names = weight_files(path)
+    except ConfigError as error:
+        # A layout that the actor can take and the reward model cannot keeps its key.
+        key = _KEY if error.key == "model.path" else error.key
+        raise ConfigError(key, error.value, error.allowed) from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _refused(path, f"a model with *.safetensors that can be read ({error})") from None
+    heads = [name for name in model.architectures or [] if "SequenceClassification" in name]
+    if not heads or "score.weight" not in names:
+        found = ", ".join(model.architectures or ["no architecture"])
+        raise _refused(path, f"a sequence classifier with its head `score` (found {found})")
+    if model.num_labels != 1:
+        raise _refused(path, f"a classifier with one label (num_labels is {model.num_labels})")
+    actor = load_config(actor_path)
+    if model.vocab_size < actor.vocab_size:
+        sizes = f"{model.vocab_size}, the actor {actor.vocab_size}"
+        raise _refused(path, f"the actor's vocabulary (it has {sizes} tokens)")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if model.max_position_embeddings < longest:
+        room = f"max_position_embeddings is {model.max_position_embeddings}"
+        raise _refused(path, f"room for {longest} tokens, prompt and response ({room})")
+    check_tokenizer(path, tokenizer)
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
+def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError where a token of `tokenizer` has another id in the one at `path`.
+
+    A directory without a tokenizer is taken at its word.
+    """
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        return
+    try:
+        other = AutoTokenizer.from_pretrained(path, local_files_only=directory.exists()).get_vocab()
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _refused(path, f"a tokenizer that can be read ({reason})") from None
+    for token, id in tokenizer.get_vocab().items():
+        if other.get(token) != id:
+            there = f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
+            raise _refused(path, f"the actor's tokenizer ({there})")
+
+
+def _refused(path: str, allowed: str) -> ConfigError:
+    return ConfigError(_KEY, path, allowed.replace("\n", " "))

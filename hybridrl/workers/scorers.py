@@ -1,0 +1,195 @@
+"""Roles that only score, each on one instance: no message leaves the instance's ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybridrl.config import Config, DType
+from hybridrl.engines.score.engine import ScoreEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import SampleId
+from hybridrl.models.shard import GenParallel
+from hybridrl.rewards.model import check_tokenizer
+from hybridrl.workers.roles import Scalars
+from hybridrl.workers.store import SampleStore
+
+T = TypeVar("T")
+_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
+
+
+class InstanceScorer:
+    """A score engine over the samples of an instance, of which each rank's store has a share.
+
+    All ranks of the instance call `compute`, each with its own samples' ids (perhaps none): they
+    put the tokens together, score all, and keep what is theirs.
+    """
+
+    def __init__(self, engine: ScoreEngine, store: SampleStore) -> None:
+        self.engine, self.store = engine, store
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of this rank's own weights; 0 of weights that are borrowed."""
+        return self.engine.weights_bytes
+
+    def offload(self) -> None:
+        """Free the device's memory; borrowed weights are their owner's business."""
+        if self.weights_bytes:
+            self.engine.offload()
+
+    def onload(self) -> None:
+        """Bring the weights back."""
+        if self.weights_bytes:
+            self.engine.onload()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _own(
+        self, ids: Sequence[SampleId], score: Callable[[Sequence[TrainSequence]], list[T]]
+    ) -> list[T]:
+        """The results of this rank's `ids`, after scoring those of the whole instance."""
+        samples = [self.store[id] for id in ids]
+        mine = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
+        by_place = instance_gather(self.engine.parallel, mine)
+        before = sum(map(len, by_place[: self.engine.parallel.place]))
+        scores = score([sequence for part in by_place for sequence in part])
+        return scores[before : before + len(ids)]
+
+    def _log_probs(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """Log-probabilities of the responses, kept as the stage's output field."""
+        (name,) = stage.outputs
+        for id, log_probs in zip(ids, self._own(ids, self.engine.log_probs), strict=True):
+            self.store[id].tensors[name] = log_probs
+        return {}, (name,)
+
+
+class ReferenceScorer(InstanceScorer):
+    """A frozen copy of the weights at `model_path`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        parallel: GenParallel,
+        device: torch.device,
+        store: SampleStore,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        """Read this rank's part of the weights; see `ScoreEngine` for `deterministic`."""
+        engine = ScoreEngine(
+            AutoConfig.from_pretrained(model_path),
+            parallel,
+            dtype=_DTYPES[config.model.compute_dtype],
+            device=device,
+            temperature=config.rollout.temperature or 1.0,
+            **_passes(config, deterministic),
+        )
+        engine.load(model_path)
+        super().__init__(engine, store)
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """Log-probabilities of the responses under the frozen weights."""
+        return self._log_probs(stage, ids)
+
+
+class OldPolicyScorer(InstanceScorer):
+    """The weights that generate, where they are: `model` is `NativeEngine.model`."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        parallel: GenParallel,
+        device: torch.device,
+        store: SampleStore,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        """An engine over `model`, whose weights must be there whenever it computes."""
+        engine = ScoreEngine(
+            model.config,
+            parallel,
+            model=model,
+            dtype=_DTYPES[config.rollout.dtype],
+            device=device,
+            temperature=config.rollout.temperature or 1.0,
+            **_passes(config, deterministic),
+        )
+        super().__init__(engine, store)
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """Log-probabilities of the responses under the generation weights."""
+        return self._log_probs(stage, ids)
+
+
+class NeuralReward(InstanceScorer):
+    """A reward model (`reward.kind=model`): a sequence classifier's score at the last token.
+
+    It reads the sample's tokens as they are, so its tokenizer must be the actor's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        parallel: GenParallel,
+        device: torch.device,
+        store: SampleStore,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        """Read this rank's part of the weights at `model_path` (`config.reward.model`).
+
+        Raises ConfigError where its vocabulary is not that of `tokenizer`.
+        """
+        check_tokenizer(model_path, tokenizer)
+        engine = ScoreEngine(
+            AutoConfig.from_pretrained(model_path),
+            parallel,
+            dtype=_DTYPES[config.model.compute_dtype],
+            device=device,
+            classifier=True,
+            **_passes(config, deterministic),
+        )
+        engine.load(model_path, key="reward.model")
+        super().__init__(engine, store)
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """The score of prompt and response, with the status `ok`, as a verifier gives them."""
+        value, status = stage.scalars
+        scores = tuple(self._own(ids, self.engine.values_at_end))
+        return {value: scores, status: ("ok",) * len(scores)}, ()
+
+
+def instance_gather(parallel: GenParallel, value: T) -> list[T]:
+    """The `value` of every rank of the instance, by place (`GenParallel.place`), on all of them.
+
+    Along tp, then along pp: an instance has no group of all its ranks.
+    """
+    row = _along(parallel.tp, parallel.tp_group, parallel.tp_peers, value)
+    rows = _along(parallel.pp, parallel.pp_group, parallel.pp_peers, row)
+    return [value for row in rows for value in row]
+
+
+def _along(size: int, group: dist.ProcessGroup | None, peers: Sequence[int], value: T) -> list[T]:
+    if size == 1:
+        return [value]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, value, group=group)
+    return [gathered[peer] for peer in peers]  # in the order of places, not of ranks
+
+
+def _passes(config: Config, deterministic: bool) -> dict[str, Any]:
+    """How rows are made and attended, as in training."""
+    return {
+        "attention": config.model.attention,
+        "max_tokens_per_micro_batch": config.trainer.max_tokens_per_micro_batch,
+        "deterministic": deterministic,
+    }
