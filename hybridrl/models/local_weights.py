@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
 from hybridrl.models.shard import GenParallel, instance_layout
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def weight_files(path: str) -> dict[str, Path]:
@@ -23,15 +21,27 @@ def weight_files(path: str) -> dict[str, Path]:
 
     Raises OSError or SafetensorError where there are none that can be read.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        directory = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
-    index = directory / _INDEX
-    if index.is_file():
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: directory / file for name, file in names.items()}
-    with safe_open(directory / _SINGLE, "pt") as file:
-        return dict.fromkeys(file.keys(), directory / _SINGLE)
+    index = _optional(path, "model.safetensors.index.json")
+    if index is None:
+        single = _required(path, "model.safetensors")
+        with safe_open(single, "pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    files = {file: _required(path, file) for file in set(names.values())}
+    return {name: files[file] for name, file in names.items()}
+
+
+def _optional(path: str, name: str) -> Path | None:
+    """A file of a directory or of a hub's model, which is fetched once; None where it has none."""
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _required(path: str, name: str) -> Path:
+    found = _optional(path, name)
+    if found is None:
+        raise OSError(f"{name} is missing")
+    return found
 
 
 @torch.no_grad()

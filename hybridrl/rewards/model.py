@@ -1,9 +1,14 @@
-"""What a reward model must be for an actor; `workers.scorers.NeuralReward` runs it."""
+"""What a reward model must be for an actor, and one to try; `workers.scorers.NeuralReward` runs it."""
 
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.models.load import check_supported, load_config
@@ -67,6 +72,21 @@ def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
         if other.get(token) != id:
             there = f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
             raise _refused(path, f"the actor's tokenizer ({there})")
+
+
+def make_reward_model(path: str | Path, actor_path: str, seed: int) -> None:
+    """Write a reward model of the actor's shape with random weights, and its tokenizer, to `path`.
+
+    The same `seed` gives the same weights, bit for bit; the caller's generator of random numbers is
+    left as it was.
+    """
+    config = load_config(actor_path)
+    config.num_labels, config.architectures = 1, None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(actor_path).save_pretrained(path)
 
 
 def _refused(path: str, allowed: str) -> ConfigError:

@@ -145,8 +145,7 @@ class ScoreEngine:
     def log_probs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
         """Log-probability of every response token, [response_tokens] a sequence.
 
-        In float32 on the CPU (float64 for a model in float64). Raises ValueError for a response
-        without a token before it.
+        In float32 on the CPU. Raises ValueError for a response without a token before it.
         """
         assert not self.classifier, "a sequence classifier has no vocabulary"
         return self._run(sequences, [s.response_tokens for s in sequences], self._token_log_probs)
@@ -181,7 +180,7 @@ class ScoreEngine:
                 else:
                     self._pass_on(hidden)
         values = self._told(found, sum(counts)).cpu().split([counts[i] for i in order])
-        results = [torch.zeros(0, dtype=self._wide)] * len(sequences)
+        results = [torch.zeros(0)] * len(sequences)
         for index, value in zip(order, values, strict=True):
             results[index] = value.clone()
         return results
@@ -203,10 +202,6 @@ class ScoreEngine:
             yield
         finally:
             config._attn_implementation = before
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
 
     # Heads
 
@@ -236,7 +231,7 @@ class ScoreEngine:
         ends = torch.tensor([_last(sequence.ids, pad) for sequence in sequences])
         rows = batch.packing.starts[:-1] + ends.to(self.device)
         scores = functional.linear(hidden.index_select(0, rows), self.model.score.weight)
-        return scores[:, 0].to(self._wide)
+        return scores[:, 0].float()
 
     # Stages
 
@@ -273,13 +268,13 @@ class ScoreEngine:
 
     def _told(self, found: list[torch.Tensor], size: int) -> torch.Tensor:
         """What the last stage has found, on all stages: `size` values."""
-        values = torch.cat(found) if found else torch.empty(0, dtype=self._wide, device=self.device)
+        values = torch.cat(found) if found else torch.empty(0, device=self.device)
         if self.parallel.pp == 1 or size == 0:
             return values
         while self._sending:
             self._sending.popleft()[0].wait()
         if not self.parallel.last:
-            values = torch.empty(size, dtype=self._wide, device=self.device)
+            values = torch.empty(size, device=self.device)
         last = self.parallel.pp_peers[-1]
         dist.broadcast(values, group=self.parallel.pp_group, group_src=last)
         return values
