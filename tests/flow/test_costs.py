@@ -1,0 +1,196 @@
+"""Costs are found again from noisy calls, and say when a move pays."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.flow.costs import UNLIMITED, CostMeter, Costs
+
+TRUE = Costs(
+    step_s=4e-3,
+    row_s=2e-4,
+    cached_token_s=1e-6,
+    prefill_token_s=5e-5,
+    call_s=3e-3,
+    token_s={"reference": 2e-5, "reward": 4e-5},
+    stage_call_s={"reference": 2e-3, "reward": 0.0},
+    kv_token_s=1e-5,
+    kv_call_s=1e-3,
+    train_token_s=6e-5,
+    switch_s=0.2,
+)
+
+
+def calls(
+    draw: np.random.Generator, num: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, rows summed, prompt tokens, cached tokens summed of `num` calls of an instance."""
+    steps = draw.integers(1, 33, num)
+    rows = steps * draw.integers(1, 65, num)
+    return steps, rows, draw.integers(0, 2, num) * draw.integers(0, 400, num), rows * 60
+
+
+def watched(noise: float = 0.03, outliers: float = 0.0, num: int = 300) -> CostMeter:
+    """A meter that has seen calls which cost `TRUE`, more or less."""
+    draw = np.random.default_rng(0)
+    meter = CostMeter()
+
+    def seen(seconds: float) -> float:
+        slow = draw.uniform(3, 20) if draw.random() < outliers else 1.0
+        return seconds * slow * draw.normal(1, noise)
+
+    for s, r, p, c in zip(*(x.tolist() for x in calls(draw, num)), strict=True):
+        c = round(c * draw.uniform(0.2, 3))
+        seconds = TRUE.call_s + TRUE.decode(r / s, s, c / s) + TRUE.prefill_token_s * p
+        meter.saw_advance(seen(seconds), s, r, p, c)
+        tokens = int(draw.integers(10, 5000))
+        for stage in TRUE.token_s:
+            meter.saw_compute(stage, seen(TRUE.compute(stage, tokens)), tokens)
+        meter.saw_kv(seen(TRUE.kv_call_s + TRUE.kv_token_s * tokens), tokens)
+        meter.saw_train(seen(TRUE.train_token_s * tokens), tokens)
+        meter.saw_switch(seen(TRUE.switch_s))
+    return meter
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.2])
+def test_known_costs_are_found_again(outliers: float) -> None:
+    found = watched(outliers=outliers).costs()
+    assert found is not None
+    for name, rel in {
+        "step_s": 0.05,
+        "row_s": 0.05,
+        "cached_token_s": 0.1,
+        "prefill_token_s": 0.05,
+        "kv_token_s": 0.03,
+        "train_token_s": 0.03,
+        "switch_s": 0.03,
+    }.items():
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
+    assert found.token_s == pytest.approx(TRUE.token_s, rel=0.03)
+    assert found.stage_call_s["reference"] == pytest.approx(2e-3, rel=0.2)
+    assert found.stage_call_s["reward"] < 5e-4
+
+
+def test_exact_calls_give_exact_costs() -> None:
+    found = watched(noise=0.0).costs()
+    assert found is not None
+    for name, wanted in TRUE.to_json().items():
+        assert getattr(found, name) == pytest.approx(wanted, rel=1e-3, abs=1e-7), name
+
+
+def test_calls_that_are_all_alike_are_predicted() -> None:
+    meter = CostMeter()
+    for _ in range(20):
+        meter.saw_advance(0.05, 10, 80, 0, 800)
+        meter.saw_compute("reference", 0.01, 500)
+    found = meter.costs()
+    assert found is not None
+    assert found.call_s + found.decode(8, 10, 80) == pytest.approx(0.05, rel=1e-4)
+    assert found.compute("reference", 500) == pytest.approx(0.01, rel=1e-4)
+    assert found.prefill_token_s == 0, "nothing was prefilled"
+
+
+def test_nothing_is_said_of_what_was_not_seen() -> None:
+    meter = CostMeter()
+    assert meter.costs() is None
+    for _ in range(7):
+        meter.saw_advance(0.01, 1, 1)
+    assert meter.costs() is None
+    meter.saw_advance(0.01, 1, 1)
+    found = meter.costs()
+    assert found is not None
+    assert (found.token_s, found.switch_s, found.compute("reward", 10)) == ({}, 0.0, 0.0)
+
+
+def test_old_calls_are_forgotten() -> None:
+    meter = CostMeter()
+    for seconds in [9.0] * 1000 + [1.0] * 512:
+        meter.saw_advance(seconds, 10, 10)
+        meter.saw_switch(seconds)
+    found = meter.costs()
+    assert found is not None
+    assert found.switch_s == pytest.approx(1.0, rel=1e-6)
+    assert len(meter.state_dict()["advance"]) == 512
+
+
+def test_a_meter_goes_on_from_json() -> None:
+    meter, other = watched(num=40), CostMeter()
+    other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    assert other.costs() == meter.costs()
+    costs = meter.costs()
+    assert costs is not None
+    assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "wanted step_s"),
+        ({"step_s": 1, "rows": 2}, "rows"),
+        ({"step_s": -1}, "step_s: got -1"),
+        ({"step_s": "1"}, "step_s: got '1'"),
+        ({"step_s": math.nan}, "step_s: got nan"),
+        ({"step_s": 1, "token_s": 3}, "token_s: got 3"),
+        ({"step_s": 1, "token_s": {"reward": None}}, "token_s: got None"),
+    ],
+)
+def test_wrong_costs_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs.from_json(wrong)
+
+
+@given(
+    step=st.floats(1e-4, 1.0),
+    row=st.floats(1e-6, 1.0),
+    cached=st.floats(0, 1e-4),
+    held=st.floats(0, 1e4),
+    slack=st.floats(0, 4),
+)
+def test_flat_rows_are_the_most_within_the_slack(
+    step: float, row: float, cached: float, held: float, slack: float
+) -> None:
+    costs = Costs(step_s=step, row_s=row, cached_token_s=cached)
+    rows = costs.flat_rows(slack, held)
+    bound = (1 + slack) * costs.decode(1, 1, held)
+    assert rows >= 1
+    assert costs.decode(rows, 1, rows * held) <= bound * (1 + 1e-6) or rows == 1
+    assert costs.decode(rows + 1, 1, (rows + 1) * held) > bound * (1 - 1e-6)
+
+
+def test_rows_that_cost_nothing_are_unlimited() -> None:
+    assert Costs(step_s=1.0).flat_rows() == UNLIMITED
+
+
+def test_what_is_sent_and_what_is_computed_again() -> None:
+    costs = Costs(step_s=1.0, prefill_token_s=2.0, kv_token_s=1.0, kv_call_s=10.0)
+    assert [costs.cheaper_by_kv(n) for n in (0, 10, 11)] == [False, False, True]
+    assert [costs.move(n) for n in (0, 10, 11)] == [0, 20, 21]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 1e3),
+            st.integers(0, 100),
+            st.integers(0, 10_000),
+            st.integers(0, 10_000),
+            st.integers(0, 10**6),
+        ),
+        min_size=8,
+        max_size=20,
+    )
+)
+def test_any_calls_give_costs_that_are_finite(
+    seen: list[tuple[float, int, int, int, int]],
+) -> None:
+    meter = CostMeter()
+    for call in seen:
+        meter.saw_advance(*call)
+    found = meter.costs()
+    assert found is not None
+    assert Costs.from_json(found.to_json()) == found
