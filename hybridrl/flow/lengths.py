@@ -235,15 +235,16 @@ class Forecast:
             self._steps.append(sorted(lengths))
 
     def sample(self, num: int) -> list[int]:
-        """`num` lengths in ascending order, evenly spaced over those seen; none before any was.
+        """`num` lengths in ascending order, evenly spaced over each step's; none before any.
 
-        The longest seen is among them: it is what a step waits for.
+        Mean over the steps, place by place: the last one is the mean of their longest, which is
+        what a step waits for.
         """
-        seen = sorted(length for step in self._steps for length in step)
-        if not seen or num < 1:
+        if not self._steps or num < 1:
             return []
-        last = len(seen) - 1
-        return [seen[round(last * (i + 1) / num)] for i in range(num)]
+        places = np.arange(1, num + 1)
+        steps = [np.asarray(step)[-(-places * len(step) // num) - 1] for step in self._steps]
+        return [round(length) for length in np.mean(steps, axis=0).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """The lengths, in plain JSON types."""

@@ -1,0 +1,205 @@
+"""Predicted lengths, and the dealing of samples to instances."""
+
+import json
+from collections.abc import Callable
+from itertools import islice, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.data.tasks import work
+from hybridrl.flow.lengths import (
+    Forecast,
+    LearnedRanker,
+    LengthRanker,
+    PromptKey,
+    RunningRanker,
+    dispatch,
+)
+
+RANKERS: list[Callable[[], LengthRanker]] = [RunningRanker, LearnedRanker]
+
+
+def worked(num: int, seed: int) -> list[tuple[PromptKey, int]]:
+    """Prompts of the work task in character tokens, and the lengths of what they ask for."""
+    rows = islice(work(seed), num)
+    return [
+        (
+            PromptKey((seed, i), "work", [ord(c) for c in row["question"] + ":"]),
+            len(f"{row['steps']}#{row['answer']}") + 1,
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def rank_correlation(a: list[float], b: list[int]) -> float:
+    """Spearman's, ties at their mean rank."""
+
+    def ranks(values: list[float] | list[int]) -> np.ndarray:
+        array = np.asarray(values)
+        return np.array([((array < x).sum() + (array <= x).sum()) / 2 for x in array])
+
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_learned_ranker_ranks_prompts_that_it_never_saw(seed: int) -> None:
+    learned, running = LearnedRanker(), RunningRanker()
+    for key, length in worked(400, seed):
+        for ranker in (learned, running):
+            ranker.observe(key, [length] * 4)
+    keys, lengths = zip(*worked(300, seed + 100), strict=True)
+    by_learning = rank_correlation(learned.predict(keys), list(lengths))
+    by_running = rank_correlation(running.predict(keys), list(lengths))
+    assert by_learning > 0.9
+    assert by_learning > by_running + 0.02
+    total = sum(learned.predict(keys)) / sum(lengths)
+    assert 0.8 < total < 1.25, "tokens in flight are counted with these"
+
+
+@pytest.mark.parametrize("make", RANKERS)
+def test_a_prompt_that_was_seen_is_expected_to_take_what_it_took(
+    make: Callable[[], LengthRanker],
+) -> None:
+    ranker = make()
+    keys = [PromptKey(i, "all alike", [1, 2, 3]) for i in range(64)]
+    for key in keys:
+        ranker.observe(key, [200 if key.item == 7 else 10] * 16)
+    found = ranker.predict(keys)
+    assert max(range(64), key=found.__getitem__) == 7
+    assert found[7] > 150
+    assert found[8] < 25
+
+
+def test_what_is_not_known_is_what_is_known_of_more() -> None:
+    ranker = RunningRanker()
+    new = PromptKey("new", "a", [0] * 20)
+    assert ranker.predict([new]) == [20]
+    for i in range(100):
+        ranker.observe(PromptKey(i, "b", [0]), [1000] * 10)
+    assert ranker.predict([new])[0] == pytest.approx(1000, rel=0.01)
+    for i in range(100):
+        ranker.observe(PromptKey(i, "a", [0]), [100] * 10)
+    assert ranker.predict([new])[0] == pytest.approx(100, rel=0.01)
+    ranker.observe(new, [10] * 8)
+    assert ranker.predict([new])[0] == pytest.approx(28, rel=0.05)
+
+
+def test_means_follow_a_policy_that_changes() -> None:
+    ranker = RunningRanker()
+    key = PromptKey("x", "a", [0])
+    for length in [10] * 200 + [500] * 100:
+        ranker.observe(key, [length])
+    assert ranker.predict([key])[0] > 400
+
+
+def test_prompts_seen_longest_ago_are_forgotten() -> None:
+    ranker = RunningRanker(max_items=2)
+    for item in ("a", "b", "a", "c"):
+        ranker.observe(PromptKey(item, "t", [0]), [10])
+    assert [name for name, *_ in ranker.state_dict()["items"]] == ["'a'", "'c'"]
+
+
+keys_of = st.builds(
+    PromptKey,
+    item=st.one_of(st.integers(), st.text(max_size=3), st.tuples(st.integers(), st.text())),
+    task=st.sampled_from(["a", "b", ""]),
+    prompt_ids=st.lists(st.integers(0, 10**6), max_size=12),
+)
+observed = st.lists(st.tuples(keys_of, st.lists(st.integers(0, 10**6), max_size=4)), max_size=60)
+
+
+@pytest.mark.parametrize("make", [RunningRanker, lambda: LearnedRanker(64, 16, enough=4)])
+@settings(max_examples=40, deadline=None)
+@given(seen=observed, more=observed, asked=st.lists(keys_of, max_size=5))
+def test_predictions_are_positive_and_the_same_after_a_resume(
+    make: Callable[[], LengthRanker],
+    seen: list[tuple[PromptKey, list[int]]],
+    more: list[tuple[PromptKey, list[int]]],
+    asked: list[PromptKey],
+) -> None:
+    ranker, resumed = make(), make()
+    for key, lengths in seen:
+        ranker.observe(key, lengths)
+    ranker.predict(asked)
+    resumed.load_state_dict(json.loads(json.dumps(ranker.state_dict())))
+    for key, lengths in more:
+        ranker.observe(key, lengths)
+        resumed.observe(key, lengths)
+    found = ranker.predict(asked)
+    assert len(found) == len(asked)
+    assert all(0 < x <= 2e6 for x in found)
+    assert found == resumed.predict(asked)
+
+
+def test_a_forecast_keeps_the_tail_and_forgets_old_steps() -> None:
+    forecast = Forecast(num_steps=2)
+    assert forecast.sample(5) == []
+    forecast.add([10**6])
+    forecast.add([4, 1, 3, 2, 100])
+    forecast.add([8, 5, 7, 6, 200])
+    assert forecast.sample(5) == [3, 4, 5, 6, 150]
+    assert forecast.sample(1) == [150]
+    assert forecast.sample(10) == [3, 3, 4, 4, 5, 5, 6, 6, 150, 150]
+    assert forecast.sample(0) == []
+    resumed = Forecast(num_steps=2)
+    resumed.load_state_dict(json.loads(json.dumps(forecast.state_dict())))
+    assert resumed.sample(100) == forecast.sample(100)
+
+
+@given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=50), num=st.integers(1, 200))
+def test_a_forecast_is_sorted_and_of_lengths_that_were_seen(lengths: list[int], num: int) -> None:
+    forecast = Forecast()
+    forecast.add(lengths)
+    found = forecast.sample(num)
+    assert found == sorted(found)
+    assert len(found) == num
+    assert set(found) <= set(lengths)
+    assert found[-1] == max(lengths)
+    assert forecast.sample(len(lengths)) == sorted(lengths)
+
+
+# -- dispatch --------------------------------------------------------------------------------
+
+
+@given(
+    predicted=st.lists(st.floats(0, 1e6), max_size=40),
+    rooms=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+)
+def test_every_sample_is_dealt_or_queued_once(predicted: list[float], rooms: list[int]) -> None:
+    dealt, queued = dispatch(predicted, len(rooms), rooms)
+    assert sorted([i for each in dealt for i in each] + queued) == list(range(len(predicted)))
+    assert all(len(each) <= room for each, room in zip(dealt, rooms, strict=True))
+    assert len(queued) == max(0, len(predicted) - sum(rooms))
+    for order in (*dealt, queued):
+        assert order == sorted(order, key=lambda i: (-predicted[i], i)), "longest first"
+    if queued:
+        shortest = min((predicted[i] for each in dealt for i in each), default=1e6)
+        assert all(predicted[i] <= shortest for i in queued)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(1, 100), min_size=1, max_size=8), num_instances=st.integers(1, 3)
+)
+def test_the_fullest_instance_is_within_graham_s_bound(
+    tokens: list[int], num_instances: int
+) -> None:
+    dealt, _ = dispatch(tokens, num_instances, room=len(tokens))
+    fullest = max(sum(tokens[i] for i in each) for each in dealt)
+    least = min(
+        max(
+            sum(t for t, to in zip(tokens, where, strict=True) if to == instance)
+            for instance in range(num_instances)
+        )
+        for where in product(range(num_instances), repeat=len(tokens))
+    )
+    assert fullest <= (4 / 3 - 1 / (3 * num_instances)) * least + 1e-9
+
+
+def test_ties_go_by_index_and_loads_count() -> None:
+    assert dispatch([5, 9, 4, 4], 2, 4) == ([[1, 3], [0, 2]], [])
+    assert dispatch([1, 1, 1], 2, 1) == ([[0], [1]], [2])
+    assert dispatch([1, 1, 1], 2, 4, loads=[10, 0]) == ([[], [0, 1, 2]], [])
