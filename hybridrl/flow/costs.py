@@ -62,7 +62,7 @@ class Costs:
         row = self.row_s + self.cached_token_s * cached_per_row
         if row <= 0:
             return UNLIMITED
-        return min(UNLIMITED, math.floor(1 + slack * (1 + self.step_s / row) + 1e-9))
+        return math.floor(min(UNLIMITED, 1 + slack * (1 + self.step_s / row) + 1e-9))
 
     def cheaper_by_kv(self, tokens: float) -> bool:
         """Whether to send a parked sample's keys and values, rather than compute them again."""

@@ -6,43 +6,66 @@ batch slows the longest; too late and the freed instances have no time left.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hybridrl.flow.costs import Costs
 
-_EXACT = 128  # every threshold up to here is tried, above it as many spaced evenly
+_EXACT = 64  # every threshold up to here is tried; above it 64 of each further factor of four
 
 
-def best_threshold(
+class Gathering(NamedTuple):
+    """When to gather the tail, and how densely; (0, 0) is never."""
+
+    threshold: int
+    """Unfinished samples at which it is gathered."""
+    cap: int
+    """Most samples that an instance keeps."""
+
+
+def best_gathering(
     lengths: Sequence[int],
     num_instances: int,
     costs: Costs,
     inference_s_per_token: float,
     max_held: int,
     prompt_tokens: float = 0.0,
-) -> int:
-    """How many unfinished samples to gather at, so that generation and inference end soonest.
+) -> Gathering:
+    """When and how densely to gather, so that generation and inference end soonest.
 
-    0 when it is not sooner than inference after all samples are done. Of equal thresholds the
-    smallest; parameters as in `expected_seconds`.
+    RLHFuse keeps a decode step flat (`Costs.flat_rows`); that is the smallest cap tried, and its
+    doublings up to `max_held` (samples that an instance has memory for) the others, since where
+    rows are not free a slower tail may still pay for a freed instance. (0, 0) when nothing is
+    sooner than inference after all samples are done. Of equal choices the smallest threshold, then
+    the smallest cap; the other parameters as in `expected_seconds`.
     """
     if num_instances < 2 or not lengths:
-        return 0
-    num = len(lengths)
-    tried = np.arange(num)
-    if num > 2 * _EXACT:
-        tried = np.union1d(tried[:_EXACT], np.linspace(_EXACT, num - 1, _EXACT).astype(int))
-    seconds = expected_seconds(
-        lengths, num_instances, costs, inference_s_per_token, max_held, prompt_tokens, tried[1:]
-    )
-    if not len(seconds):
-        return 0
-    waiting = serial_seconds(lengths, num_instances, costs, inference_s_per_token, prompt_tokens)
-    least = seconds.min()
-    if least >= waiting * (1 - 1e-9):
-        return 0
-    return int(tried[1:][seconds <= least * (1 + 1e-9)][0])
+        return Gathering(0, 0)
+    caps = [min(max_held, costs.flat_rows())]
+    while caps[-1] < max_held:
+        caps.append(min(max_held, 2 * caps[-1]))
+    model = (num_instances, costs, inference_s_per_token)
+    least = serial_seconds(lengths, *model, prompt_tokens) * (1 - 1e-9)
+    best = Gathering(0, 0)
+    for tried in _blocks(len(lengths)):
+        pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
+        seconds = expected_seconds(lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens)
+        first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
+        if seconds[first] < least:
+            best = Gathering(*pairs[first].tolist())
+            least = seconds[first] * (1 - 1e-9)
+    return best
+
+
+def _blocks(num: int) -> list[np.ndarray]:
+    """Thresholds to try, in blocks that look at ever more of the tail."""
+    blocks, low, high = [], 1, _EXACT
+    while low < num:
+        last = min(high, num - 1)
+        blocks.append(np.unique(np.linspace(low, last, min(_EXACT, last - low + 1)).astype(int)))
+        low, high = high + 1, 4 * high
+    return blocks
 
 
 def serial_seconds(
@@ -65,40 +88,58 @@ def expected_seconds(
     num_instances: int,
     costs: Costs,
     inference_s_per_token: float,
-    max_held: int,
-    prompt_tokens: float,
     thresholds: Sequence[int] | np.ndarray,
+    caps: Sequence[int] | np.ndarray,
+    prompt_tokens: float = 0.0,
 ) -> np.ndarray:
-    """Seconds of generation and inference together, for each of `thresholds` (below the samples).
+    """Seconds of generation and inference together, for each threshold and its cap.
 
-    `lengths` are response tokens, `prompt_tokens` those of a prompt on average; `max_held` is how
-    many samples fit an instance; inference is all forward-only stages together, per token.
+    `lengths` are response tokens, `prompt_tokens` those of a prompt on average; inference is all
+    forward-only stages together, per token. Thresholds are below the number of samples.
 
     The model: samples are spread evenly over the instances and all decode from the start. When
-    n are left they move to the fewest instances that take them: each at most `max_held`, and no
-    more than keep a decode step flat. A keeper waits for what it is sent. An instance without
-    samples runs inference on those that are done; when the last sample is done, all share what is
-    left. With s steps between two ends, r = rows of an instance that decodes, and h tokens held by
-    a row, decoding takes s (step_s + row_s r + cached_token_s r h); inference that is left at the
-    end is the largest backlog, over all ends i, of work from i on less capacity after i.
+    n are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
+    for what it is sent. An instance without samples runs inference on those that are done; when the
+    last sample is done, all share what is left. With s steps between two ends, r = rows of an
+    instance that decodes, and h tokens held by a row, decoding takes
+    s (step_s + r (row_s + cached_token_s h)). Inference that is left when all are done is the
+    largest, over all ends i, of the work from i on less the capacity after i.
     """
-    tried = np.asarray(thresholds, dtype=np.int64)
+    tried, most = np.asarray(thresholds, np.int64), np.asarray(caps, np.int64)
     num = len(lengths)
     assert ((tried >= 1) & (tried < num)).all(), "a threshold that leaves no sample to wait for"
     done, steps, alive, held = _intervals(lengths, prompt_tokens)
+    keepers = np.minimum(-(-tried // most), num_instances)
     tokens = prompt_tokens + done[num - tried - 1]  # of each sample when it moves
-    keepers, move = _moves(tried, tokens, num_instances, costs, max_held)
-    gathered = alive[None, :] <= tried[:, None]  # [thresholds, intervals]
+    # What comes before the first gathering is the same for all: [1, before] and [tried, after].
+    start = num - int(tried.max())
+    gathered = alive[start:] <= tried[:, None]
     decoding = np.where(gathered, keepers[:, None], num_instances)
-    rows = np.maximum(1.0, alive / decoding)
-    taken = steps * (costs.step_s + rows * (costs.row_s + costs.cached_token_s * held))
-    taken[np.arange(len(tried)), num - tried] += move
-    capacity = taken * (num_instances - np.minimum(decoding, alive))
-    work = inference_s_per_token * (done + prompt_tokens)
+    taken, left = np.zeros(len(tried)), np.zeros(len(tried))
+    for part, on in (
+        (slice(start), np.full((1, start), num_instances)),
+        (slice(start, num), decoding),
+    ):
+        rows = np.maximum(1.0, alive[part] / on)
+        seconds = steps[part] * (
+            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[part])
+        )
+        if part.start:
+            moving = _moving(tried, keepers, tokens, num_instances, costs)
+            seconds[np.arange(len(tried)), num - tried - start] += moving
+        capacity = seconds * (num_instances - np.minimum(on, alive[part]))
+        work = inference_s_per_token * (done[part] + prompt_tokens)
+        left = _left(left, work, capacity)
+        taken = taken + seconds.sum(axis=1)
+    return np.asarray(taken + left / num_instances)
+
+
+def _left(backlog: np.ndarray, work: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """What is left of `backlog` [rows] and of work that arrives at the end of each interval."""
     work_from = np.cumsum(work[::-1])[::-1]
-    capacity_after = np.cumsum(capacity[:, ::-1], axis=1)[:, ::-1] - capacity
-    left = (work_from - capacity_after).max(axis=1)
-    return np.asarray(taken.sum(axis=1) + left / num_instances)
+    after = np.cumsum(capacity[:, ::-1], axis=1)[:, ::-1]
+    at_once = backlog + work.sum() - after[:, 0]
+    return np.asarray(np.maximum(at_once, (work_from - after + capacity).max(axis=1)))
 
 
 def _intervals(
@@ -111,12 +152,11 @@ def _intervals(
     return done, done - before, alive, prompt_tokens + (done + before) / 2
 
 
-def _moves(
-    tried: np.ndarray, tokens: np.ndarray, num_instances: int, costs: Costs, max_held: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each threshold: the instances that keep samples, and the seconds that they wait."""
-    flat = np.array([costs.flat_rows(cached_per_row=float(t)) for t in tokens])
-    keepers = np.minimum(-(-tried // np.clip(flat, 1, max_held)), num_instances)
+def _moving(
+    tried: np.ndarray, keepers: np.ndarray, tokens: np.ndarray, num_instances: int, costs: Costs
+) -> np.ndarray:
+    """Seconds that a keeper waits for what it is sent, at each threshold."""
     moved = np.maximum(0.0, tried - keepers * np.maximum(1.0, tried / num_instances))
-    each = np.array([costs.move(float(t)) for t in tokens])
-    return keepers, np.where(moved > 0, costs.call_s + moved / keepers * each, 0.0)
+    by_kv = costs.kv_call_s + costs.kv_token_s * tokens
+    each = np.minimum(by_kv, costs.prefill_token_s * tokens)
+    return np.where(moved > 0, costs.call_s + moved / keepers * each, 0.0)

@@ -3,13 +3,12 @@
 import random
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.flow.costs import Costs
-from hybridrl.flow.threshold import best_threshold, expected_seconds, serial_seconds
+from hybridrl.flow.threshold import Gathering, best_gathering, expected_seconds, serial_seconds
 
 
 def simulate(
@@ -17,9 +16,9 @@ def simulate(
     num_instances: int,
     costs: Costs,
     per_token: float,
-    max_held: int,
-    prompt: float,
     threshold: int,
+    cap: int,
+    prompt: float,
 ) -> float:
     """One decode step after the other, inference as a queue of work beside it."""
     left = sorted(lengths)
@@ -29,8 +28,7 @@ def simulate(
         if not moved and len(left) <= threshold:
             moved = True
             tokens = prompt + made
-            flat = costs.flat_rows(cached_per_row=tokens)
-            keepers = min(num_instances, -(-len(left) // max(1, min(flat, max_held))))
+            keepers = min(num_instances, -(-len(left) // cap))
             staying = keepers * max(1, len(left) / num_instances)
             if len(left) > staying:
                 pause = costs.call_s + (len(left) - staying) / keepers * costs.move(tokens)
@@ -78,65 +76,79 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     max_held: int,
     prompt: int,
 ) -> None:
-    tried = range(1, len(lengths))
-    args = (num_instances, costs, per_token, max_held, prompt)
-    found = expected_seconds(lengths, *args, list(tried))
-    # Several samples end together: thresholds between them are reached in the same step.
-    simulated = [simulate(lengths, *args, n) for n in tried]
+    model = (num_instances, costs, per_token)
+    caps = [min(max_held, costs.flat_rows())]
+    while caps[-1] < max_held:
+        caps.append(min(max_held, 2 * caps[-1]))
+    # Where several samples end together, thresholds between them are reached in the same step.
     ordered = sorted(lengths)
-    distinct = [n for n in tried if ordered[-n] > ordered[-n - 1]]
-    assert [found[n - 1] for n in distinct] == pytest.approx(
-        [simulated[n - 1] for n in distinct], rel=1e-6
-    )
-    best = best_threshold(lengths, *args)
-    serial = serial_seconds(lengths, num_instances, costs, per_token, prompt)
-    if best:
-        assert simulate(lengths, *args, best) <= min(simulated) * (1 + 1e-6)
-        assert simulated[best - 1] < serial
+    distinct = [n for n in range(1, len(lengths)) if ordered[-n] > ordered[-n - 1]]
+    tried = [(n, cap) for n in distinct for cap in caps]
+    simulated = {pair: simulate(lengths, *model, *pair, prompt) for pair in tried}
+    if tried:
+        found = expected_seconds(lengths, *model, *zip(*tried, strict=True), prompt)
+        assert found.tolist() == pytest.approx([simulated[pair] for pair in tried], rel=1e-6)
+    best = best_gathering(lengths, *model, max_held, prompt)
+    serial = serial_seconds(lengths, *model, prompt)
+    least = min(simulated.values(), default=serial)
+    if best.threshold:
+        assert simulate(lengths, *model, *best, prompt) <= least * (1 + 1e-6)
+        assert least < serial
     else:
-        assert min((simulated[n - 1] for n in distinct), default=serial) >= serial * (1 - 1e-6)
+        assert best == (0, 0)
+        assert least >= serial * (1 - 1e-6)
 
 
 COSTS = Costs(step_s=0.01, row_s=1e-4, prefill_token_s=1e-5, call_s=1e-3)
+NEVER = Gathering(0, 0)
 
 
 @given(num=st.integers(0, 40), length=st.integers(0, 50), num_instances=st.integers(1, 8))
 def test_equal_lengths_leave_nothing_to_gather(num: int, length: int, num_instances: int) -> None:
-    assert best_threshold([length] * num, num_instances, COSTS, 1e-3, 8, 10) == 0
+    assert best_gathering([length] * num, num_instances, COSTS, 1e-3, 8, 10) == NEVER
 
 
 @given(lengths=st.lists(st.integers(0, 500), max_size=40))
 def test_one_instance_gathers_nothing(lengths: list[int]) -> None:
-    assert best_threshold(lengths, 1, COSTS, 1e-3, 64, 10) == 0
+    assert best_gathering(lengths, 1, COSTS, 1e-3, 64, 10) == NEVER
 
 
 @given(num=st.integers(2, 100), num_instances=st.integers(2, 8), times=st.integers(2, 100))
 def test_one_long_response_is_gathered(num: int, num_instances: int, times: int) -> None:
     lengths = [20] * (num - 1) + [20 * times]
-    assert best_threshold(lengths, num_instances, COSTS, 1e-4, 64, 10) >= 1
+    assert best_gathering(lengths, num_instances, COSTS, 1e-4, 64, 10).threshold >= 1
 
 
 def test_without_inference_there_is_nothing_to_gain() -> None:
-    assert best_threshold([1, 2, 3, 400], 4, COSTS, 0.0, 64, 10) == 0
+    assert best_gathering([1, 2, 3, 400], 4, COSTS, 0.0, 64, 10) == NEVER
 
 
-def test_a_batch_that_slows_the_longest_is_not_gathered() -> None:
-    """Sixteen long ones on four instances: where rows are dear they stay where they are."""
+def test_a_batch_is_as_dense_as_it_pays() -> None:
+    """Sixteen long ones on four instances: flat rows first, denser where inference is worth it."""
     lengths = [5] * 200 + [100] * 16
-    cheap = best_threshold(lengths, 4, Costs(step_s=0.01, row_s=1e-5), 2e-3, 64)
-    dear = expected_seconds(lengths, 4, Costs(step_s=0.01, row_s=1e-2), 2e-3, 64, 0.0, [16])
-    assert cheap == 16
-    stay = serial_seconds(lengths, 4, Costs(step_s=0.01, row_s=1e-2), 2e-3)
-    assert dear[0] == pytest.approx(stay), "sixteen rows do not fit on fewer, so nobody moves"
+    cheap = Costs(step_s=0.01, row_s=1e-5)
+    assert best_gathering(lengths, 4, cheap, 2e-3, 64) == (16, 64), "as many as ride along for free"
+    dear = Costs(step_s=0.01, row_s=3e-3)
+    assert dear.flat_rows() == 2
+    assert best_gathering(lengths, 4, dear, 1e-6, 64) == NEVER, "spread they are soonest done"
+    gathered = best_gathering(lengths, 4, dear, 1e-2, 64)
+    assert (gathered.threshold, gathered.cap) == (16, 8), "slower steps, but two instances freed"
 
 
-def test_kv_memory_bounds_the_keepers() -> None:
+def test_two_instances_with_dear_rows_still_free_one() -> None:
+    """On a CPU a decode step of four rows costs twice one row's, and still an instance is freed."""
+    costs = Costs(step_s=2e-3, row_s=6e-4, prefill_token_s=1e-4, call_s=3e-3)
+    assert costs.flat_rows() < 4
+    lengths = [20] * 56 + [300] * 8
+    best = best_gathering(lengths, 2, costs, 1e-3, 256, 10)
+    assert best.threshold == 8
+    assert best.cap >= 8
+
+
+def test_memory_bounds_what_an_instance_keeps() -> None:
     lengths = [5] * 200 + [100] * 16
-    costs = Costs(step_s=0.01)
-    roomy, tight = (
-        expected_seconds(lengths, 4, costs, 2e-3, held, 0.0, [16])[0] for held in (16, 4)
-    )
-    assert roomy < tight
+    assert best_gathering(lengths, 4, Costs(step_s=0.01), 2e-3, 16) == (16, 16)
+    assert best_gathering(lengths, 4, Costs(step_s=0.01), 2e-3, 4).cap <= 4
 
 
 def test_a_thousand_samples_take_milliseconds() -> None:
@@ -145,10 +157,15 @@ def test_a_thousand_samples_take_milliseconds() -> None:
     took = []
     for _ in range(5):
         start = time.perf_counter()
-        best = best_threshold(lengths, 64, COSTS, 1e-3, 64, 100)
+        best = best_gathering(lengths, 64, COSTS, 1e-3, 256, 100)
         took.append(time.perf_counter() - start)
-    assert 0 < best < 1024
-    # 9 ms on one core of a quiet machine; the room is for a busy one.
+    assert 0 < best.threshold < 1024
+    # 13 ms on one core of a quiet machine; the room is for a busy one.
     assert min(took) < 0.1
-    every = expected_seconds(lengths, 64, COSTS, 1e-3, 64, 100, np.arange(1, 1024))
-    assert every[best - 1] <= every.min() * 1.01
+    model = (64, COSTS, 1e-3)
+    every = [
+        expected_seconds(lengths, *model, range(1, 1024), [cap] * 1023, 100).min()
+        for cap in range(16, 257, 16)
+    ]
+    chosen = expected_seconds(lengths, *model, [best.threshold], [best.cap], 100)
+    assert chosen <= min(every) * 1.01
