@@ -19,34 +19,8 @@ VOCAB = 52
 FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2", "gemma3")
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
-
-
-def requests_of(num: int, group: int = 1, prefix: bool = False, **sampling: float) -> list[Request]:
-    """`num` requests, `group` for each prompt, of prompts of 1 to 20 tokens, 1 to 40 new."""
-    draw = random.Random(0)
-    made = []
-    for i in range(num):
-        if i % group == 0:
-            prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))]
-        made.append(
-            Request(
-                id=i,
-                prompt_ids=prompt,
-                sampling=SamplingParams(draw.randint(1, 40), **sampling),  # type: ignore[arg-type]
-                stream=stream_key(7, i // group, k=i % group),
-                prefix=i // group if prefix else None,
-            )
-        )
-    return made
-
-
-def same(a: dict[object, Output], b: dict[object, Output]) -> None:
-    assert a.keys() == b.keys()
-    for id_, output in a.items():
-        assert output.token_ids == b[id_].token_ids
-        assert output.finish == b[id_].finish
-        # Measured: 2e-6 between a prefill and decode steps of this model.
-        assert output.log_probs == pytest.approx(b[id_].log_probs, abs=1e-5)
+RequestsOf = Callable[..., list[Request]]
+Same = Callable[[dict[object, Output], dict[object, Output]], None]
 
 
 @torch.no_grad()
@@ -62,7 +36,11 @@ def full_log_probs(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate(
-    family: str, make_model: Callable[[str], PreTrainedModel], make_engine: Make, finish: Finish
+    family: str,
+    make_model: Callable[[str], PreTrainedModel],
+    make_engine: Make,
+    finish: Finish,
+    requests_of: RequestsOf,
 ) -> None:
     model = make_model(family)
     model.generation_config.eos_token_id = None
@@ -85,6 +63,7 @@ def test_log_probs_equal_a_full_forward(
     make_model: Callable[[str], PreTrainedModel],
     make_engine: Make,
     finish: Finish,
+    requests_of: RequestsOf,
 ) -> None:
     model = make_model(family)
     requests = requests_of(12, temperature=temperature)
@@ -97,7 +76,12 @@ def test_log_probs_equal_a_full_forward(
 
 @pytest.mark.parametrize("family", ["qwen3", "llama_biased", "mistral", "qwen2"])
 def test_fused_decode_equals_the_module(
-    family: str, make_model: Callable[[str], PreTrainedModel], make_engine: Make, finish: Finish
+    family: str,
+    make_model: Callable[[str], PreTrainedModel],
+    make_engine: Make,
+    finish: Finish,
+    requests_of: RequestsOf,
+    same: Same,
 ) -> None:
     model = make_model(family)
     fused, plain = make_engine(model), make_engine(model)
@@ -107,7 +91,7 @@ def test_fused_decode_equals_the_module(
 
 
 def test_batch_and_order_do_not_matter(
-    model: PreTrainedModel, make_engine: Make, finish: Finish
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
 ) -> None:
     requests = requests_of(64)
     wanted = finish(make_engine(model), requests)
@@ -120,7 +104,12 @@ def test_batch_and_order_do_not_matter(
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_shared_prefixes(
-    block_size: int, model: PreTrainedModel, make_engine: Make, finish: Finish
+    block_size: int,
+    model: PreTrainedModel,
+    make_engine: Make,
+    finish: Finish,
+    requests_of: RequestsOf,
+    same: Same,
 ) -> None:
     wanted = finish(make_engine(model), requests_of(32, group=8))
     engine = make_engine(model, block_size=block_size, max_running=13)
@@ -134,7 +123,12 @@ def test_shared_prefixes(
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_preemption(
-    prefix: bool, model: PreTrainedModel, make_engine: Make, finish: Finish
+    prefix: bool,
+    model: PreTrainedModel,
+    make_engine: Make,
+    finish: Finish,
+    requests_of: RequestsOf,
+    same: Same,
 ) -> None:
     """A cache that holds hardly more than the longest sample: everything is computed anyway."""
     requests = requests_of(24, group=4, prefix=prefix)
@@ -151,7 +145,12 @@ def test_preemption(
 )
 @given(data=st.data())
 def test_park_and_resume(
-    data: st.DataObject, model: PreTrainedModel, make_engine: Make, finish: Finish
+    data: st.DataObject,
+    model: PreTrainedModel,
+    make_engine: Make,
+    finish: Finish,
+    requests_of: RequestsOf,
+    same: Same,
 ) -> None:
     """Parked at any time, resumed in the same or in another engine, under any cache size."""
     requests = requests_of(12, group=3, prefix=True)
@@ -165,7 +164,8 @@ def test_park_and_resume(
             for _ in range(data.draw(st.integers(0, 12))):
                 outputs |= {output.id: output for output in engine.step()}
         ids = data.draw(st.sets(st.integers(0, 11)))
-        parked = [request for engine in engines for request in engine.park(ids)]
+        with_kv = data.draw(st.booleans())
+        parked = [request for engine in engines for request in engine.park(ids, with_kv)]
         assert {request.id for request in parked} <= ids - outputs.keys()
         engines[data.draw(st.integers(0, 1))].submit(parked)
     for engine in engines:
@@ -174,7 +174,9 @@ def test_park_and_resume(
     same(outputs, wanted)
 
 
-def test_stop_tokens(model: PreTrainedModel, make_engine: Make, finish: Finish) -> None:
+def test_stop_tokens(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf
+) -> None:
     requests = requests_of(16)
     free = finish(make_engine(model), requests)
     stops = (3, 17, 30)
@@ -191,7 +193,7 @@ def test_stop_tokens(model: PreTrainedModel, make_engine: Make, finish: Finish) 
 
 
 def test_long_responses_cross_the_uniforms_block(
-    make_model: Callable[[str], PreTrainedModel], make_engine: Make, finish: Finish
+    make_model: Callable[[str], PreTrainedModel], make_engine: Make, finish: Finish, same: Same
 ) -> None:
     """More than 256 tokens, resumed beyond them."""
     model = make_model("qwen3")
@@ -233,7 +235,9 @@ def test_bad_requests(model: PreTrainedModel, make_engine: Make) -> None:
         engine.submit([good, good])
 
 
-def test_weights(model: PreTrainedModel, make_engine: Make, finish: Finish) -> None:
+def test_weights(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
+) -> None:
     """New weights take effect, also through `parameters()`; sleep frees and wake allocates."""
     requests = requests_of(6, group=3, prefix=True)
     wanted = finish(make_engine(model), requests)
@@ -260,7 +264,9 @@ def test_weights(model: PreTrainedModel, make_engine: Make, finish: Finish) -> N
         engine.update_weights([("model.norm.weight", torch.zeros(1))])
 
 
-def test_bfloat16(model: PreTrainedModel, make_engine: Make, finish: Finish) -> None:
+def test_bfloat16(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf
+) -> None:
     """Statistical equality: log-probabilities near those of a bf16 forward pass."""
     import copy
 

@@ -1,7 +1,7 @@
 """Instances of several gloo processes against one: the same tokens and log-probabilities."""
 
-import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
-from hybridrl.engines.rollout.random import stream_key, uniforms
+from hybridrl.engines.rollout.random import uniforms
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.models.parallel import model_parameters
@@ -23,25 +23,7 @@ Weights = dict[str, torch.Tensor]
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
 Ranks = Callable[..., list[Any]]
-
-
-def requests_of(num: int, group: int, **sampling: float) -> list[Request]:
-    """`num` requests, `group` for each prompt of 1 to 20 tokens, 1 to 10 new ones."""
-    draw = random.Random(0)
-    made = []
-    for i in range(num):
-        if i % group == 0:
-            prompt = [draw.randrange(ODD["vocab_size"]) for _ in range(draw.randint(1, 20))]
-        made.append(
-            Request(
-                id=i,
-                prompt_ids=prompt,
-                sampling=SamplingParams(draw.randint(1, 10), **sampling),  # type: ignore[arg-type]
-                stream=stream_key(7, i // group, k=i % group),
-                prefix=i // group,
-            )
-        )
-    return made
+RequestsOf = Callable[..., list[Request]]
 
 
 def place(pp: int, tp: int) -> GenParallel:
@@ -95,7 +77,11 @@ def generate(
     requests: list[Request],
     **options: Any,
 ) -> dict[str, Any]:
-    """Generate on this rank of an instance; some requests are parked and rest for a while."""
+    """Generate on this rank of an instance; some requests are parked and rest for a while.
+
+    At first they are parked with their KV cache, later without. The statistics are those that are
+    the same on every rank.
+    """
     engine = make(config, weights, pp, tp, **options)
     engine.submit(requests)
     parks = {3: [1, 5, 8], 6: [0, 1]}
@@ -105,13 +91,13 @@ def generate(
     while (stats := engine.stats()).running or stats.waiting or resting:
         assert step < 2000, "the queue does not drain"
         if step in parks:
-            resting[step + 3] = engine.park(parks[step])
+            resting[step + 3] = engine.park(parks[step], with_kv=step == 3)
         engine.submit(resting.pop(step, []))
         for output in engine.step():
             outputs[output.id] = output.token_ids, output.log_probs
         step += 1
     assert stats.kv_blocks_free == stats.kv_blocks_total
-    return {"outputs": outputs, "stats": stats, "preempted": engine._admission.num_preempted}
+    return {"outputs": outputs, "stats": replace(stats, kv_bytes_per_token=0)}
 
 
 def generate_all(cases: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
@@ -155,11 +141,11 @@ def same(
 )  # fmt: skip
 def test_equals_one_process(
     pp: int, tp: int, families: tuple[str, ...], make_model: Callable[..., PreTrainedModel],
-    make_engine: Make, finish: Finish, ranks: Ranks,
+    make_engine: Make, finish: Finish, ranks: Ranks, requests_of: RequestsOf,
 ) -> None:  # fmt: skip
     """Every family, slept and woken, with requests parked and resumed; one with preemption."""
     models = {name: make_model(name, **ODD) for name in families}
-    requests = requests_of(9, group=3)
+    requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=10)
     longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
     cases = {
         name: ((model.config, model.state_dict(), pp, tp, requests), {})
@@ -173,7 +159,84 @@ def test_equals_one_process(
     for name in cases:
         family = "qwen3" if name == "preempted" else name
         same(models[family], requests, results[0][name]["outputs"], wanted[family])
-    assert results[0]["preempted"]["preempted"] > 0
+    assert results[0]["preempted"]["stats"].num_preempted > 0
+    assert results[0]["qwen3"]["stats"].restored_tokens > 0
+
+
+def move(
+    config: PretrainedConfig,
+    weights: Weights,
+    pp: int,
+    tp: int,
+    requests: list[Request],
+    with_kv: bool,
+    **options: Any,
+) -> dict[str, Any]:
+    """Requests begin on one instance and are finished on another, of the same ranks."""
+    source, target = (make(config, weights, pp, tp, **options) for _ in range(2))
+    source.submit(requests)
+    outputs: list[Output] = []
+    for _ in range(5):
+        outputs += source.step()
+    moved = source.park([request.id for request in requests], with_kv=with_kv)
+    # What the last step finished: `park` looked at it, the next step hands it out.
+    outputs += source.step()
+    source.release_cache()
+    target.submit(moved)
+    while (stats := target.stats()).running or stats.waiting:
+        outputs += target.step()
+    return {
+        "outputs": {output.id: (output.token_ids, output.log_probs) for output in outputs},
+        "kv": [request.kv for request in moved],
+        "cached": [len(r.prompt_ids) + len(r.response_ids) - 1 for r in moved],
+        "stats": stats,
+    }
+
+
+def move_all(*args: Any) -> dict[str, Any]:
+    """With and without the KV cache, fast and deterministic; the last all at once, unmoved."""
+    made = {
+        f"{kind} {deterministic}": move(*args, kind == "kv", deterministic=deterministic)
+        for kind in ("kv", "tokens")
+        for deterministic in (False, True)
+    }
+    config, weights, pp, tp, requests = args
+    reverse = requests[::-1]
+    made["unmoved"] = generate(config, weights, pp, tp, reverse, deterministic=True, max_running=5)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "pp", "tp"), [("qwen3", 1, 2), ("gemma3", 2, 1), ("qwen3", 2, 2)]
+)
+def test_move_between_instances(
+    family: str, pp: int, tp: int, make_model: Callable[..., PreTrainedModel], make_engine: Make,
+    finish: Finish, ranks: Ranks, requests_of: RequestsOf,
+) -> None:  # fmt: skip
+    """With its KV cache nothing is computed again; deterministic instances agree bit for bit."""
+    model = make_model(family, **ODD)
+    requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=16)
+    results = ranks(pp * tp, move_all, model.config, model.state_dict(), pp, tp, requests)
+    wanted = finish(make_engine(model), requests)
+    for name in ("kv False", "tokens False", "kv True", "tokens True"):
+        assert all(r[name]["outputs"] == results[0][name]["outputs"] for r in results)
+        same(model, requests, results[0][name]["outputs"], wanted)
+    for rank, result in enumerate(results):
+        for name in ("kv False", "kv True"):
+            stats, cached = result[name]["stats"], result[name]["cached"]
+            assert (stats.prefill_calls, stats.replayed_tokens) == (0, 0)
+            assert stats.restored_tokens == sum(cached) > 0
+            layers = (2, 1)[rank // tp] if pp == 2 else 3
+            for kv, tokens in zip(result[name]["kv"], cached, strict=True):
+                assert kv.blocks.shape == (layers, 2, 2 // tp, tokens, 16)
+                assert kv.nbytes == stats.kv_bytes_per_token * tokens
+        assert result["tokens True"]["stats"].replayed_tokens > 0
+    unmoved = results[0]["unmoved"]["outputs"]
+    assert results[0]["kv True"]["outputs"] == unmoved
+    assert results[0]["tokens True"]["outputs"] == unmoved
+    if tp == 1:  # sums over tensor-parallel ranks have another order than one process has
+        alone = finish(make_engine(model, deterministic=True), requests)
+        assert unmoved == {id_: (o.token_ids, o.log_probs) for id_, o in alone.items()}
 
 
 def step_ahead(config: PretrainedConfig, weights: Weights) -> list[list[int]]:
