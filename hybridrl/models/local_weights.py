@@ -19,12 +19,12 @@ from hybridrl.models.shard import GenParallel, instance_layout
 def weight_files(path: str) -> dict[str, Path]:
     """The file of each tensor of the model at `path`, a directory or a hub name.
 
-    Raises OSError or SafetensorError where there are none that can be read.
+    Raises OSError where there are none that can be read.
     """
     index = _optional(path, "model.safetensors.index.json")
     if index is None:
         single = _required(path, "model.safetensors")
-        with safe_open(single, "pt") as opened:
+        with _open(single) as opened:
             return dict.fromkeys(opened.keys(), single)
     names: dict[str, str] = json.loads(index.read_text())["weight_map"]
     files = {file: _required(path, file) for file in set(names.values())}
@@ -42,6 +42,13 @@ def _required(path: str, name: str) -> Path:
     if found is None:
         raise OSError(f"{name} is missing")
     return found
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from error
 
 
 @torch.no_grad()
@@ -70,14 +77,14 @@ def load_local(
                 # A tied head has the embedding's name on stages without an embedding too.
                 file = files[name]
                 if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(file, "pt"))
+                    opened[file] = stack.enter_context(_open(file))
                 stored, shape = opened[file].get_slice(name), layout.shapes[name]
                 if tuple(stored.get_shape()) != shape:
                     got = f"weights of the config's shapes ({name}: {stored.get_shape()})"
                     raise ConfigError(key, path, got)
                 (held,) = layout.local(name, parallel.place)
                 _fill(parameter.data, stored, held, shape)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ConfigError(key, path, f"a model with *.safetensors ({error})") from error
 
 

@@ -1,9 +1,8 @@
-"""What a reward model must be for an actor, and one to try; `workers.scorers.NeuralReward` runs it."""
+"""What a reward model must be, and one to try; `workers.scorers.NeuralReward` runs it."""
 
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -35,7 +34,7 @@ def check_reward_model(config: Config, actor_path: str, tokenizer: PreTrainedTok
         # A layout that the actor can take and the reward model cannot keeps its key.
         key = _KEY if error.key == "model.path" else error.key
         raise ConfigError(key, error.value, error.allowed) from None
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise _refused(path, f"a model with *.safetensors that can be read ({error})") from None
     heads = [name for name in model.architectures or [] if "SequenceClassification" in name]
     if not heads or "score.weight" not in names:

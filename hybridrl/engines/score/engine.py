@@ -166,6 +166,7 @@ class ScoreEngine:
     ) -> list[torch.Tensor]:
         """`counts[i]` values for sequence i, made by `head` on the last stage, here on the CPU."""
         assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
+        assert next(self.model.parameters()).numel(), "the owner of the weights sleeps"
         rows = self._rows(sequences, counts)
         order: list[int] = []
         found: list[torch.Tensor] = []
