@@ -1,5 +1,6 @@
 """Roles that only score, each on one instance: no message leaves the instance's ranks."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -162,10 +163,16 @@ class NeuralReward(InstanceScorer):
         super().__init__(engine, store)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """The score of prompt and response, with the status `ok`, as a verifier gives them."""
+        """The score of prompt and response and its status, as a verifier gives them.
+
+        A score that is not finite counts as 0 and is marked.
+        """
         value, status = stage.scalars
-        scores = tuple(self._own(ids, self.engine.values_at_end))
-        return {value: scores, status: ("ok",) * len(scores)}, ()
+        scores = self._own(ids, self.engine.values_at_end)
+        return {
+            value: tuple(x if math.isfinite(x) else 0.0 for x in scores),
+            status: tuple("ok" if math.isfinite(x) else f"error: the score is {x}" for x in scores),
+        }, ()
 
 
 def instance_gather(parallel: GenParallel, value: T) -> list[T]:

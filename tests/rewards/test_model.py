@@ -1,0 +1,132 @@
+"""What a reward model must be: every refusal names the key and says why in one line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridrl.config import Config, ConfigError, RewardConfig, RewardKind, TinyModelConfig
+from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
+from hybridrl.rewards import RewardPool, validate_reward
+from hybridrl.rewards.model import check_reward_model, make_reward_model
+
+TINY = TinyModelConfig(
+    hidden_size=16, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    max_positions=128, alphabet="abcdefghij",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("actor"))
+    make_tiny_model(path, TINY, seed=0)
+    return path
+
+
+@pytest.fixture
+def reward(actor: str, tmp_path: Path) -> Path:
+    make_reward_model(tmp_path / "reward", actor, seed=1)
+    return tmp_path / "reward"
+
+
+@pytest.fixture
+def tokenizer(actor: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(actor)
+
+
+def config_of(path: object) -> Config:
+    config = Config(reward=RewardConfig(kind=RewardKind.model, model=str(path)))
+    config.data.max_prompt_tokens, config.rollout.max_new_tokens = 64, 64
+    return config
+
+
+def set_config(path: Path, **values: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_accepts_its_own(
+    actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(reward.parent)
+    assert check_reward_model(config_of("reward"), actor, tokenizer) == str(reward)
+    for file in reward.glob("tokenizer*"):
+        file.unlink()
+    check_reward_model(config_of(reward), actor, tokenizer)  # without one there is none to compare
+
+
+def spoil(how: str, reward: Path, actor: str) -> None:
+    match how:
+        case "a causal model":
+            shutil.rmtree(reward)
+            shutil.copytree(actor, reward)
+        case "nothing there":
+            shutil.rmtree(reward)
+            reward.mkdir()
+        case "no weights":
+            (reward / "model.safetensors").unlink()
+        case "no head":
+            file = reward / "model.safetensors"
+            weights = load_file(file)
+            del weights["score.weight"]
+            save_file(weights, file)
+        case "two labels":
+            set_config(reward, id2label={"0": "a", "1": "b"}, label2id={"a": 0, "b": 1})
+        case "vocabulary":
+            set_config(reward, vocab_size=5)
+        case "room":
+            set_config(reward, max_position_embeddings=100)
+        case "family":
+            set_config(reward, model_type="gpt2")
+        case "tokenizer":
+            make_char_tokenizer("abcdefghji", 128).save_pretrained(reward)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("a causal model", "a sequence classifier with its head `score` .found Qwen3ForCausalLM"),
+        ("nothing there", "config.json"),
+        ("no weights", "model.safetensors is missing"),
+        ("no head", "a sequence classifier with its head `score`"),
+        ("two labels", "one label .num_labels is 2"),
+        ("vocabulary", "the actor's vocabulary .it has 5, the actor 13"),
+        ("room", "room for 128 tokens"),
+        ("family", "a model that the rollout engine runs"),
+        ("tokenizer", "the actor's tokenizer .'i' is 11 for the actor, 12 here"),
+    ],
+)
+def test_refuses(
+    actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase, how: str, reason: str
+) -> None:
+    spoil(how, reward, actor)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        check_reward_model(config_of(reward), actor, tokenizer)
+    assert raised.value.key == "reward.model"
+    assert "\n" not in str(raised.value)
+
+
+def test_a_layout_it_cannot_take(
+    actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = config_of(reward)
+    config.rollout.layout.pp = 3
+    with pytest.raises(ConfigError, match="2 layers") as raised:
+        check_reward_model(config, actor, tokenizer)
+    assert raised.value.key == "rollout.layout.pp"
+
+
+def test_the_path_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.model"):
+        RewardConfig(kind=RewardKind.model)
+
+
+def test_has_no_verifier() -> None:
+    config = RewardConfig(kind=RewardKind.model, model="somewhere")
+    validate_reward(config)  # checked by check_reward_model; no process is started
+    with pytest.raises(AssertionError, match="no verifier"):
+        RewardPool(config)

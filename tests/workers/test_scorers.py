@@ -1,0 +1,189 @@
+"""Scoring roles over real processes: each rank gives and keeps the scores of its own samples."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hybridrl.config import Config, DataConfig, ModelConfig, TinyModelConfig
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.sample import SampleId
+from hybridrl.layout.mesh import Mesh
+from hybridrl.models.shard import GenParallel
+from hybridrl.models.tiny import make_tiny_model
+from hybridrl.rewards.model import make_reward_model
+from hybridrl.workers.scorers import (
+    NeuralReward,
+    OldPolicyScorer,
+    ReferenceScorer,
+    instance_gather,
+)
+from hybridrl.workers.store import SampleStore, StoredSample
+
+CPU = torch.device("cpu")
+REFERENCE = Stage(
+    name="reference", kind=Kind.COMPUTE, role="reference", outputs=("reference_log_probs",)
+)
+OLD_POLICY = Stage(name="old", kind=Kind.COMPUTE, role="actor", outputs=("old_log_probs",))
+REWARD = Stage(name="reward", kind=Kind.COMPUTE, role="reward", scalars=("reward", "reward_status"))
+TINY = TinyModelConfig(
+    hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    max_positions=64, alphabet="abcdefghij",
+)  # fmt: skip
+# Whose samples they are: all of the second rank's, none of the first, or some of each.
+SHARES: dict[str, list[list[int]]] = {
+    "all": [[0, 1, 2, 3, 4, 5]],
+    "one has none": [[], [0, 1, 2, 3, 4, 5]],
+    "some": [[4, 0], [1], [2, 5], [3]],
+}
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """An actor and a reward model, with weights that tell tokens apart."""
+    root = tmp_path_factory.mktemp("models")
+    actor, reward = str(root / "actor"), str(root / "reward")
+    make_tiny_model(actor, TINY, seed=0)
+    make_reward_model(reward, actor, seed=1)
+    for path, auto in (
+        (actor, AutoModelForCausalLM),
+        (reward, AutoModelForSequenceClassification),
+    ):
+        model = auto.from_pretrained(path)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(8 if parameter.dim() > 1 else 1)
+        model.save_pretrained(path)
+    return actor, reward
+
+
+def sample(index: int) -> tuple[SampleId, StoredSample]:
+    random = torch.Generator().manual_seed(index)
+    tokens = torch.randint(3, 13, (4 + 3 * index,), generator=random)
+    return SampleId(index), StoredSample(2 * index, None, {"tokens": tokens})
+
+
+@torch.no_grad()
+def expected(paths: tuple[str, str]) -> dict[int, tuple[list[float], float]]:
+    """By transformers: log-probabilities at temperature 0.7, and the reward model's score."""
+    actor = AutoModelForCausalLM.from_pretrained(paths[0])
+    reward = AutoModelForSequenceClassification.from_pretrained(paths[1])
+    found = {}
+    for index in range(6):
+        _, stored = sample(index)
+        ids, response = stored.tensors["tokens"], stored.response_tokens
+        logits = actor(ids[None]).logits[0, len(ids) - response - 1 : -1] / 0.7
+        log_probs = logits.log_softmax(-1).gather(-1, ids[len(ids) - response :, None])[:, 0]
+        found[index] = log_probs.tolist(), reward(ids[None]).logits.item()
+    return found
+
+
+def config_of(paths: tuple[str, str]) -> Config:
+    config = Config(
+        model=ModelConfig(path=paths[0]), data=DataConfig(), run={"dir": "."}  # type: ignore[arg-type]
+    )  # fmt: skip
+    config.rollout.temperature = 0.7
+    config.trainer.max_tokens_per_micro_batch = 30
+    return config
+
+
+def rollout_of(path: str) -> NativeEngine:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    engine = NativeEngine(
+        model.config, dtype=torch.float32, device=CPU, max_running=2, block_size=4,
+        kv_cache_tokens=0, max_sequence=20,
+    )  # fmt: skip
+    engine.update_weights(model.state_dict().items())
+    return engine
+
+
+def score(paths: tuple[str, str], pp: int, tp: int, shares: list[list[int]]) -> dict[str, Any]:
+    """All roles on this rank's own samples."""
+    order = tuple(reversed(range(pp * tp)))
+    parallel = GenParallel.make(Mesh((("instance", 1), ("pp", pp), ("tp", tp)), order), "cpu")
+    config, store, found = config_of(paths), SampleStore(), {}
+    ids = [SampleId(index) for index in shares[dist.get_rank()]]
+    for id in ids:
+        store.add(*sample(id.prompt))
+    reference = ReferenceScorer(config, paths[0], parallel, CPU, store)
+    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    reward = NeuralReward(config, paths[1], parallel, CPU, store, tokenizer, deterministic=True)
+    for role in (reference, reward):
+        assert role.weights_bytes > 0
+        role.offload()
+        role.onload()
+    assert reference.compute(REFERENCE, ids) == ({}, ("reference_log_probs",))
+    found["scalars"], names = reward.compute(REWARD, ids)
+    assert names == ()
+    found["log_probs"] = [store[id].tensors["reference_log_probs"].tolist() for id in ids]
+    if parallel.tp == parallel.pp == 1:
+        old = OldPolicyScorer(config, rollout_of(paths[0]).model, parallel, CPU, store)
+        assert old.weights_bytes == 0
+        old.offload()  # the weights stay: they are not its own
+        old.onload()
+        assert old.compute(OLD_POLICY, ids) == ({}, ("old_log_probs",))
+        found["old"] = [store[id].tensors["old_log_probs"].tolist() for id in ids]
+        old.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "shares"), [(1, 1, "all"), (1, 2, "one has none"), (2, 2, "some")]
+)
+def test_every_rank_keeps_its_own(
+    paths: tuple[str, str], ranks: Ranks, pp: int, tp: int, shares: str
+) -> None:
+    wanted = expected(paths)
+    results = ranks(pp * tp, score, paths, pp, tp, SHARES[shares])
+    for result, indices in zip(results, SHARES[shares], strict=True):
+        for name in result.keys() & {"log_probs", "old"}:
+            for found, index in zip(result[name], indices, strict=True):
+                assert found == pytest.approx(wanted[index][0], abs=1e-5)
+        assert result["scalars"]["reward"] == pytest.approx(
+            [wanted[i][1] for i in indices], abs=1e-5
+        )
+        assert result["scalars"]["reward_status"] == ("ok",) * len(indices)
+    values = [value for _, value in wanted.values()]
+    assert max(values) - min(values) > 0.1, "the reward model says the same of all"
+
+
+def test_a_score_that_is_no_number_is_marked(paths: tuple[str, str]) -> None:
+    store = SampleStore()
+    ids = [SampleId(index) for index in range(3)]
+    for id in ids:
+        store.add(*sample(id.prompt))
+    tokenizer = AutoTokenizer.from_pretrained(paths[0])
+    reward = NeuralReward(config_of(paths), paths[1], GenParallel(), CPU, store, tokenizer)
+    with torch.no_grad():
+        reward.engine.model.score.weight.fill_(torch.inf)
+    scalars, _ = reward.compute(REWARD, ids)
+    assert scalars["reward"] == (0.0,) * 3
+    assert all(str(x).startswith("error: the score is ") for x in scalars["reward_status"])
+
+
+def gather_places(pp: int, tp: int, order: tuple[int, ...]) -> tuple[int, list[int]]:
+    parallel = GenParallel.make(Mesh((("instance", 1), ("pp", pp), ("tp", tp)), order), "cpu")
+    return parallel.place, instance_gather(parallel, parallel.place)
+
+
+def test_gathers_by_place_not_by_rank(ranks: Ranks) -> None:
+    results = ranks(4, gather_places, 2, 2, (3, 0, 1, 2))
+    assert [place for place, _ in results] == [1, 2, 3, 0]
+    assert all(gathered == [0, 1, 2, 3] for _, gathered in results)
+
+
+def test_a_made_reward_model_depends_on_its_seed_alone(
+    paths: tuple[str, str], tmp_path: Path
+) -> None:
+    state = torch.random.get_rng_state()
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        make_reward_model(tmp_path / name, paths[0], seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+    assert torch.equal(torch.random.get_rng_state(), state)
