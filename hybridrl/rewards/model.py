@@ -67,7 +67,7 @@ def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _refused(path, f"a tokenizer that can be read ({reason})") from None
-    for token, id in tokenizer.get_vocab().items():
+    for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
         if other.get(token) != id:
             there = f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
             raise _refused(path, f"the actor's tokenizer ({there})")
