@@ -44,6 +44,8 @@ class Costs:
     """Forward, backward and step, per token of the whole batch, all ranks together at work."""
     switch_s: float = 0.0
     """Bringing all ranks from training to generation."""
+    round_trip_s: float = 0.0
+    """From the end of an instance's call to the start of its next one, through the driver."""
 
     def decode(self, rows: float, steps: int, cached: float = 0.0) -> float:
         """Seconds of `steps` decode steps of `rows` rows, which hold `cached` tokens on average."""
@@ -139,6 +141,10 @@ class CostMeter:
         """All ranks went from training to generation."""
         self._add("switch", seconds, 1)
 
+    def saw_round_trip(self, seconds: float) -> None:
+        """A call took so much longer for the driver than the instance was at work on it."""
+        self._add("round_trip", seconds, 1)
+
     def costs(self) -> Costs | None:
         """What the calls tell; None until enough decoding was seen."""
         if len(self._seen.get("advance", ())) < _ENOUGH_CALLS:
@@ -159,6 +165,7 @@ class CostMeter:
             kv_call_s=kv_call,
             train_token_s=self._fit("train", 1)[0],
             switch_s=self._fit("switch", 1)[0],
+            round_trip_s=self._fit("round_trip", 1)[0],
         )
 
     def state_dict(self) -> dict[str, list[list[float]]]:

@@ -1,0 +1,324 @@
+"""The executor of what-if runs: a cost model and given lengths under a virtual clock.
+
+Schedules cannot tell it from worker groups, so what is simulated is the schedule itself.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.flow.clock import VirtualClock
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import (
+    Advanced,
+    Command,
+    Computed,
+    Event,
+    Finished,
+    Park,
+    Parked,
+    Phase,
+    Placed,
+    Resume,
+    Scope,
+    Submit,
+    Work,
+)
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import Sample, SampleId, Span
+
+
+@dataclass(slots=True)
+class _Row:
+    """A response being made: `left` tokens to go, `prefill` or `restore` tokens before the next."""
+
+    id: SampleId
+    prompt: int
+    left: int
+    prefill: int = 0
+    restore: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def made(self) -> int:
+        return self.spans[-1].stop if self.spans else 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.made
+
+    def decode(self, steps: int, version: int) -> None:
+        """`steps` more tokens, by weights of `version`."""
+        start = made = self.made
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(Span(start, made + steps, version))
+        self.left -= steps
+
+
+@dataclass(slots=True)
+class _Instance:
+    """One server: rows that decode, rows that wait for a place, and when it is free."""
+
+    running: dict[SampleId, _Row] = field(default_factory=dict)
+    waiting: deque[_Row] = field(default_factory=deque)
+    free_at: float = 0.0
+
+
+class _Tally:
+    """The work of one call, added up."""
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.cached = self.prefill = self.kv = self.kv_calls = 0
+
+    def seconds(self, costs: Costs) -> tuple[float, float]:
+        """Of the whole call, and of packing or unpacking keys and values, one end of two."""
+        kv = (costs.kv_token_s * self.kv + costs.kv_call_s * self.kv_calls) / 2
+        decode = self.steps * costs.step_s + self.rows * costs.row_s
+        cached = self.cached * costs.cached_token_s
+        return costs.call_s + decode + cached + self.prefill * costs.prefill_token_s + kv, kv
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """An instance was at work from `start` to `stop`."""
+
+    instance: int
+    name: str
+    start: float
+    stop: float
+
+
+class SimulatedExecutor:
+    """`hybridrl.flow.executor.Executor` with `Costs` and given lengths, one rank an instance.
+
+    An instance does one thing at a time, first in first out; a call's event reaches the driver
+    `costs.round_trip_s` after its end. `length_of` gives the response tokens of a sample,
+    `prompt_tokens_of` those of a prompt, by position. Stages have the scope that `scopes` says;
+    others are of scope RANK: they run beside the instance and take `verifier_s` a call. Samples
+    that move for an `infer` arrive when the call has ended that their source is in; a stage of
+    scope WORLD shares its tokens among the instances. An instance decodes at most `max_running`
+    samples at a time, the others wait for a place.
+
+    Invariants: the clock never goes back; `slices` of an instance do not overlap; a sample's
+    response has the given length, whatever happens to it on the way.
+
+    Example, step_s 1, row_s 0, call_s 0: samples of 3 and 5 tokens in calls of 4 steps end at
+    times 4 (with the call) and 5.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        num_instances: int,
+        length_of: Callable[[SampleId], int],
+        prompt_tokens_of: Callable[[int], int],
+        *,
+        max_running: int,
+        scopes: Mapping[str, Scope],
+        verifier_s: float = 0.0,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.costs, self.num_instances = costs, num_instances
+        self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
+        self.max_running, self.scopes, self.verifier_s = max_running, scopes, verifier_s
+        self.version = 0
+        self.slices: list[Slice] = []
+        self.phase: Phase | None = None
+        self._num_updates = 0
+        self._instances = [_Instance() for _ in range(num_instances)]
+        self._pending: list[tuple[float, int, Event]] = []
+        self._num_calls = 0
+
+    def instance_of(self, rank: int) -> int:
+        """One rank is one instance."""
+        return rank
+
+    def scope(self, stage: Stage) -> Scope:
+        """As given, by the stage's name."""
+        return self.scopes.get(stage.name, Scope.RANK)
+
+    def enter(self, phase: Phase) -> None:
+        """The weight switch takes `switch_s`."""
+        assert not self._pending, "a phase change while calls are in flight"
+        if phase is Phase.GENERATE:
+            self._pass(self.costs.switch_s)
+            self.version = self._num_updates
+        self.phase = phase
+
+    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
+        """Obey, then decode until the steps are over or nothing is left."""
+        assert self.phase is Phase.GENERATE, "generation outside of its phase"
+        server, tally = self._instances[instance], _Tally()
+        parked = [p for command in commands if (p := self._obey(server, command, tally))]
+        finished: list[_Row] = []
+        while tally.steps < num_decode_steps and (server.running or server.waiting):
+            self._admit(server, tally)
+            finished += self._decode(server, num_decode_steps - tally.steps, tally)
+        seconds, kv = tally.seconds(self.costs)
+        work = Work(seconds, tally.steps, tally.rows, tally.cached, tally.prefill, tally.kv, kv)
+        running = len(server.running) + len(server.waiting)
+        done = tuple(
+            Finished(row.id, instance, row.prompt, row.made, "stop", tuple(row.spans))
+            for row in finished
+        )
+        self._serve(
+            instance,
+            "generate",
+            seconds,
+            Advanced(instance, running, done, tuple(parked), (), work),
+        )
+
+    def _obey(self, server: _Instance, command: Command, tally: _Tally) -> Parked | None:
+        match command:
+            case Submit(ids=ids, sampling=sampling):
+                for i, id in enumerate(ids):
+                    length = max(1, min(self.length_of(id), sampling.max_new_tokens))
+                    prompt = self.prompt_tokens_of(id.prompt)
+                    # Samples of one prompt share what is cached of it.
+                    server.waiting.append(_Row(id, prompt, length, prefill=0 if i else prompt))
+            case Park(ids=ids, with_kv=with_kv):
+                return self._park(server, ids, with_kv, tally)
+            case Resume(ids=ids, parked=parked, stale_kv=stale_kv):
+                usable = stale_kv or parked.version == self.version
+                for id in ids:
+                    row, with_kv = parked.state[id]
+                    row.restore, row.prefill = (
+                        (row.tokens, 0) if with_kv and usable else (0, row.tokens)
+                    )
+                    server.waiting.append(row)
+        return None
+
+    def _park(
+        self, server: _Instance, ids: Sequence[SampleId], with_kv: bool, tally: _Tally
+    ) -> Parked:
+        state: dict[SampleId, tuple[_Row, bool]] = {}
+        for id in ids:
+            if id in server.running:
+                row = server.running.pop(id)
+                state[id] = (row, with_kv)
+                tally.kv += row.tokens if with_kv else 0
+            else:
+                for row in [row for row in server.waiting if row.id == id]:
+                    server.waiting.remove(row)
+                    state[id] = (row, False)
+        tally.kv_calls += any(kv for _, kv in state.values())
+        tokens = tuple(row.tokens for row, _ in state.values())
+        return Parked(tuple(state), tokens, self.version, state)
+
+    def _admit(self, server: _Instance, tally: _Tally) -> None:
+        restored = False
+        while server.waiting and len(server.running) < self.max_running:
+            row = server.waiting.popleft()
+            tally.prefill += row.prefill
+            tally.kv += row.restore
+            restored |= row.restore > 0
+            row.prefill = row.restore = 0
+            server.running[row.id] = row
+        tally.kv_calls += restored
+
+    def _decode(self, server: _Instance, most: int, tally: _Tally) -> list[_Row]:
+        """Steps until a row ends, at most `most`; gives those that have ended."""
+        rows = server.running.values()
+        steps = min(most, min(row.left for row in rows))
+        tally.steps += steps
+        tally.rows += steps * len(rows)
+        tally.cached += steps * sum(row.tokens for row in rows)
+        tally.cached += len(rows) * steps * (steps - 1) // 2
+        for row in rows:
+            row.decode(steps, self.version)
+        ended = [row for row in rows if not row.left]
+        for row in ended:
+            del server.running[row.id]
+        return ended
+
+    def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+        """The dataset's own answers are there at once."""
+        placed = []
+        for i, id in enumerate(ids):
+            length, rank = self.length_of(id), i % self.num_instances
+            spans = (Span(0, length, 0),) if length else ()
+            prompt = self.prompt_tokens_of(id.prompt)
+            placed.append(Finished(id, rank, prompt, length, "stop", spans))
+        self._push(self.clock.now(), Placed(stage.name, tuple(placed)))
+
+    def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Verifiers run beside the instances, sharded roles on all of them."""
+        event = self._computed(stage, samples)
+        if self.scope(stage) is Scope.RANK:
+            self._push(self.clock.now() + self.verifier_s * (stage.method == "score"), event)
+            return
+        tokens = sum(sample.tokens for sample in samples)
+        seconds = self.costs.compute(stage.name, tokens / self.num_instances)
+        start = max([self.clock.now(), *(server.free_at for server in self._instances)])
+        for instance, server in enumerate(self._instances):
+            server.free_at = start + seconds
+            self.slices.append(Slice(instance, stage.name, start, start + seconds))
+        self._push(start + seconds, event)
+
+    def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        """A forward-only stage on one instance, which the samples that lie elsewhere join."""
+        server = self._instances[instance]
+        assert not server.running, "a forward pass beside unfinished samples"
+        seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
+        there = max(self._instances[sample.rank].free_at for sample in samples)
+        for sample in samples:
+            sample.rank = instance
+        event = self._computed(stage, samples, instance, seconds)
+        self._serve(instance, stage.name, seconds, event, not_before=there)
+
+    def _computed(
+        self,
+        stage: Stage,
+        samples: Sequence[Sample],
+        instance: int | None = None,
+        seconds: float = 0.0,
+    ) -> Computed:
+        """Rewards are all alike: they decide nothing here."""
+        scalars: dict[str, tuple[float | int | str, ...]] = {
+            name: ("ok" if name.endswith("_status") else 0.0,) * len(samples)
+            for name in stage.scalars
+        }
+        ids = tuple(sample.id for sample in samples)
+        tensors = tuple(name for name in stage.outputs if name not in scalars)
+        return Computed(stage.name, ids, scalars, tensors, instance, seconds)
+
+    def wait(self) -> list[Event]:
+        """The next event."""
+        if not self._pending:
+            raise RuntimeError("nothing is in flight")
+        when, _, event = heapq.heappop(self._pending)
+        self.clock.advance_to(max(when, self.clock.now()))
+        return [event]
+
+    def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
+        """Takes `train_token_s` a token of the batch."""
+        assert not self._pending, "an update while calls are in flight"
+        seconds = self.costs.train_token_s * sum(sample.tokens for sample in samples)
+        for instance in range(self.num_instances):
+            start = self.clock.now()
+            self.slices.append(Slice(instance, stage.name, start, start + seconds))
+        self._pass(seconds)
+        self._num_updates += 1
+        return {}
+
+    def release(self, ids: Sequence[SampleId]) -> None:
+        """Nothing is kept."""
+
+    def _serve(
+        self, instance: int, name: str, seconds: float, event: Event, not_before: float = 0.0
+    ) -> None:
+        server = self._instances[instance]
+        start = max(self.clock.now(), server.free_at, not_before)
+        server.free_at = start + seconds
+        self.slices.append(Slice(instance, name, start, server.free_at))
+        self._push(server.free_at + self.costs.round_trip_s, event)
+
+    def _push(self, when: float, event: Event) -> None:
+        self._num_calls += 1
+        heapq.heappush(self._pending, (when, self._num_calls, event))
+
+    def _pass(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now() + seconds)
