@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.flow.clock import VirtualClock
+from hybridrl.flow.clock import Clock, VirtualClock
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     Advanced,
@@ -120,15 +120,17 @@ class SimulatedExecutor:
         scopes: Mapping[str, Scope],
         verifier_s: float = 0.0,
     ) -> None:
-        self.clock = VirtualClock()
+        self._clock = VirtualClock()
+        self.clock: Clock = self._clock
         self.costs, self.num_instances = costs, num_instances
+        self.instances: Sequence[int] = range(num_instances)
         self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
         self.max_running, self.scopes, self.verifier_s = max_running, scopes, verifier_s
         self.version = 0
         self.slices: list[Slice] = []
         self.phase: Phase | None = None
         self._num_updates = 0
-        self._instances = [_Instance() for _ in range(num_instances)]
+        self._servers = [_Instance() for _ in range(num_instances)]
         self._pending: list[tuple[float, int, Event]] = []
         self._num_calls = 0
 
@@ -151,7 +153,7 @@ class SimulatedExecutor:
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Obey, then decode until the steps are over or nothing is left."""
         assert self.phase is Phase.GENERATE, "generation outside of its phase"
-        server, tally = self._instances[instance], _Tally()
+        server, tally = self._servers[instance], _Tally()
         parked = [p for command in commands if (p := self._obey(server, command, tally))]
         finished: list[_Row] = []
         while tally.steps < num_decode_steps and (server.running or server.waiting):
@@ -252,18 +254,18 @@ class SimulatedExecutor:
             return
         tokens = sum(sample.tokens for sample in samples)
         seconds = self.costs.compute(stage.name, tokens / self.num_instances)
-        start = max([self.clock.now(), *(server.free_at for server in self._instances)])
-        for instance, server in enumerate(self._instances):
+        start = max([self.clock.now(), *(server.free_at for server in self._servers)])
+        for instance, server in enumerate(self._servers):
             server.free_at = start + seconds
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
         self._push(start + seconds, event)
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, which the samples that lie elsewhere join."""
-        server = self._instances[instance]
+        server = self._servers[instance]
         assert not server.running, "a forward pass beside unfinished samples"
         seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
-        there = max(self._instances[sample.rank].free_at for sample in samples)
+        there = max(self._servers[sample.rank].free_at for sample in samples)
         for sample in samples:
             sample.rank = instance
         event = self._computed(stage, samples, instance, seconds)
@@ -290,7 +292,7 @@ class SimulatedExecutor:
         if not self._pending:
             raise RuntimeError("nothing is in flight")
         when, _, event = heapq.heappop(self._pending)
-        self.clock.advance_to(max(when, self.clock.now()))
+        self._clock.advance_to(max(when, self.clock.now()))
         return [event]
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
@@ -310,7 +312,7 @@ class SimulatedExecutor:
     def _serve(
         self, instance: int, name: str, seconds: float, event: Event, not_before: float = 0.0
     ) -> None:
-        server = self._instances[instance]
+        server = self._servers[instance]
         start = max(self.clock.now(), server.free_at, not_before)
         server.free_at = start + seconds
         self.slices.append(Slice(instance, name, start, server.free_at))
@@ -321,4 +323,4 @@ class SimulatedExecutor:
         heapq.heappush(self._pending, (when, self._num_calls, event))
 
     def _pass(self, seconds: float) -> None:
-        self.clock.advance_to(self.clock.now() + seconds)
+        self._clock.advance_to(self.clock.now() + seconds)

@@ -1,0 +1,145 @@
+"""Costs of a Llama-like model on accelerators that are not here, by roofline.
+
+A decode step reads the weights and every cached token once; a prefill or a forward pass does two
+floating-point operations a parameter and token, training six. Each at a stated share of what the
+datasheet gives; no more is claimed than the order of the figures and how they scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridrl.config import ConfigError
+from hybridrl.flow.costs import Costs
+
+_BYTES = 2  # bfloat16 weights and cache
+
+# What kernels reach of the datasheet: assumptions, in the range that serving and training systems
+# report on Hopper.
+_MEMORY_SHARE, _FORWARD_SHARE, _TRAIN_SHARE, _NETWORK_SHARE = 0.7, 0.5, 0.4, 0.7
+_ALL_REDUCE_S = 15e-6  # a small all-reduce within a node, two a layer under tensor parallelism
+_STEP_S = 1e-3  # the host's part of a decode step
+_CALL_S = 2e-3  # the driver's round trip to an instance
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One accelerator, by its datasheet."""
+
+    flops: float
+    """Dense bfloat16 operations per second."""
+    memory_bytes_per_s: float
+    memory_bytes: float
+    network_bytes_per_s: float
+    """To other nodes, one accelerator's share."""
+
+
+ACCELERATORS = {
+    # NVIDIA H100 SXM5 datasheet; 400 Gb/s a GPU.
+    "h100": Accelerator(989e12, 3.35e12, 80e9, 50e9),
+    # The Hopper of RLHFuse's testbed is not named further; its network is 8 x 200 Gb/s a node.
+    "hopper-200g": Accelerator(989e12, 3.35e12, 80e9, 25e9),
+    # NVIDIA A100 SXM4 80 GB datasheet; 200 Gb/s a GPU.
+    "a100": Accelerator(312e12, 2.04e12, 80e9, 25e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """The sizes of a Llama-like decoder that costs follow from."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 32_000
+
+    @property
+    def parameters(self) -> int:
+        """Weights, embedding and head included."""
+        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
+        layer = attention + 3 * self.hidden * self.ffn
+        return round(self.layers * layer) + 2 * self.vocabulary * self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of a token."""
+        return 2 * self.layers * self.hidden * self.kv_heads // self.heads * _BYTES
+
+
+# LLaMA (arXiv 2302.13971, table 2); 8b and 70b are Llama 3 (arXiv 2407.21783, table 3).
+MODELS = {
+    "7b": Llama(32, 4096, 11_008, 32, 32),
+    "13b": Llama(40, 5120, 13_824, 40, 40),
+    "33b": Llama(60, 6656, 17_920, 52, 52),
+    "65b": Llama(80, 8192, 22_016, 64, 64),
+    "8b": Llama(32, 4096, 14_336, 32, 8, 128_256),
+    "70b": Llama(80, 8192, 28_672, 64, 8, 128_256),
+}
+
+
+def roofline(
+    actor: Llama,
+    forward: Mapping[str, Llama],
+    trained: Mapping[str, Llama],
+    accelerator: Accelerator,
+    gpus: int,
+    total_gpus: int,
+) -> Costs:
+    """Costs of instances of `gpus` accelerators each (tensor parallel), `total_gpus` in all.
+
+    `forward` are the forward-only stages by name, each whole on an instance; `trained` the models
+    that are trained one after the other on all accelerators. Pipeline bubbles, the optimizer and
+    taking up a role's weights are left out.
+    """
+    read = accelerator.memory_bytes_per_s * _MEMORY_SHARE * gpus
+    work = accelerator.flops * _FORWARD_SHARE * gpus
+    train = accelerator.flops * _TRAIN_SHARE * total_gpus
+    send = accelerator.network_bytes_per_s * _NETWORK_SHARE * gpus
+    reduce = 2 * actor.layers * _ALL_REDUCE_S * (gpus > 1)
+    return Costs(
+        step_s=actor.parameters * _BYTES / read + reduce + _STEP_S,
+        row_s=2 * actor.parameters / work,
+        cached_token_s=actor.kv_bytes / read,
+        prefill_token_s=2 * actor.parameters / work,
+        token_s={name: 2 * model.parameters / work for name, model in forward.items()},
+        kv_token_s=actor.kv_bytes / send,
+        train_token_s=sum(6 * model.parameters / train for model in trained.values()),
+        switch_s=actor.parameters * _BYTES / send,
+        round_trip_s=_CALL_S,
+    )
+
+
+def samples_held(actor: Llama, accelerator: Accelerator, gpus: int, tokens_per_sample: int) -> int:
+    """Samples whose cache fits an instance beside the weights, in nine tenths of its memory."""
+    free = 0.9 * accelerator.memory_bytes * gpus - actor.parameters * _BYTES
+    return int(free // (actor.kv_bytes * tokens_per_sample))
+
+
+def read_roofline(text: str) -> tuple[Costs, int, Llama, Accelerator, int]:
+    """`gpu:model=13b[,critic=33b][,gpu=h100][,gpus=8][,total=256]`: costs and instances of it.
+
+    Also the actor, the accelerator and the number of them in an instance. With a critic there is a
+    reward model of its size too (PPO), else only the reference. Raises `ConfigError`.
+    """
+    allowed = (
+        f"gpu:model=MODEL[,critic=MODEL][,gpu=GPU][,gpus=N][,total=N] with MODEL one of "
+        f"{', '.join(MODELS)}, GPU one of {', '.join(ACCELERATORS)}"
+    )
+    given = dict(part.split("=", 1) for part in text.removeprefix("gpu:").split(",") if "=" in part)
+    numbers = [given.pop("gpus", "8"), given.pop("total", "64")]
+    name, critic = given.pop("model", ""), given.pop("critic", None)
+    gpu = given.pop("gpu", "h100")
+    known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)
+    if not known or given or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        raise ConfigError("--costs", text, allowed)
+    gpus, total = map(int, numbers)
+    if total % gpus:
+        raise ConfigError("--costs", text, "a total that is a multiple of gpus")
+    actor, accelerator = MODELS[name], ACCELERATORS[gpu]
+    forward, trained = {"reference": actor}, {"actor": actor}
+    if critic is not None:
+        forward |= {"reward": MODELS[critic], "critic": MODELS[critic]}
+        trained |= {"critic": MODELS[critic]}
+    costs = roofline(actor, forward, trained, accelerator, gpus, total)
+    return costs, total // gpus, actor, accelerator, gpus

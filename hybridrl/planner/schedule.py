@@ -1,0 +1,317 @@
+"""What if: the same samples under every schedule, in virtual time."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hybridrl.config import ConfigError
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Sampling, Scope
+from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.schedules import StepResult
+from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
+from hybridrl.flow.schedules.fused import FusedSchedule, Knowledge
+from hybridrl.flow.schedules.overlap import Limits
+from hybridrl.flow.schedules.partial import PartialSchedule
+from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.planner.simulate import SimulatedExecutor
+from hybridrl.planner.workload import Workload
+
+_UNBOUNDED = 2**31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Machines, limits and samples of a what-if run; `RUN/costs.json` holds the first six."""
+
+    costs: Costs
+    num_instances: int
+    max_held: int = 256
+    decode_steps: int = 64
+    chunk_tokens: int = 16_384
+    verifier_s: float = 0.0
+    over_provision: float = 1.5
+    max_staleness: int = 1
+    workload: Workload
+    group_size: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that a step trains on."""
+        return self.workload.prompts_per_step * self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A schedule's steps, on average, the first one left out where there are more.
+
+    Seconds. `front` is generation and inference: from the weights' arrival to the update.
+    """
+
+    schedule: str
+    threshold: int | None
+    """Unfinished samples at which the tail is gathered; None where that has no meaning."""
+    step_s: float
+    front_s: float
+    bubbles: float
+    """Share of the instances' time in front of the update in which they have no work."""
+    migrated: float
+    """Samples that changed instance, a step."""
+    off_policy: float
+    """Share of trained tokens that older weights made."""
+
+
+def what_if(setting: Setting) -> list[Outcome]:
+    """Every schedule; fused without gathering, as the model chooses, and at the best threshold.
+
+    The best is found by trying: powers of two and halves between them, and what the model chose.
+    """
+    fused = replay(setting, "fused", None)
+    tried = {0, *_thresholds(setting.num_samples), fused.threshold or 0}
+    outcomes = [replay(setting, "fused", threshold) for threshold in sorted(tried)]
+    best = min(outcomes, key=lambda outcome: outcome.front_s)
+    named = [
+        replay(setting, "serial"),
+        _named(outcomes[0], "fused, never gathered"),
+        _named(fused, "fused, as the model chooses"),
+        _named(best, f"fused, best of {len(outcomes)} tried"),
+    ]
+    return [*named, replay(setting, "partial")]
+
+
+def lower_bound(setting: Setting) -> float:
+    """Seconds that no schedule of whole samples beats in front of the update.
+
+    The larger of all forward passes and all decoding in the largest batches that fit, spread over
+    the instances without a gap; and the longest sample alone. Mean over the steps.
+    """
+    costs, work, size = setting.costs, setting.workload, setting.group_size
+    bounds = []
+    for step in range(work.num_steps):
+        positions = range(step * work.prompts_per_step, (step + 1) * work.prompts_per_step)
+        groups = [work.groups[position % len(work.groups)] for position in positions]
+        samples = [
+            (group.prompt_tokens, group.lengths[k % len(group.lengths)])
+            for group in groups
+            for k in range(size)
+        ]
+        per_token = sum(costs.token_s.values())
+        inference = sum(per_token * (prompt + length) for prompt, length in samples)
+        prefill = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
+        rows = sum(
+            length * (costs.row_s + costs.cached_token_s * (prompt + length / 2))
+            for prompt, length in samples
+        )
+        # Each decode step has at most `max_held` rows.
+        steps = sum(length for _, length in samples) / setting.max_held * costs.step_s
+        spread = (inference + prefill + rows + steps) / setting.num_instances
+        prompt, longest = max(samples, key=lambda sample: sample[1])
+        alone = costs.decode(1, longest, prompt + longest / 2) + per_token * (prompt + longest)
+        bounds.append(max(spread, alone))
+    return fmean(bounds)
+
+
+def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome:
+    """Run one schedule over the workload; `threshold` None lets the fused one choose."""
+    executor = SimulatedExecutor(
+        setting.costs,
+        setting.num_instances,
+        setting.workload.length_of,
+        setting.workload.prompt_tokens_of,
+        max_running=setting.max_held,
+        scopes=dict.fromkeys(setting.costs.token_s, Scope.INSTANCE),
+        verifier_s=setting.verifier_s,
+    )
+    schedule = _schedule(setting, name, executor, threshold)
+    steps = []
+    for step in range(1, setting.workload.num_steps + 1):
+        start = executor.clock.now()
+        executor.slices.clear()
+        result = schedule.run_step(step)
+        steps.append(_measure(setting, executor, result, executor.clock.now() - start))
+    steady = steps[1:] or steps
+    chosen = threshold
+    if name == "fused" and threshold is None:
+        chosen = round(fmean(step["threshold"] for step in steady))
+    means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
+    return Outcome(schedule=name, threshold=chosen, **means)
+
+
+def _measure(
+    setting: Setting, executor: SimulatedExecutor, result: StepResult, seconds: float
+) -> dict[str, float]:
+    begun = next(span.stop for span in result.spans if span.name == "to_generate")
+    ended = next(span.start for span in result.spans if span.name == "to_train")
+    busy = sum(s.stop - s.start for s in executor.slices if s.start < ended)
+    window = setting.num_instances * (ended - begun)
+    spans = [span for sample in result.samples for span in sample.spans]
+    old = sum(s.stop - s.start for s in spans if s.version < executor.version)
+    return {
+        "step_s": seconds,
+        "front_s": ended - begun,
+        "bubbles": 1 - busy / window if window else 0.0,
+        "migrated": result.metrics.get("samples/migrated", 0.0),
+        "off_policy": old / max(1, sum(s.stop - s.start for s in spans)),
+        "threshold": result.metrics.get("samples/migration_threshold", 0.0),
+    }
+
+
+def _schedule(
+    setting: Setting, name: str, executor: SimulatedExecutor, threshold: int | None
+) -> Schedule:
+    graph = simulated_graph(setting.costs, setting.group_size)
+    prompts: Iterator[Prompt] = ((position, position) for position in itertools.count())
+    sampling = Sampling(max_new_tokens=_UNBOUNDED)
+    settings = StepSettings(
+        sampling=sampling,
+        decode_steps=setting.decode_steps,
+        prompts_per_step=setting.workload.prompts_per_step,
+    )
+    if name == "serial":
+        return SerialSchedule(graph, executor, prompts, settings)
+    tokens_of = setting.workload.prompt_tokens_of
+    limits = Limits(max_held=setting.max_held, chunk_tokens=setting.chunk_tokens)
+    knowledge = Knowledge(key_of=lambda p: PromptKey(p, "", range(tokens_of(p))))
+    if name == "fused":
+        return FusedSchedule(
+            graph,
+            executor,
+            prompts,
+            settings,
+            limits=limits,
+            knowledge=knowledge,
+            migration_threshold=threshold,
+        )
+    return PartialSchedule(
+        graph,
+        executor,
+        prompts,
+        settings,
+        limits=limits,
+        knowledge=knowledge,
+        over_provision=setting.over_provision,
+        max_staleness=setting.max_staleness,
+    )
+
+
+def simulated_graph(costs: Costs, group_size: int) -> Graph:
+    """Generate, every forward-only stage that has costs, a verifier where no model judges; update.
+
+    A stage is known by the name that it had when it was measured.
+    """
+    graph = Graph()
+    graph.add(Stage(name="prompts", kind=Kind.PROMPTS))
+    graph.add(
+        Stage(
+            name="generate",
+            kind=Kind.GENERATE,
+            upstream=("prompts",),
+            role="actor",
+            method="generate",
+            outputs=("finish", "tokens", "log_probs"),
+            scalars=("finish",),
+            options={"num_samples": group_size, "branch": "", "sampling": {}},
+        )
+    )
+    last, fields = "generate", ["tokens"]
+    if "reward" not in costs.token_s:
+        graph.add(_forward("reward", last, "score", ("reward", "reward_status")))
+        last = "reward"
+        fields.append("reward")
+    for name in costs.token_s:
+        graph.add(_forward(name, last, "log_probs", ()))
+        last = name
+        fields.append(name)
+    graph.add(
+        Stage(
+            name="update_actor",
+            kind=Kind.UPDATE,
+            upstream=(last,),
+            role="actor",
+            method="update",
+            inputs=tuple(fields),
+            options={"fields": {}},
+        )
+    )
+    return graph
+
+
+def _forward(name: str, upstream: str, method: str, scalars: tuple[str, ...]) -> Stage:
+    return Stage(
+        name=name,
+        kind=Kind.COMPUTE,
+        upstream=(upstream,),
+        role=name,
+        method=method,
+        inputs=("tokens",),
+        outputs=scalars or (name,),
+        scalars=scalars,
+    )
+
+
+def _thresholds(num_samples: int) -> list[int]:
+    found, step = [], 1
+    while step < num_samples:
+        found += [step, step * 3 // 2]
+        step *= 2
+    return [n for n in found if n < num_samples]
+
+
+def _named(outcome: Outcome, name: str) -> Outcome:
+    return Outcome(**{**asdict(outcome), "schedule": name})
+
+
+def read_costs(path: Path) -> dict[str, Any]:
+    """What `RUN/costs.json`, or a file of its form or of costs alone, says: fields of `Setting`.
+
+    Raises `ConfigError`.
+    """
+    file = path / "costs.json" if path.is_dir() else path
+    checks: Mapping[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("num_instances", "max_held", "decode_steps", "chunk_tokens"), _is_count),
+        "verifier_s": lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x >= 0,
+    }
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        facts = found if "costs" in found else {"costs": found}
+        costs = Costs.from_json(facts["costs"])
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a run's directory with costs.json, or FILE.json with costs ({reason})"
+        raise ConfigError("--costs", str(path), allowed) from None
+    for name, fits in checks.items():
+        if name in facts and not fits(facts[name]):
+            allowed = f"{name} that is a number, not {facts[name]!r}"
+            raise ConfigError("--costs", str(path), allowed)
+    return {"costs": costs, **{name: facts[name] for name in checks if name in facts}}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """A header and a line a schedule, to read; the first outcome is what the others are against."""
+    head = ("schedule", "threshold", "step s", "generation and inference s", "of serial")
+    lines: list[tuple[str, ...]] = [(*head, "bubbles", "migrated", "off-policy")]
+    for one in outcomes:
+        lines.append(
+            (
+                one.schedule,
+                "" if one.threshold is None else str(one.threshold),
+                f"{one.step_s:.4g}",
+                f"{one.front_s:.4g}",
+                f"{one.front_s / outcomes[0].front_s:.3f}",
+                f"{one.bubbles:.1%}",
+                f"{one.migrated:.4g}",
+                f"{one.off_policy:.1%}",
+            )
+        )
+    return lines

@@ -1,0 +1,195 @@
+"""The samples that a what-if run makes: prompts and how long each response is."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import ConfigError
+from hybridrl.flow.sample import SampleId
+
+LENGTHS = (
+    "a run's directory, FILE.jsonl with {lengths: [...]} a line, lmsys, or "
+    "lognormal:median=M,sigma=S[,max=N][,seed=K]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and the response tokens of its samples."""
+
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Groups in the order of the prompt stream; beyond the last one it begins again.
+
+    `prompts_per_step` and `num_steps` are those of what was recorded.
+    """
+
+    groups: tuple[Group, ...]
+    prompts_per_step: int
+    num_steps: int
+
+    @property
+    def group_size(self) -> int:
+        """Samples of a prompt; of the largest group, where groups differ."""
+        return max(len(group.lengths) for group in self.groups)
+
+    def length_of(self, id: SampleId) -> int:
+        """Response tokens of a sample."""
+        lengths = self.groups[id.prompt % len(self.groups)].lengths
+        return lengths[id.k % len(lengths)]
+
+    def prompt_tokens_of(self, position: int) -> int:
+        """Tokens of the prompt at a position of the stream."""
+        return self.groups[position % len(self.groups)].prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Lengths whose logarithm is normal: `sigma` is its standard deviation; p99 / p50 is
+    exp(2.33 sigma). Cut off at `max` tokens.
+    """
+
+    median: float
+    sigma: float
+    max: int = 2**31
+    seed: int = 0
+
+    def draw(self, num_groups: int, group_size: int, prompt_tokens: int) -> Iterator[Group]:
+        """Groups of independent lengths, the same ones for the same seed."""
+        draw = random.Random(self.seed)
+        for _ in range(num_groups):
+            lengths = (
+                round(self.median * draw.lognormvariate(0.0, self.sigma)) for _ in range(group_size)
+            )
+            yield Group(prompt_tokens, tuple(min(max(1, n), self.max) for n in lengths))
+
+
+# LMSYS-Chat-1M (arXiv 2309.11998, table 1): 214.5 tokens a response on average. RLHFuse (arXiv
+# 2409.13221, section 2) gives its 99.9th percentile as more than ten times the median, which a
+# log-normal has at sigma = ln(10) / 3.09; with that mean its median is 163.
+LMSYS = LogNormal(median=163.0, sigma=0.745)
+_PUBLISHED = {"lmsys": LMSYS}
+
+
+@dataclass(kw_only=True, slots=True)
+class Shape:
+    """What the user says of a step; None is what was recorded, or the default."""
+
+    prompts_per_step: int | None = None
+    group_size: int | None = None
+    num_steps: int | None = None
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    defaults: Mapping[str, int] = field(
+        default_factory=lambda: {"prompts": 32, "group": 8, "steps": 4, "prompt_tokens": 128}
+    )
+
+    def of(self, given: int | None, name: str) -> int:
+        """`given`, or the default."""
+        return self.defaults[name] if given is None else given
+
+
+def read_workload(text: str, shape: Shape) -> Workload:
+    """The workload that `--lengths` names; raises `ConfigError` for anything else than `LENGTHS`.
+
+    A distribution is drawn in the given shape; what was recorded keeps its own, except for what
+    the user says.
+    """
+    kind, _, settings = text.partition(":")
+    if text in _PUBLISHED:
+        return _drawn(_PUBLISHED[text], shape)
+    if kind == "lognormal":
+        return _drawn(_log_normal(text, settings), shape)
+    path = Path(text)
+    file = path / "lengths.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError("--lengths", text, LENGTHS)
+    rows = _rows(text, file)
+    steps = [_groups(text, row, shape) for row in rows]
+    groups = tuple(group for step in steps for group in step)
+    prompts_per_step = shape.prompts_per_step or max(len(step) for step in steps)
+    num_steps = shape.num_steps or max(1, len(groups) // prompts_per_step)
+    return Workload(groups, prompts_per_step, num_steps)
+
+
+def _log_normal(text: str, settings: str) -> LogNormal:
+    given = dict(part.split("=", 1) for part in settings.split(",") if "=" in part)
+    try:
+        drawn = LogNormal(
+            median=float(given.pop("median")),
+            sigma=float(given.pop("sigma")),
+            max=int(given.pop("max", 2**31)),
+            seed=int(given.pop("seed", 0)),
+        )
+    except (KeyError, ValueError):
+        raise ConfigError("--lengths", text, LENGTHS) from None
+    if given:
+        raise ConfigError("--lengths", text, LENGTHS)
+    if not (0 < drawn.median < 1e9 and 0 <= drawn.sigma < 10 and drawn.max >= 1):
+        raise ConfigError("--lengths", text, "median above 0, sigma from 0 to 10, max 1 or more")
+    return drawn
+
+
+def _drawn(lengths: LogNormal, shape: Shape) -> Workload:
+    prompts = shape.of(shape.prompts_per_step, "prompts")
+    steps = shape.of(shape.num_steps, "steps")
+    # A partial schedule begins more prompts than it trains on: nothing comes twice.
+    drawn = lengths.draw(
+        prompts * (steps + 2),
+        shape.of(shape.group_size, "group"),
+        shape.of(shape.prompt_tokens, "prompt_tokens"),
+    )
+    return Workload(tuple(_cut(group, shape) for group in drawn), prompts, steps)
+
+
+def _rows(text: str, file: Path) -> list[dict[str, Any]]:
+    """A row a step; the last one of a step that was run again, and those of RL where there are."""
+    allowed = "lines of JSON with lengths: [response tokens, ...]"
+    found: dict[Any, dict[str, Any]] = {}
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        for number, line in enumerate(lines):
+            row = json.loads(line)
+            row = {"lengths": row} if isinstance(row, list) else row
+            key = (row.get("phase"), row["step"]) if "step" in row else number
+            if not all(isinstance(n, int) and n >= 0 for n in row["lengths"]):
+                raise ValueError(line)
+            if row["lengths"]:
+                found[key] = row
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        raise ConfigError("--lengths", text, allowed) from None
+    rows = [row for row in found.values() if row.get("phase", "rl") == "rl"] or [*found.values()]
+    if not rows:
+        raise ConfigError("--lengths", text, allowed)
+    return rows
+
+
+def _groups(text: str, row: Mapping[str, Any], shape: Shape) -> list[Group]:
+    """The groups of a step: by the prompts' positions, or so many consecutive samples each."""
+    lengths = row["lengths"]
+    size = shape.group_size or 1
+    positions = row.get("prompts") or [i // size for i in range(len(lengths))]
+    prompt_tokens = row.get("prompt_tokens") or [
+        shape.of(shape.prompt_tokens, "prompt_tokens")
+    ] * len(lengths)
+    if not len(positions) == len(prompt_tokens) == len(lengths):
+        raise ConfigError("--lengths", text, "prompts and prompt_tokens for each of lengths")
+    found: dict[Any, list[int]] = {}
+    tokens: dict[Any, int] = {}
+    for position, prompt, length in zip(positions, prompt_tokens, lengths, strict=True):
+        found.setdefault(position, []).append(length)
+        tokens[position] = shape.prompt_tokens or prompt
+    return [_cut(Group(tokens[p], tuple(found[p])), shape) for p in found]
+
+
+def _cut(group: Group, shape: Shape) -> Group:
+    if shape.max_tokens is None:
+        return group
+    return Group(group.prompt_tokens, tuple(min(n, shape.max_tokens) for n in group.lengths))
