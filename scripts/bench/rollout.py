@@ -122,11 +122,13 @@ def tiny(shape: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def make_engine(model: PreTrainedModel, rows: int, length: int) -> NativeEngine:
+def make_engine(
+    model: PreTrainedModel, rows: int, length: int, deterministic: bool = False
+) -> NativeEngine:
     """The engine with the model's weights."""
     engine = NativeEngine(
         model.config, dtype=model.dtype, device=torch.device("cpu"), max_running=rows,
-        block_size=16, kv_cache_tokens=0, max_sequence=length,
+        block_size=16, kv_cache_tokens=0, max_sequence=length, deterministic=deterministic,
     )  # fmt: skip
     engine.update_weights(model.state_dict().items())
     return engine
@@ -199,6 +201,22 @@ def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Names
     report(name, alternate(lambda: run_engine(engine, rows_of, lengths), baseline, args.repeats))
 
 
+def deterministic_against_default(args: argparse.Namespace) -> None:
+    """What the deterministic engine costs."""
+    model, length = tiny("3m", args.dtype), args.prompt + args.new
+    prompts = torch.randint(0, 64, (args.samples, args.prompt)).tolist()
+    strict, fast = (make_engine(model, args.samples, length, choice) for choice in (True, False))
+    lengths = [args.new] * args.samples
+    report(
+        "rollout_tokens_per_s_deterministic",
+        alternate(
+            lambda: run_engine(strict, prompts, lengths),
+            lambda: run_engine(fast, prompts, lengths),
+            args.repeats,
+        ),
+    )
+
+
 def against_generate(args: argparse.Namespace) -> None:
     """The engine against transformers' generate on SmolLM2-135M's shape, random weights, bf16."""
     config = LlamaConfig(
@@ -234,8 +252,11 @@ def main() -> None:
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
     parser.add_argument("--all", action="store_true", help="also the other shapes")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2's shape against generate")
+    parser.add_argument("--deterministic", action="store_true", help="against the default engine")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.deterministic:
+        return deterministic_against_default(args)
     if args.smollm2:
         return against_generate(args)
     equal = [args.new] * args.samples

@@ -74,14 +74,15 @@ class _Prefix:
 class Admitted:
     """What is to be cached for `entries`, in this order.
 
-    First `prefixes`, then whole blocks are copied (`copies`: from, to), then `prompts`. `restored`
-    are entries whose keys and values their requests brought along.
+    First `prefixes`, then whole blocks are copied (`copies`: from, to), then `prompts`, then the
+    responses of `replayed`. `restored` are entries whose requests bring their keys and values.
     """
 
     entries: list[Entry] = field(default_factory=list)
     prefixes: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     prompts: list[Prefill] = field(default_factory=list)
+    replayed: list[Entry] = field(default_factory=list)
     restored: list[Entry] = field(default_factory=list)
 
 
@@ -236,9 +237,12 @@ class Admission:
             admitted.entries.append(entry)
             if entry.request.kv is not None:
                 admitted.restored.append(entry)
-            else:
-                tokens = list(entry.request.prompt_ids) if self._replays else entry.tokens()
-                admitted.prompts.append(Prefill(tokens[shared:-1], shared, entry.blocks))
+                continue
+            tokens = entry.tokens()
+            if self._replays:
+                tokens = tokens[: len(entry.request.prompt_ids)]
+                admitted.replayed += [entry] if entry.request.response_ids else []
+            admitted.prompts.append(Prefill(tokens[shared:-1], shared, entry.blocks))
         return admitted
 
     def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:

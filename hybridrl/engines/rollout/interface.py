@@ -91,7 +91,8 @@ class Stats:
     """Counters since the engine was made, and its present load.
 
     `running` counts finished requests that no step has handed out yet. For a cost model:
-    `decode_tokens` are the drawn tokens (rows summed over `decode_steps`), `prefill_tokens` those
+    `decode_tokens` are the drawn tokens (rows summed over `decode_steps`), `cached_tokens` what
+    they attended to, summed likewise, `prefill_tokens` those
     computed in `prefill_calls` forward passes, `replayed_tokens` those computed by decode passes
     that draw nothing (deterministic engines only), `restored_tokens` those put back from a
     `Request.kv`; `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after
@@ -102,6 +103,7 @@ class Stats:
     waiting: int
     decode_steps: int
     decode_tokens: int
+    cached_tokens: int
     prefill_calls: int
     prefill_tokens: int
     replayed_tokens: int

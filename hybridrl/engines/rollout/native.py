@@ -91,7 +91,7 @@ class NativeEngine:
         self._asleep = False
         self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
         self._finished: list[Output] = []
-        self._decode_steps = self._decode_tokens = 0
+        self._decode_steps = self._decode_tokens = self._cached_tokens = 0
         self._prefill_calls = self._prefill_tokens = 0
         self._replayed_tokens = self._restored_tokens = 0
 
@@ -195,11 +195,8 @@ class NativeEngine:
         self._prefill(admitted.prompts)
         for entry in admitted.restored:
             self._restore(entry)
-        if self._deterministic:
-            restored = {entry.slot for entry in admitted.restored}
-            for entry in admitted.entries:
-                if entry.slot not in restored:
-                    self._replay(entry)
+        for entry in admitted.replayed:
+            self._replay(entry)
         if self._stage.draws:
             self._uniforms.admit([(entry.request, entry.slot) for entry in admitted.entries])
 
@@ -208,10 +205,9 @@ class NativeEngine:
         jobs = [job for job in jobs if job.tokens]
         self._prefill_tokens += sum(len(job.tokens) for job in jobs)
         assert self._pool is not None
-        for together in [[job] for job in jobs] if self._deterministic else [jobs]:
-            for paged, token_ids, positions in prefill_batches(together, self._pool, self._device):
-                self._stage.prefill(paged, token_ids, positions)
-                self._prefill_calls += 1
+        for paged, token_ids, positions in prefill_batches(jobs, self._pool, self._device):
+            self._stage.prefill(paged, token_ids, positions)
+            self._prefill_calls += 1
 
     def _restore(self, entry: Entry) -> None:
         """Write the keys and values that a request brings along into its blocks."""
@@ -225,8 +221,6 @@ class NativeEngine:
     def _replay(self, entry: Entry) -> None:
         """Feed a response again by the decode steps that made it; nothing is drawn."""
         request = entry.request
-        if not request.response_ids:
-            return
         assert self._pool is not None
         fresh = replace(request, response_ids=[])
         batch = self._decode_batch([(fresh, entry.slot, len(request.prompt_ids))])
@@ -259,6 +253,7 @@ class NativeEngine:
             uniforms = torch.from_numpy(drawn).to(self._device)
         lane.drawn = self._stage.draw(logits, uniforms, batch.sampling)
         self._decode_tokens += len(batch.requests)
+        self._cached_tokens += int(batch.positions.sum())
 
     def _collect_all(self) -> None:
         for lane in self._admission.lanes:
@@ -357,6 +352,7 @@ class NativeEngine:
             waiting=self._admission.num_waiting,
             decode_steps=self._decode_steps,
             decode_tokens=self._decode_tokens,
+            cached_tokens=self._cached_tokens,
             prefill_calls=self._prefill_calls,
             prefill_tokens=self._prefill_tokens,
             replayed_tokens=self._replayed_tokens,

@@ -21,7 +21,9 @@ Finish = Callable[..., dict[object, Output]]
 RequestsOf = Callable[..., list[Request]]
 
 
-def alone(make: Callable[[], NativeEngine], finish: Finish, requests: list[Request]):
+def alone(
+    make: Callable[[], NativeEngine], finish: Finish, requests: list[Request]
+) -> dict[object, Output]:
     """Each by itself, in an engine of its own."""
     return {r.id: finish(make(), [replace(r, prefix=None)])[r.id] for r in requests}
 

@@ -193,16 +193,17 @@ def move(
     }
 
 
-def move_all(*args: Any) -> dict[str, Any]:
-    """With and without the KV cache, fast and deterministic; the last all at once, unmoved."""
+def move_all(
+    config: PretrainedConfig, weights: Weights, pp: int, tp: int, requests: list[Request]
+) -> dict[str, Any]:
+    """With and without the KV cache, fast and deterministic; the last in another order, unmoved."""
+    instance = config, weights, pp, tp
     made = {
-        f"{kind} {deterministic}": move(*args, kind == "kv", deterministic=deterministic)
+        f"{kind} {strict}": move(*instance, requests, kind == "kv", deterministic=strict)
         for kind in ("kv", "tokens")
-        for deterministic in (False, True)
+        for strict in (False, True)
     }
-    config, weights, pp, tp, requests = args
-    reverse = requests[::-1]
-    made["unmoved"] = generate(config, weights, pp, tp, reverse, deterministic=True, max_running=5)
+    made["unmoved"] = generate(*instance, requests[::-1], deterministic=True, max_running=5)
     return made
 
 
