@@ -55,10 +55,13 @@ class KVPool:
 
         [layers, 2, kv_heads, tokens, head_dim], contiguous.
         """
-        used = self.blocks[:, blocks[: -(-tokens // self.block_size)]]
-        # [layers, 2, kv_heads, blocks, block_size, head_dim]
-        used = used.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :tokens]
-        return used.contiguous().cpu()
+        kept = self.blocks.new_empty(len(self.blocks), 2, self.kv_heads, tokens, self.head_dim)
+        full, partly = divmod(tokens, self.block_size)
+        whole = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))
+        whole.copy_(self.blocks[:, blocks[:full]].permute(0, 2, 3, 1, 4, 5))
+        if partly:
+            kept[:, :, :, full * self.block_size :] = self.blocks[:, blocks[full], :, :, :partly]
+        return kept.cpu()
 
     def put(self, blocks: list[int], kept: torch.Tensor) -> None:
         """The reverse of `take`: `kept` [layers, 2, kv_heads, tokens, head_dim] into `blocks`."""
