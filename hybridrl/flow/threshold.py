@@ -31,6 +31,7 @@ def best_gathering(
     inference_s_per_token: float,
     max_held: int,
     prompt_tokens: float = 0.0,
+    threshold: int | None = None,
 ) -> Gathering:
     """When and how densely to gather, so that generation and inference end soonest.
 
@@ -38,24 +39,28 @@ def best_gathering(
     doublings up to `max_held` (samples that an instance has memory for) the others, since where
     rows are not free a slower tail may still pay for a freed instance. (0, 0) when nothing is
     sooner than inference after all samples are done. Of equal choices the smallest threshold, then
-    the smallest cap; the other parameters as in `expected_seconds`.
+    the smallest cap. A given `threshold` is taken as it is, and only the cap chosen. The other
+    parameters as in `expected_seconds`.
     """
-    if num_instances < 2 or not lengths:
+    if num_instances < 2 or len(lengths) < 2 or threshold == 0:
         return Gathering(0, 0)
-    caps = [min(max_held, costs.flat_rows())]
+    tail = prompt_tokens + max(lengths)
+    caps = [min(max_held, costs.flat_rows(cached_per_row=tail))]
     while caps[-1] < max_held:
         caps.append(min(max_held, 2 * caps[-1]))
     model = (num_instances, costs, inference_s_per_token)
     least = serial_seconds(lengths, *model, prompt_tokens) * (1 - 1e-9)
-    best = Gathering(0, 0)
-    for tried in _blocks(len(lengths)):
+    blocks, best = _blocks(len(lengths)), Gathering(0, 0)
+    if threshold is not None:
+        least, blocks = np.inf, [np.array([min(threshold, len(lengths) - 1)])]
+    for tried in blocks:
         pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
         seconds = expected_seconds(lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens)
         first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
         if seconds[first] < least:
             best = Gathering(*pairs[first].tolist())
             least = seconds[first] * (1 - 1e-9)
-    return best
+    return best if threshold is None else Gathering(threshold, best.cap)
 
 
 def _blocks(num: int) -> list[np.ndarray]:

@@ -77,7 +77,7 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     prompt: int,
 ) -> None:
     model = (num_instances, costs, per_token)
-    caps = [min(max_held, costs.flat_rows())]
+    caps = [min(max_held, costs.flat_rows(cached_per_row=prompt + max(lengths)))]
     while caps[-1] < max_held:
         caps.append(min(max_held, 2 * caps[-1]))
     # Where several samples end together, thresholds between them are reached in the same step.
@@ -97,6 +97,10 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     else:
         assert best == (0, 0)
         assert least >= serial * (1 - 1e-6)
+    for n in distinct:
+        fixed = best_gathering(lengths, *model, max_held, prompt, threshold=n)
+        assert fixed.threshold == n
+        assert simulated[fixed] <= min(simulated[n, cap] for cap in caps) * (1 + 1e-6)
 
 
 COSTS = Costs(step_s=0.01, row_s=1e-4, prefill_token_s=1e-5, call_s=1e-3)
