@@ -35,6 +35,7 @@ class Setting:
     decode_steps: int = 64
     chunk_tokens: int = 16_384
     verifier_s: float = 0.0
+    fetch_waits: bool = True
     over_provision: float = 1.5
     max_staleness: int = 1
     workload: Workload
@@ -126,6 +127,7 @@ def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome
         max_running=setting.max_held,
         scopes=dict.fromkeys(setting.costs.token_s, Scope.INSTANCE),
         verifier_s=setting.verifier_s,
+        fetch_waits=setting.fetch_waits,
     )
     schedule = _schedule(setting, name, executor, threshold)
     steps = []
