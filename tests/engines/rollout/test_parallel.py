@@ -216,7 +216,7 @@ def test_move_between_instances(
 ) -> None:  # fmt: skip
     """With its KV cache nothing is computed again; deterministic instances agree bit for bit."""
     model = make_model(family, **ODD)
-    requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=16)
+    requests = requests_of(6, group=3, prefix=True, vocab=ODD["vocab_size"], longest=14)
     results = ranks(pp * tp, move_all, model.config, model.state_dict(), pp, tp, requests)
     wanted = finish(make_engine(model), requests)
     for name in ("kv False", "tokens False", "kv True", "tokens True"):
