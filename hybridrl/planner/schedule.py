@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -67,14 +67,20 @@ class Outcome:
     """Share of trained tokens that older weights made."""
 
 
-def what_if(setting: Setting) -> list[Outcome]:
+def what_if(
+    setting: Setting, tell: Callable[[int, int], None] = lambda done, of: None
+) -> list[Outcome]:
     """Every schedule; fused without gathering, as the model chooses, and at the best threshold.
 
     The best is found by trying: powers of two and halves between them, and what the model chose.
+    `tell` hears how many replays of how many are done.
     """
     fused = replay(setting, "fused", None)
-    tried = {0, *_thresholds(setting.num_samples), fused.threshold or 0}
-    outcomes = [replay(setting, "fused", threshold) for threshold in sorted(tried)]
+    tried = sorted({0, *_thresholds(setting.num_samples), fused.threshold or 0})
+    outcomes = []
+    for done, threshold in enumerate(tried, 1):
+        tell(done, len(tried) + 3)
+        outcomes.append(replay(setting, "fused", threshold))
     best = min(outcomes, key=lambda outcome: outcome.front_s)
     named = [
         replay(setting, "serial"),
@@ -297,23 +303,3 @@ def read_costs(path: Path) -> dict[str, Any]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """A header and a line a schedule, to read; the first outcome is what the others are against."""
-    head = ("schedule", "threshold", "step s", "generation and inference s", "of serial")
-    lines: list[tuple[str, ...]] = [(*head, "bubbles", "migrated", "off-policy")]
-    for one in outcomes:
-        lines.append(
-            (
-                one.schedule,
-                "" if one.threshold is None else str(one.threshold),
-                f"{one.step_s:.4g}",
-                f"{one.front_s:.4g}",
-                f"{one.front_s / outcomes[0].front_s:.3f}",
-                f"{one.bubbles:.1%}",
-                f"{one.migrated:.4g}",
-                f"{one.off_policy:.1%}",
-            )
-        )
-    return lines
