@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.workers.dispatch import Dispatch, dispatched_methods
+from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_beside
 
+_BESIDE = "beside"  # Ray's name for the thread of what runs beside
 _FUNCTION_MODULES = ("verl.trainer.ppo.core_algos", "verl.utils.reward_score")
 
 
@@ -75,6 +76,7 @@ def worker_class(cls: type, *args: Any, **kwargs: Any) -> type:
 
     Every call returns Ray references, one per rank, at once.
     """
+    import ray
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import register
 
@@ -86,6 +88,9 @@ def worker_class(cls: type, *args: Any, **kwargs: Any) -> type:
         name: register(dispatch_mode=_DISPATCH[mode], blocking=False)(_forward(name))
         for name, mode in dispatched_methods(cls).items()
     }
+    for name in methods:
+        if runs_beside(cls, name):
+            methods[name] = ray.method(concurrency_group=_BESIDE)(methods[name])
     return type(cls.__name__, (Worker,), {"__init__": init, **methods})
 
 
@@ -105,7 +110,7 @@ def worker_group(
     pool.pgs = [placement_group]
     return RayWorkerGroup(
         resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker)),
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(concurrency_groups={_BESIDE: 1})(worker)),
         device_name="cuda" if use_gpu else "cpu",
         use_gpu=use_gpu,
         bin_pack=False,

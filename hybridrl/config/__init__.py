@@ -13,8 +13,15 @@ from hybridrl.config.layout import (
 )
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import RewardConfig, RewardKind
-from hybridrl.config.rollout import Engine, RolloutConfig
-from hybridrl.config.run import ClusterConfig, Placement, RunConfig, Schedule, TelemetryConfig
+from hybridrl.config.rollout import Engine, Migration, ParkedKV, Ranker, RolloutConfig
+from hybridrl.config.run import (
+    ClusterConfig,
+    Deterministic,
+    Placement,
+    RunConfig,
+    Schedule,
+    TelemetryConfig,
+)
 from hybridrl.config.trainer import (
     EvalConfig,
     LRSchedule,
@@ -46,6 +53,8 @@ class Config:
     """Held-out evaluation."""
     schedule: Schedule = Schedule.serial
     """When and where each sample's next subtask runs."""
+    deterministic: Deterministic = Deterministic.off
+    """Whether what is computed for a sample may depend on what is computed beside it."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Ranks and Ray."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -56,12 +65,15 @@ class Config:
     def __post_init__(self) -> None:
         self.trainer.layout.check(self.cluster.ranks)
         self.rollout.layout.check(self.cluster.ranks)
-        if self.rollout.migration_threshold and self.schedule is not Schedule.fused:
-            raise ConfigError(
-                "rollout.migration_threshold",
-                self.rollout.migration_threshold,
-                f"0 with schedule={self.schedule.value}, which moves no samples",
-            )
+        threshold = self.rollout.migration_threshold
+        if threshold is not None and self.schedule is not Schedule.fused:
+            allowed = f"null with schedule={self.schedule.value}, which moves no samples"
+            raise ConfigError("rollout.migration_threshold", threshold, allowed)
+
+    @property
+    def strict(self) -> bool:
+        """Whether every sample is computed alone, so that runs agree bit for bit."""
+        return self.deterministic is Deterministic.strict
 
 
 __all__ = [
@@ -71,14 +83,18 @@ __all__ = [
     "ConfigError",
     "DType",
     "DataConfig",
+    "Deterministic",
     "Engine",
     "EvalConfig",
     "Grouping",
     "LRSchedule",
+    "Migration",
     "ModelConfig",
     "OptimConfig",
+    "ParkedKV",
     "PipelineSchedule",
     "Placement",
+    "Ranker",
     "RewardConfig",
     "RewardKind",
     "RolloutConfig",

@@ -14,6 +14,28 @@ class Engine(Enum):
     native = "native"
 
 
+class Migration(Enum):
+    """What travels with a sample that changes instance."""
+
+    auto = "auto"  # whichever is measured to cost less
+    kv = "kv"  # its keys and values
+    recompute = "recompute"  # its tokens, from which the rest is computed again
+
+
+class Ranker(Enum):
+    """What predicts the length of a response, by which prompts go to instances."""
+
+    running = "running"  # running means per prompt and per task
+    learned = "learned"  # a regression on the prompt's tokens
+
+
+class ParkedKV(Enum):
+    """What becomes of the keys and values of a parked sample when the weights change."""
+
+    recompute = "recompute"  # computed again under the new weights
+    keep = "keep"  # used as they are
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """The rollout engine of every generation instance."""
@@ -40,8 +62,19 @@ class RolloutConfig:
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
     decode_steps: int = 64
     """Decode steps per bounded call of an instance."""
-    migration_threshold: int = 0
-    """At so few unfinished samples `schedule=fused` gathers them on few instances; 0 is never."""
+    length_ranker: Ranker = Ranker.running
+    """How response lengths are predicted, by which `schedule=fused` and `partial` deal prompts."""
+    migration_threshold: int | None = None
+    """At so few unfinished samples `schedule=fused` gathers them on few instances; 0 is never, null
+    what a model of the step finds best, from the lengths of earlier steps and measured costs."""
+    migration: Migration = Migration.auto
+    """What travels with a sample that `schedule=fused` moves."""
+    over_provision: float = 1.5
+    """`schedule=partial` has so many times the prompts in progress that a step trains on."""
+    max_staleness: int = 1
+    """`schedule=partial`: the most steps between a sample's first token and its training."""
+    parked_kv: ParkedKV = ParkedKV.recompute
+    """`schedule=partial`: the KV cache of what is parked, once the weights have changed."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """How the weights lie on the ranks in generation."""
 
@@ -49,10 +82,14 @@ class RolloutConfig:
         for key in ("max_new_tokens", "max_running", "block_size", "decode_steps"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"rollout.{key}", getattr(self, key), "1 or more")
-        if self.migration_threshold < 0:
-            raise ConfigError(
-                "rollout.migration_threshold", self.migration_threshold, "0 (never) or above"
-            )
+        if self.migration_threshold is not None and self.migration_threshold < 0:
+            allowed = "null (the best), 0 (never) or above"
+            raise ConfigError("rollout.migration_threshold", self.migration_threshold, allowed)
+        if self.max_staleness < 1:
+            raise ConfigError("rollout.max_staleness", self.max_staleness, "1 or more")
+        if not 1 <= self.over_provision <= 1 + self.max_staleness:
+            allowed = f"1 to 1 + rollout.max_staleness, which is {1 + self.max_staleness}"
+            raise ConfigError("rollout.over_provision", self.over_provision, allowed)
         if self.temperature < 0:
             raise ConfigError("rollout.temperature", self.temperature, "0 (greedy) or above")
         if not 0 < self.top_p <= 1:

@@ -17,6 +17,14 @@ class Schedule(Enum):
 
     serial = "serial"  # every stage waits for the whole batch
     fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
+    partial = "partial"  # more prompts than a step needs; what is unfinished goes on in the next
+
+
+class Deterministic(Enum):
+    """How far two runs with the same seed agree."""
+
+    off = "off"  # up to the order of float operations
+    strict = "strict"  # bit for bit, whatever the schedule: every sample is computed alone
 
 
 @dataclass(kw_only=True, slots=True)

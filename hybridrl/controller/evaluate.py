@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import comb
 
-from hybridrl.config import Config
+from hybridrl.config import Config, Schedule
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.schedules import make_schedule
 from hybridrl.data import Item
@@ -41,7 +41,8 @@ def evaluate(
     """
     items = items[: config.eval.num_prompts or None]
     sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens)
-    schedule = make_schedule(config, graph, executor, enumerate(items), sampling, len(items))
+    name = Schedule.serial if config.schedule is Schedule.serial else Schedule.fused
+    schedule = make_schedule(config, name, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples
     greedy = [s for s in samples if s.id.branch == "eval"]
     record(greedy)

@@ -3,14 +3,15 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from hybridrl.config import TrainerConfig
+from hybridrl.config import Config, RewardKind
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.engines.train.balance import balance
 from hybridrl.flow.clock import Clock, WallClock
-from hybridrl.flow.executor import Advanced, Command, Event, Phase
+from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.workers.rank import UpdateShare
@@ -20,38 +21,67 @@ from hybridrl.workers.rank import UpdateShare
 _TOLERATED_IMBALANCE = 0.02
 
 
+@dataclass(slots=True)
+class _Infer:
+    """A forward pass whose samples are on their way: `waiting` sources have not sent theirs."""
+
+    stage: Stage
+    instance: int
+    samples: Sequence[Sample]
+    waiting: int = 0
+    parcels: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+
+
 class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
     `on_switch` hears of every weight switch: one accounting per rank. An instance of several ranks
-    gets every call on all of them; their answers become one event.
+    gets every call on all of them; their answers become one event. A rank that dies ends the run
+    (`WorkerError`), since its training shard is gone, so there is never a `Died`.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
-        trainer: TrainerConfig,
+        config: Config,
         on_switch: Callable[[list[dict[str, Any]]], None],
     ) -> None:
-        self.group, self.trainer, self.on_switch = group, trainer, on_switch
+        self.group, self.config, self.on_switch = group, config, on_switch
         self.clock: Clock = WallClock()
-        self._pending: dict[Any, int] = {}
-        self._answers: dict[int, list[Advanced]] = defaultdict(list)
+        self.version = -1
+        self._instance_of = {
+            rank: number for number, ranks in enumerate(group.instances) for rank in ranks
+        }
+        # Calls in flight: the rank, and what becomes of the answer.
+        self._pending: dict[Any, tuple[int, Callable[[Any], list[Event]]]] = {}
+        self._answers: dict[int, list[Any]] = defaultdict(list)
 
     @property
-    def num_instances(self) -> int:
-        """Generation instances."""
-        return len(self.group.instances)
+    def instances(self) -> Sequence[int]:
+        """All generation instances."""
+        return range(len(self.group.instances))
+
+    def instance_of(self, rank: int) -> int:
+        """The instance that a rank belongs to."""
+        return self._instance_of[rank]
+
+    def scope(self, stage: Stage) -> Scope:
+        """Who takes part in a per-sample stage; see `scope_of`."""
+        return scope_of(stage, self.config)
 
     def enter(self, phase: Phase) -> None:
         """Bring every rank into `phase`."""
-        reports = self.group.enter(phase)
+        answers = self.group.enter(phase)
+        self.version = answers[0]["version"]
+        reports = [answer["switch"] for answer in answers]
         if any(reports):
             self.on_switch(reports)
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Start a bounded generation call on an instance."""
-        self._pending |= self.group.call_advance(instance, commands, num_decode_steps)
+        calls = self.group.call_advance(instance, commands, num_decode_steps)
+        for call, rank in calls.items():
+            self._pending[call] = rank, self._advanced
 
     def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         """Deal the dataset's targets to the ranks."""
@@ -59,25 +89,54 @@ class RayExecutor:
             mine = slice(rank, None, self.group.size)
             if ids[mine]:
                 call = self.group.call_place(rank, stage, tuple(ids[mine]), tuple(prompts[mine]))
-                self._pending[call] = rank
+                self._pending[call] = rank, _event
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Start a per-sample stage on every rank that holds some of `samples`.
-
-        A forward pass of a sharded role is collective, so its ranks without samples take part.
-        """
+        """Start a stage where the samples lie; if it needs the world, on the other ranks too."""
         by_rank: dict[int, list[Sample]] = defaultdict(list)
         for sample in samples:
             by_rank[sample.rank].append(sample)
-        collective = stage.method != "map" and stage.role not in ("reward", "cost")
-        ranks = range(self.group.size) if collective else sorted(by_rank)
-        for rank in ranks:
+        world = self.scope(stage) is Scope.WORLD
+        start = self.group.call_compute if world else self.group.call_judge
+        for rank in range(self.group.size) if world else sorted(by_rank):
             ids = tuple(sample.id for sample in by_rank[rank])
             fields = tuple(
                 {x: sample.scalars[x] for x in stage.inputs if x in sample.scalars}
                 for sample in by_rank[rank]
             )
-            self._pending[self.group.call_compute(rank, stage, ids, fields)] = rank
+            self._pending[start(rank, stage, ids, fields)] = rank, _event
+
+    def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        """Have samples from elsewhere sent, each to one rank of the instance; then start."""
+        ranks = self.group.instances[instance]
+        moves: dict[int, dict[int, list[SampleId]]] = {}
+        for sample in samples:
+            if sample.rank not in ranks:
+                receiver = ranks[(sample.id.prompt + sample.id.k) % len(ranks)]
+                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+                sample.rank = receiver
+        call = _Infer(stage, instance, samples, len(moves))
+        for source, by_receiver in moves.items():
+            sent = self.group.call_send(source, by_receiver)
+            self._pending[sent] = source, partial(self._sent, call)
+        if not moves:
+            self._start(call)
+
+    def _sent(self, call: _Infer, parcels: dict[int, Any]) -> list[Event]:
+        for receiver, parcel in parcels.items():
+            call.parcels[receiver].append(parcel)
+        call.waiting -= 1
+        if not call.waiting:
+            self._start(call)
+        return []
+
+    def _start(self, call: _Infer) -> None:
+        for rank in self.group.instances[call.instance]:
+            mine = [sample.id for sample in call.samples if sample.rank == rank]
+            started = self.group.call_infer(
+                rank, call.stage, call.instance, mine, call.parcels[rank]
+            )
+            self._pending[started] = rank, self._inferred
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one, in the order they were started."""
@@ -87,29 +146,52 @@ class RayExecutor:
         while not events:
             ready, _ = self.group.ray.wait(list(self._pending), num_returns=1)
             for reference in ready:
-                event = self.group.take(self._pending.pop(reference), reference)
-                if isinstance(event, Advanced):
-                    events += self._joined(event)
-                else:
-                    events.append(event)
+                rank, then = self._pending.pop(reference)
+                events += then(self.group.take(rank, reference))
         return events
 
-    def _joined(self, answer: Advanced) -> list[Event]:
-        """One event for an instance, once all its ranks have answered."""
+    def _all(self, answer: Any) -> list[Any]:
+        """The answers of all ranks of an instance, once they are there; else none."""
         answers = self._answers[answer.instance]
         answers.append(answer)
         if len(answers) < len(self.group.instances[answer.instance]):
             return []
-        del self._answers[answer.instance]
+        return self._answers.pop(answer.instance)
+
+    def _advanced(self, answer: Advanced) -> list[Event]:
+        """One event for an instance: every rank's finished samples, every place's parked state."""
+        answers: list[Advanced] = self._all(answer)
+        if not answers:
+            return []
         finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
-        parked = tuple(p for a in answers for p in a.parked)
-        return [replace(answer, finished=tuple(finished), parked=parked)]
+        parked = [
+            replace(same[0], state={place: state for p in same for place, state in p.state.items()})
+            for same in zip(*(a.parked for a in answers), strict=True)
+        ]
+        slowest = max((a.work for a in answers), key=lambda work: work.seconds)
+        return [replace(answer, finished=tuple(finished), parked=tuple(parked), work=slowest)]
+
+    def _inferred(self, answer: Computed) -> list[Event]:
+        """One event for an instance: each rank has the results of its own samples."""
+        answers: list[Computed] = self._all(answer)
+        if not answers:
+            return []
+        some = [a for a in answers if a.ids]
+        names = some[0].scalars if some else {}
+        return [
+            replace(
+                answer,
+                ids=tuple(id for a in some for id in a.ids),
+                scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
+                seconds=max(a.seconds for a in answers),
+            )
+        ]
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
         """Spread the samples by tokens, move those that must move, and train."""
         fields = dict(stage.options["fields"])
         atom = stage.options.get("atom", 1)
-        ranks = assign_ranks(samples, self.group.size, atom)
+        ranks = assign_ranks(samples, self.group.size, atom, move=self.config.strict)
         parcels = self._move(samples, ranks, ("tokens", *fields.values()))
         wanted = {
             sample.id: {
@@ -119,7 +201,7 @@ class RayExecutor:
             }
             for sample in samples
         }
-        num = stage.options["mini_batches"] or self.trainer.mini_batches
+        num = stage.options["mini_batches"] or self.config.trainer.mini_batches
         atoms = -(-len(samples) // atom)
         bounds = [atoms * i // num * atom for i in range(num)] + [len(samples)]
         shares = []
@@ -159,17 +241,40 @@ class RayExecutor:
         return incoming
 
 
-def assign_ranks(samples: Sequence[Sample], num_ranks: int, atom: int = 1) -> list[int]:
-    """Which rank trains which sample: where it was made if that is balanced, else by tokens.
+def scope_of(stage: Stage, config: Config) -> Scope:
+    """Who takes part in a per-sample stage.
 
-    `atom` consecutive samples stay together. Depends on lengths and places only, never on time.
+    Old-policy log-probabilities use the generation weights, where these have the format that
+    training computes in; else they need the training shards.
+    """
+    if stage.method == "map":
+        return Scope.RANK
+    if stage.method == "score":
+        return Scope.INSTANCE if config.reward.kind is RewardKind.model else Scope.RANK
+    same = config.rollout.dtype is config.model.compute_dtype
+    if stage.method == "log_probs" and (stage.role != "actor" or same):
+        return Scope.INSTANCE
+    return Scope.WORLD
+
+
+def _event(answer: Event) -> list[Event]:
+    return [answer]
+
+
+def assign_ranks(
+    samples: Sequence[Sample], num_ranks: int, atom: int = 1, move: bool = False
+) -> list[int]:
+    """Which rank trains which sample: where it lies if that is balanced, else by tokens.
+
+    `atom` consecutive samples stay together. Depends on lengths and places only, never on time;
+    with `move` on lengths alone, whatever lies where.
     """
     here = [sample.rank for sample in samples]
     loads = [0] * num_ranks
     for sample in samples:
         loads[sample.rank] += sample.tokens
     together = all(len(set(here[i : i + atom])) == 1 for i in range(0, len(here), atom))
-    if together and max(loads) <= (1 + _TOLERATED_IMBALANCE) * sum(loads) / num_ranks:
+    if not move and together and max(loads) <= (1 + _TOLERATED_IMBALANCE) * sum(loads) / num_ranks:
         return here
     atoms = [samples[i : i + atom] for i in range(0, len(samples), atom)]
     parts = balance([sum(s.tokens for s in group) for group in atoms], num_ranks)

@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.checkpoint.keep import to_keep
 from hybridrl.cluster.runtime import RayStartError, ray_runtime
 from hybridrl.compat import verl
-from hybridrl.config import Config, OptimConfig
+from hybridrl.config import Config, OptimConfig, Schedule
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.prepare import Prepared, prepare
@@ -99,7 +99,7 @@ class Job:
         self.group = WorkerGroup(ray, config, prepared.model_path, self._on_span)
         described = self.group.setup()[0]
         telemetry.event("ranks", **described)
-        self.executor = RayExecutor(self.group, config.trainer, self._on_switch)
+        self.executor = RayExecutor(self.group, config, self._on_switch)
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
         self.evaluation = evaluation_graph(config.eval.num_samples)
         self._saved: dict[int, float | None] = {}  # step of each checkpoint: held-out accuracy
@@ -133,8 +133,9 @@ class Job:
         sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
         )
+        kind = self.config.schedule if name == "rl" else Schedule.serial
         schedule = make_schedule(
-            self.config, graph, self.executor, self.prompts, sampling, prompts_per_step
+            self.config, kind, graph, self.executor, self.prompts, sampling, prompts_per_step
         )
         for _ in range(steps):
             self.step += 1
@@ -144,7 +145,9 @@ class Job:
             last = self.step == self.config.warm_start.steps + self.config.trainer.steps
             if name == "rl" and not last:
                 self._evaluate_and_save()
-        schedule.release()
+        left = schedule.close()
+        if left:
+            self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
 
     def _evaluate_and_save(self) -> None:
         done = self.step - self.config.warm_start.steps
@@ -197,7 +200,8 @@ class Job:
     # -- records -------------------------------------------------------------------------------
 
     def _on_span(self, rank: int, span: Span) -> None:
-        self.telemetry.span(f"rank {rank}", span.name, span.start, span.stop, self.step)
+        lane = f"rank {rank}/beside" if span.beside else f"rank {rank}"
+        self.telemetry.span(lane, span.name, span.start, span.stop, self.step)
 
     def _on_switch(self, reports: list[dict[str, Any]]) -> None:
         """Bytes are summed over the ranks; of times and of extra memory the worst rank counts."""
@@ -231,7 +235,12 @@ class Job:
             self.telemetry.span(lane, span.name, span.start, span.stop, self.step)
             end = max(end, span.stop)
         self.telemetry.log(self.step, metrics)
-        self.telemetry.lengths(self.step, [sample.response_tokens for sample in result.dispatched])
+        self.telemetry.lengths(
+            self.step,
+            [sample.response_tokens for sample in result.dispatched],
+            prompts=[sample.id.prompt for sample in result.dispatched],
+            prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
+        )
         self.telemetry.samples(self.step, self._texts(result.dispatched))
         self._check_finite(metrics)
 
@@ -281,6 +290,11 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         "dropped": float(len(chosen) - sum(chosen)),
         "migrated": result.metrics.get("samples/migrated", 0.0),
     }
+    for name in ("migration_threshold", "parked", "resumed", "staleness"):
+        if f"samples/{name}" in result.metrics:
+            metrics[name] = result.metrics[f"samples/{name}"]
+    if trained := result.metrics.get("samples/trained_tokens"):
+        metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
     for span in result.spans:
         key = f"{span.name}_s"
         metrics[key] = metrics.get(key, 0.0) + span.stop - span.start

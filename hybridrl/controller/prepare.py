@@ -13,12 +13,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.cluster.runtime import check_ranks
-from hybridrl.config import Config, ConfigError, RolloutConfig
+from hybridrl.config import Config, ConfigError, RewardKind, RolloutConfig, Schedule
 from hybridrl.config.compose import explain, names
 from hybridrl.config.dotted import load_function
 from hybridrl.data import Data, load_data
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import Kind
+from hybridrl.flow.schedules.partial import check_partial
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -51,7 +52,16 @@ def prepare(config: Config) -> Prepared:
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data = _load(config, model_path)
+    if config.schedule is Schedule.partial:
+        _check_partial(config, graph)
     return Prepared(model_path, data, graph, warm_start)
+
+
+def _check_partial(config: Config, graph: Graph) -> None:
+    try:
+        check_partial(graph)
+    except ValueError as error:
+        raise ConfigError("schedule", config.schedule.value, str(error)) from None
 
 
 def _once(graph: Graph) -> Graph:
@@ -179,6 +189,10 @@ def _load(config: Config, model_path: str) -> Data:
         max_new_tokens=config.rollout.max_new_tokens,
     )
     _check_kv_cache(config.rollout, data)
+    if config.reward.kind is RewardKind.model:
+        from hybridrl.rewards.model import check_reward_model
+
+        config.reward.model = check_reward_model(config, model_path, tokenizer)
     return data
 
 

@@ -2,44 +2,67 @@
 
 from collections.abc import Iterator
 
-from hybridrl.config import Config
+from hybridrl.config import Config, ParkedKV, Ranker
 from hybridrl.config import Schedule as Name
+from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Executor, Sampling
-from hybridrl.flow.schedules.base import Prompt, Schedule
-from hybridrl.flow.schedules.fused import FusedSchedule
+from hybridrl.flow.lengths import LearnedRanker, LengthRanker, PromptKey, RunningRanker
+from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
+from hybridrl.flow.schedules.fused import FusedSchedule, Knowledge
+from hybridrl.flow.schedules.overlap import Limits
+from hybridrl.flow.schedules.partial import PartialSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule
+
+_RANKERS: dict[Ranker, type[LengthRanker]] = {
+    Ranker.running: RunningRanker,
+    Ranker.learned: LearnedRanker,
+}
 
 
 def make_schedule(
     config: Config,
+    name: Name,
     graph: Graph,
     executor: Executor,
     prompts: Iterator[Prompt],
     sampling: Sampling,
     prompts_per_step: int,
 ) -> Schedule:
-    """`config.schedule` over `graph`, with the settings of `config.rollout`."""
+    """The schedule `name` over `graph`, with the settings of `config.rollout`."""
     rollout = config.rollout
-    if config.schedule is Name.serial:
-        return SerialSchedule(
-            graph,
-            executor,
-            prompts,
-            sampling=sampling,
-            decode_steps=rollout.decode_steps,
-            prompts_per_step=prompts_per_step,
+    settings = StepSettings(
+        sampling=sampling, decode_steps=rollout.decode_steps, prompts_per_step=prompts_per_step
+    )
+    step = (graph, executor, prompts, settings)
+    if name is Name.serial:
+        return SerialSchedule(*step)
+    limits = Limits(
+        max_held=samples_held(config),
+        chunk_tokens=config.trainer.max_tokens_per_micro_batch,
+        migration=rollout.migration,
+        stale_kv=rollout.parked_kv is ParkedKV.keep,
+    )
+    knowledge = Knowledge(key_of=key_of, ranker=_RANKERS[rollout.length_ranker]())
+    if name is Name.partial:
+        return PartialSchedule(
+            *step,
+            limits=limits,
+            knowledge=knowledge,
+            over_provision=rollout.over_provision,
+            max_staleness=rollout.max_staleness,
         )
     return FusedSchedule(
-        graph,
-        executor,
-        prompts,
-        sampling=sampling,
-        decode_steps=rollout.decode_steps,
-        prompts_per_step=prompts_per_step,
+        *step,
+        limits=limits,
+        knowledge=knowledge,
         migration_threshold=rollout.migration_threshold,
-        max_held=samples_held(config),
     )
+
+
+def key_of(item: Item) -> PromptKey:
+    """What a length ranker may know of a prompt."""
+    return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
 
 
 def samples_held(config: Config) -> int:

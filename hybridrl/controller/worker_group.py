@@ -202,8 +202,24 @@ class WorkerGroup:
     def call_compute(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
     ) -> Any:
-        """Start a per-sample stage on one rank."""
+        """Start a stage that all ranks take part in on one of them."""
         return self._ranks[rank].compute(stage, ids, scalars)[0]
+
+    def call_judge(
+        self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
+    ) -> Any:
+        """Start a verifier or a `map` on one rank, beside what else it does."""
+        return self._ranks[rank].judge(stage, ids, scalars)[0]
+
+    def call_send(self, rank: int, moves: Mapping[int, Sequence[SampleId]]) -> Any:
+        """Have whole samples of one rank put into the data plane, by receiver."""
+        return self._ranks[rank].send({to: tuple(ids) for to, ids in moves.items()})[0]
+
+    def call_infer(
+        self, rank: int, stage: Stage, instance: int, ids: Sequence[SampleId], parcels: list[Any]
+    ) -> Any:
+        """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
+        return self._ranks[rank].infer(stage, instance, tuple(ids), tuple(parcels))[0]
 
 
 def _line(error: Exception) -> str:

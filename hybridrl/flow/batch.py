@@ -1,10 +1,10 @@
 """Bookkeeping that every schedule shares: which samples there are, and what became of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from hybridrl.flow.executor import Computed, Finished, Phase, Sampling
+from hybridrl.flow.executor import Computed, Finished, Phase, Sampling, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
-from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.flow.sample import Sample, SampleId
 
 
 class Ledger:
@@ -54,26 +54,31 @@ class Ledger:
             assert sample.id in self._samples, f"sample {sample.id} was never dispatched"
             self._reasons.setdefault(sample.id, reason)
 
-    def settle(self) -> tuple[list[Sample], dict[SampleId, str]]:
-        """Close the step: the used samples in the order of use, the dropped ones with reasons."""
+    def settle(
+        self, unfinished: Collection[SampleId] = ()
+    ) -> tuple[list[Sample], dict[SampleId, str]]:
+        """Close the step: the used samples in the order of use, the dropped ones with reasons.
+
+        `unfinished` ones do neither yet: they belong to the next step.
+        """
         dropped = {}
         for id, sample in self._samples.items():
-            if id not in self._used:
+            if id not in self._used and id not in unfinished:
                 sample.dropped = dropped[id] = self._reasons.get(id, "unused: no update reads it")
         return list(self._used.values()), dropped
 
 
-def phase_of(stage: Stage) -> Phase | None:
-    """The phase that a stage runs in when nothing is overlapped; None is any.
+def phase_of(stage: Stage, scope: Scope | None) -> Phase | None:
+    """The phase that a stage runs in; None is any. `scope` is that of a per-sample stage.
 
-    Forward passes go through the train engine, so they need its shards.
+    The actor's own forward passes in an instance use the generation weights that are there.
     """
     if stage.kind is Kind.GENERATE:
         return Phase.GENERATE
-    if stage.kind is Kind.UPDATE:
+    if stage.kind is Kind.UPDATE or scope is Scope.WORLD:
         return Phase.TRAIN
-    if stage.kind is Kind.COMPUTE and stage.method not in ("map", "score"):
-        return Phase.TRAIN
+    if scope is Scope.INSTANCE and stage.role == "actor":
+        return Phase.GENERATE
     return None
 
 
@@ -128,8 +133,7 @@ def record_finished(stage: Stage, sample: Sample, event: Finished) -> None:
     sample.rank = event.rank
     sample.prompt_tokens = event.prompt_tokens
     sample.response_tokens = event.response_tokens
-    if event.response_tokens:
-        sample.spans = (*sample.spans, Span(0, event.response_tokens, event.version))
+    sample.spans = event.spans
     sample.scalars["finish"] = event.finish
     sample.tensors.update(set(stage.outputs) - set(stage.scalars))
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import Sample, SampleId, Span
 
 
 class Phase(Enum):
@@ -19,6 +19,14 @@ class Phase(Enum):
 
     GENERATE = "generate"  # generation weights and KV cache are in place
     TRAIN = "train"  # training shards and optimizer are in place
+
+
+class Scope(Enum):
+    """Who has to take part in a per-sample stage."""
+
+    RANK = "rank"  # the rank where the sample lies, beside what else it does (verifiers, `map`)
+    INSTANCE = "instance"  # one generation instance, which holds the role's whole weights
+    WORLD = "world"  # all ranks together in TRAIN, since the role's weights are sharded over them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +59,39 @@ class Submit:
 class Park:
     """Stop these samples, keeping their tokens, so that they can resume later or elsewhere.
 
-    Those that finish before the command arrives are passed over.
+    `with_kv` keeps the keys and values too. Those that finish before the command arrives are passed
+    over.
     """
 
     ids: tuple[SampleId, ...]
+    with_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """What a `Park` has stopped: samples, and the weights' version that made their tokens.
+    """What a `Park` has stopped; `tokens` counts each sample's prompt and response so far.
 
-    `state` is opaque to schedules: a reference to the tokens, which go from rank to rank.
+    `version` is that of the weights that made the last tokens (and the keys and values, if kept).
+    `state` is opaque to schedules: references to what goes from rank to rank.
     """
 
     ids: tuple[SampleId, ...]
+    tokens: tuple[int, ...]
     version: int
     state: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Go on with some of the samples of `parked`, on any instance with the same weights.
+    """Go on with some of the samples of `parked`, on any instance. Each is resumed once.
 
-    Another version than the instance's is a bug. Each parked sample is resumed once.
+    Keys and values that were kept are used if they are of the instance's weights, or with
+    `stale_kv`; else they are computed again from the tokens.
     """
 
     ids: tuple[SampleId, ...]
     parked: Parked
+    stale_kv: bool = False
 
 
 Command = Submit | Park | Resume
@@ -87,7 +101,8 @@ Command = Submit | Park | Resume
 class Finished:
     """A sample has its last token; its tensors (`tokens`, `log_probs`) lie on `rank`.
 
-    `finish` is `stop` or `length`; `version` the actor's version that made it.
+    `finish` is `stop`, `length`, or `abort` where the engine gave up: then the sample is dropped.
+    `spans` say which version of the actor made which response tokens.
     """
 
     id: SampleId
@@ -95,28 +110,55 @@ class Finished:
     prompt_tokens: int
     response_tokens: int
     finish: str
-    version: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call of an instance did, for the cost model.
+
+    `rows` sums the samples over the decode steps, `cached` the tokens that they attended to;
+    `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
+    whole.
+    """
+
+    seconds: float = 0.0
+    decode_steps: int = 0
+    rows: int = 0
+    cached: int = 0
+    prefill_tokens: int = 0
+    kv_tokens: int = 0
+    kv_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """One bounded call of an instance has returned, with `running` samples still unfinished."""
+    """One bounded call of an instance has returned, with `running` samples still unfinished.
+
+    `lost` are samples that could not resume, since what was parked died with its instance.
+    """
 
     instance: int
     running: int
-    decode_steps: int
     finished: tuple[Finished, ...]
     parked: tuple[Parked, ...] = ()
+    lost: tuple[SampleId, ...] = ()
+    work: Work = Work()
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A per-sample stage has run on these samples: new scalars by sample, new tensor fields."""
+    """A per-sample stage has run on these samples: new scalars by sample, new tensor fields.
+
+    `instance` is the one that an `infer` has kept busy for `seconds`.
+    """
 
     stage: str
     ids: tuple[SampleId, ...]
     scalars: dict[str, tuple[float | int | str, ...]]
     tensors: tuple[str, ...]
+    instance: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +169,44 @@ class Placed:
     finished: tuple[Finished, ...]
 
 
-Event = Advanced | Computed | Placed
+@dataclass(frozen=True, slots=True)
+class Died:
+    """An instance is gone, with its calls in flight, the samples it held and the tensors there."""
+
+    instance: int
+
+
+Event = Advanced | Computed | Placed | Died
 
 
 class Executor(Protocol):
     """The seam between a schedule and what runs it.
 
-    `advance`, `compute` and `place` start work and return at once; `wait` blocks until at least one
-    piece has ended. `enter`, `update` and `release` are whole-group and block. At most one
-    `advance` is in flight per instance; a `compute` that is started meanwhile runs after it, since
-    a rank does one thing at a time. Events of one call keep their order; schedules must not depend
-    on the order of different calls for anything that reaches the training batch.
+    `advance`, `compute`, `infer` and `place` start work and return at once; `wait` blocks until at
+    least one piece has ended. `enter`, `update` and `release` are whole-group and block. At most
+    one `advance` or `infer` is in flight per instance. Events of one call keep their order;
+    schedules must not depend on the order of different calls for anything that reaches the
+    training batch. Between `enter(GENERATE)` and the next `enter` no call needs two instances.
     """
 
     clock: Clock
 
     @property
-    def num_instances(self) -> int:
-        """Generation instances, numbered from 0."""
+    def instances(self) -> Sequence[int]:
+        """The numbers of the generation instances that live."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps of the weights that generate, since the last `enter(GENERATE)`."""
+        ...
+
+    def instance_of(self, rank: int) -> int:
+        """The instance that a rank belongs to."""
+        ...
+
+    def scope(self, stage: Stage) -> Scope:
+        """Who takes part in a per-sample stage."""
         ...
 
     def enter(self, phase: Phase) -> None:
@@ -164,9 +226,18 @@ class Executor(Protocol):
         ...
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Run a per-sample stage where the samples' tensors lie.
+        """Run a stage of scope RANK or WORLD where the samples' tensors lie.
 
         Ends with `Computed` (one for all samples, or one per rank).
+        """
+        ...
+
+    def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        """Run a stage of scope INSTANCE; samples that lie elsewhere move to `instance` for good.
+
+        The instance holds no unfinished sample; nothing else runs on samples that move. It gives
+        up its KV cache and takes up the role's weights. Sets `rank` of what moves. Ends with one
+        `Computed` that names the instance.
         """
         ...
 

@@ -135,10 +135,13 @@ class Telemetry:
         for record in records[: self._config.samples_per_step]:
             self._append("samples", {"step": step, "phase": phase or self._phase, **record})
 
-    def lengths(self, step: int, response_lengths: Sequence[int]) -> None:
-        """Record the response length, in tokens, of every sample of `step` in training order."""
+    def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:
+        """Record the response length, in tokens, of every sample of `step` in order of dispatch.
+
+        `others` are as long: `prompts`, their positions in the run, and `prompt_tokens`.
+        """
         line = {"step": step, "phase": self._phase, "lengths": list(response_lengths)}
-        self._append("lengths", line)
+        self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
 
     def span(self, lane: str, name: str, start: float, end: float, step: int, **args: Any) -> None:
         """Record work of a lane (`driver`, `rank 0`, ...), in seconds since the epoch.
@@ -159,7 +162,8 @@ class Telemetry:
     def _bubbles(self, step: int) -> dict[str, float]:
         shares = bubble_share(span for span in self._step_spans if span.step == step)
         self._step_spans = []
-        ranks = [share for lane, share in shares.items() if lane.startswith("rank")]
+        # What runs beside a rank keeps nobody busy.
+        ranks = [s for lane, s in shares.items() if lane.startswith("rank") and "/" not in lane]
         return {"bubble_share": sum(ranks) / len(ranks)} if ranks else {}
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:

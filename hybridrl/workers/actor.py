@@ -1,14 +1,15 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import Config, ConfigError, DType
 from hybridrl.data import Item, end_token_id
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
@@ -24,9 +25,10 @@ from hybridrl.flow.executor import (
     Resume,
     Sampling,
     Submit,
+    Work,
 )
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import SampleId, Span
 from hybridrl.layout.execute import WeightSwitch
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.shard import GenParallel
@@ -36,10 +38,14 @@ from hybridrl.workers.store import SampleStore, StoredSample
 
 @dataclass(frozen=True, slots=True)
 class ParkedSample:
-    """All that another instance needs to go on with a sample, and to have it judged."""
+    """All that another instance needs to go on with a sample, and to have it judged.
+
+    `spans` are the versions of its tokens so far.
+    """
 
     request: Request
     item: Item
+    spans: tuple[Span, ...]
 
 
 class Actor:
@@ -72,6 +78,7 @@ class Actor:
         self.instance = mesh.coordinates(dist.get_rank())["instance"]
         # The ranks of this instance, of which each keeps a share of the finished samples.
         self._peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
+        self.parallel = GenParallel.make(mesh, device.type)
         self.rollout = NativeEngine(
             model_config,
             dtype=getattr(torch, rollout.dtype.value),
@@ -80,13 +87,14 @@ class Actor:
             block_size=rollout.block_size,
             kv_cache_tokens=rollout.kv_cache_tokens,
             max_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            parallel=GenParallel.make(mesh, device.type),
+            parallel=self.parallel,
+            deterministic=config.strict,
         )
         self.stop_token_ids = stop_token_ids(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
         self.phase = Phase.TRAIN
         self.generating_version = -1
-        self._items: dict[SampleId, tuple[Item, int]] = {}
+        self._items: dict[SampleId, tuple[Item, tuple[Span, ...]]] = {}
 
     def _plan_switch(self, num_layers: int) -> tuple[Switch, WeightSwitch]:
         """The way of the weights into generation, and what carries it out."""
@@ -99,9 +107,17 @@ class Actor:
             rollout.layout.grouping,
             engine.dims.stage_of_layer(num_layers),
         )
-        dtype: torch.dtype = getattr(torch, rollout.dtype.value)
-        bucket = round(rollout.layout.bucket_mb * 2**20)
-        return planned, WeightSwitch(planned.plan, dist.get_rank(), dtype, bucket)
+        return planned, self._switch(planned, rollout.dtype)
+
+    def _switch(self, planned: Switch, dtype: DType) -> WeightSwitch:
+        bucket = round(self.config.rollout.layout.bucket_mb * 2**20)
+        kind: torch.dtype = getattr(torch, dtype.value)
+        return WeightSwitch(planned.plan, dist.get_rank(), kind, bucket)
+
+    def copy_weights(self, parameters: Mapping[str, torch.Tensor], dtype: DType) -> None:
+        """Fill another model of the generation layout with the present weights. Collective."""
+        switch = self._switch(self.switch_plan, dtype)
+        switch.switch(self.train_engine.named_shards(), parameters)
 
     def describe(self) -> dict[str, Any]:
         """What is worth logging about the actor; `instance` is the one that this rank is of."""
@@ -128,47 +144,53 @@ class Actor:
     # -- phases ------------------------------------------------------------------------------
 
     def enter(self, phase: Phase) -> dict[str, Any]:
-        """Change phase; into GENERATE, move the weights if the engine's are not the newest."""
+        """Change phase; into GENERATE, move the weights if the engine's are not the newest.
+
+        Answers with the version that generates and the switch's accounting, if there was one.
+        """
+        report: dict[str, Any] = {}
         if phase is Phase.TRAIN:
             if self.phase is Phase.GENERATE:
                 self.rollout.sleep()
                 self.train_engine.onload()
-            self.phase = phase
-            return {}
-        report: dict[str, Any] = {}
-        if self.phase is Phase.TRAIN:
-            self.rollout.wake()
-            self.generating_version = -1
-        if self.generating_version != self.train_engine.version:
-            stats = self.switch.switch(self.train_engine.named_shards(), self.rollout.parameters())
-            report = asdict(stats)
-            self.rollout.update_weights(())  # the tensors are written; cached prompts are stale
-            self.generating_version = self.train_engine.version
-        if self.phase is Phase.TRAIN:
-            self.train_engine.offload()
+        else:
+            if self.phase is Phase.TRAIN:
+                self.rollout.wake()
+                self.generating_version = -1
+            if self.generating_version != self.train_engine.version:
+                shards = self.train_engine.named_shards()
+                report = asdict(self.switch.switch(shards, self.rollout.parameters()))
+                self.rollout.update_weights(())  # the tensors are written; cached prompts are stale
+                self.generating_version = self.train_engine.version
+            if self.phase is Phase.TRAIN:
+                self.train_engine.offload()
         self.phase = phase
-        return report
+        return {"version": self.generating_version, "switch": report}
 
     # -- generation --------------------------------------------------------------------------
 
     def advance(
         self, commands: Sequence[Command], num_decode_steps: int
-    ) -> tuple[list[Finished], list[Parked], int]:
-        """Obey commands, then decode; returns finished samples, parked ones and steps made.
+    ) -> tuple[list[Finished], list[Parked], Work]:
+        """Obey commands, then decode; returns finished samples, parked ones and what it took.
 
-        The state of parked samples, which all ranks of the instance have, is a tuple of
-        `ParkedSample`; the instance's first rank gives it.
+        The state of parked samples is a dict of `ParkedSample` by id, of a resumed command too.
         """
         assert self.phase is Phase.GENERATE, "generation outside its phase"
+        start, before, kv_seconds, kv_tokens = time.perf_counter(), self.rollout.stats(), 0.0, 0
         parked: list[Parked] = []
         for command in commands:
             match command:
                 case Submit():
                     self.rollout.submit(self._requests(command))
-                case Park(ids=ids):
-                    parked.append(self._park(ids))
-                case Resume(ids=ids, parked=arrived):
-                    self._resume(ids, arrived)
+                case Park():
+                    begin = time.perf_counter()
+                    parked.append(self._park(command))
+                    if command.with_kv:
+                        kv_seconds += time.perf_counter() - begin
+                        kv_tokens += sum(parked[-1].tokens)
+                case Resume():
+                    self._resume(command)
         finished: list[Finished] = []
         steps = 0
         while steps < num_decode_steps and self.unfinished:
@@ -177,32 +199,53 @@ class Actor:
                 if event is not None:
                     finished.append(event)
             steps += 1
-        first = self._peers[0] == dist.get_rank()
-        return finished, parked if first else [], steps
+        after = self.rollout.stats()
+        work = Work(
+            seconds=time.perf_counter() - start,
+            decode_steps=after.decode_steps - before.decode_steps,
+            rows=after.decode_tokens - before.decode_tokens,
+            cached=after.cached_tokens - before.cached_tokens,
+            prefill_tokens=(after.prefill_tokens + after.replayed_tokens)
+            - (before.prefill_tokens + before.replayed_tokens),
+            kv_tokens=kv_tokens,
+            kv_seconds=kv_seconds,
+        )
+        return finished, parked, work
 
-    def _park(self, ids: Sequence[SampleId]) -> Parked:
-        samples = []
-        for request in self.rollout.park(ids):
-            item, version = self._items.pop(cast(SampleId, request.id))
-            assert version == self.generating_version, "tokens of weights that are gone"
-            samples.append(ParkedSample(request, item))
-        stopped = tuple(cast(SampleId, sample.request.id) for sample in samples)
-        return Parked(stopped, self.generating_version, tuple(samples))
+    def leave_generation(self) -> None:
+        """Give the KV cache up, where nothing uses it, for what runs next on this instance."""
+        if self.phase is Phase.GENERATE and not self.unfinished and self.rollout.stats().has_cache:
+            self.rollout.release_cache()
 
-    def _resume(self, ids: Sequence[SampleId], parked: Parked) -> None:
-        """The engine computes the keys and values of the tokens again."""
-        assert parked.version == self.generating_version, "resumed under other weights"
-        samples = {cast(SampleId, sample.request.id): sample for sample in parked.state}
-        for id in ids:
-            self._items[id] = (samples[id].item, parked.version)
-        self.rollout.submit([samples[id].request for id in ids])
+    def _park(self, command: Park) -> Parked:
+        samples: dict[SampleId, ParkedSample] = {}
+        tokens = []
+        for request in self.rollout.park(command.ids, command.with_kv):
+            id = cast(SampleId, request.id)
+            item, spans = self._items.pop(id)
+            spans = grown(spans, len(request.response_ids), self.generating_version)
+            samples[id] = ParkedSample(request, item, spans)
+            tokens.append(len(request.prompt_ids) + len(request.response_ids))
+        return Parked(tuple(samples), tuple(tokens), self.generating_version, samples)
+
+    def _resume(self, command: Resume) -> None:
+        same = command.parked.version == self.generating_version
+        samples: Mapping[SampleId, ParkedSample] = command.parked.state
+        requests = []
+        for id in command.ids:
+            request = samples[id].request
+            if not (same or command.stale_kv):
+                request = replace(request, kv=None)
+            self._items[id] = (samples[id].item, samples[id].spans)
+            requests.append(request)
+        self.rollout.submit(requests)
 
     def _requests(self, command: Submit) -> list[Request]:
         item: Item = command.prompt
         sampling = _sampling_params(command.sampling, self.stop_token_ids)
         seed = self.config.run.seed
         for id in command.ids:
-            self._items[id] = (item, self.generating_version)
+            self._items[id] = (item, ())
         return [
             Request(
                 id=id,
@@ -217,7 +260,7 @@ class Actor:
     def _finish(self, output: Output) -> Finished | None:
         """Keep a finished sample, or leave it to another rank of the instance: all have it."""
         id = cast(SampleId, output.id)
-        item, version = self._items.pop(id)
+        item, spans = self._items.pop(id)
         if self._peers[(id.prompt + id.k) % len(self._peers)] != dist.get_rank():
             return None
         self.store.add(
@@ -237,7 +280,7 @@ class Actor:
             prompt_tokens=len(item.prompt_ids),
             response_tokens=len(output.token_ids),
             finish=output.finish,
-            version=version,
+            spans=grown(spans, len(output.token_ids), self.generating_version),
         )
 
     # -- scoring and training ------------------------------------------------------------------
@@ -276,25 +319,17 @@ class Actor:
         return means
 
 
-class Reference:
-    """A frozen copy of the actor's starting weights that only scores."""
+def grown(spans: tuple[Span, ...], num_tokens: int, version: int) -> tuple[Span, ...]:
+    """`spans` with the tokens up to `num_tokens`, which `version` has made since.
 
-    def __init__(self, actor: Actor, config: Config, model_path: str) -> None:
-        self.store = actor.store
-        self.engine = TrainEngine(
-            model_path,
-            model=config.model,
-            trainer=config.trainer,
-            device=actor.device,
-            temperature=config.rollout.temperature or 1.0,
-        )
-
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Log-probabilities of the responses under the frozen weights."""
-        return log_probs_stage(self.engine, self.store, stage, ids)
-
-    def close(self) -> None:
-        """Nothing to end."""
+    Example: 3 tokens of version 1, then 5 in all: (0 to 3 of 1, 3 to 5 of 2).
+    """
+    start = spans[-1].stop if spans else 0
+    if num_tokens == start:
+        return spans
+    if spans and spans[-1].version == version:
+        return (*spans[:-1], replace(spans[-1], stop=num_tokens))
+    return (*spans, Span(start, num_tokens, version))
 
 
 def log_probs_stage(

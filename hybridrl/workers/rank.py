@@ -14,25 +14,32 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint.hf import save_hf
-from hybridrl.config import Config, ConfigError, OptimConfig
+from hybridrl.config import Config, ConfigError, OptimConfig, RewardKind
 from hybridrl.data import Item
 from hybridrl.flow.executor import Advanced, Command, Computed, Finished, Phase, Placed, Resume
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
-from hybridrl.workers.actor import Actor, Reference
+from hybridrl.workers.actor import Actor, ParkedSample, grown
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.roles import RewardModel, Role, run_map
+from hybridrl.workers.scorers import (
+    InstanceScorer,
+    NeuralReward,
+    OldPolicyScorer,
+    ReferenceScorer,
+)
 from hybridrl.workers.store import SampleStore, StoredSample
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What this rank did between two moments (Unix seconds)."""
+    """What this rank did between two moments (Unix seconds); `beside` the rest."""
 
     name: str
     start: float
     stop: float
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,10 @@ class RankWorker:
     number of times. In GENERATE the rollout engine holds the actor's newest weights; in TRAIN the
     training shards and the optimizer are in place. Samples stay in `store` from the call that
     made them until `release`.
+
+    Within GENERATE an instance goes its own way: it decodes; when it holds no sample it may give up
+    its KV cache and take up a forward-only role's weights (`infer`; `inferring` is that role), one
+    at a time; and it may decode again. No call needs another instance.
     """
 
     def __init__(
@@ -72,6 +83,8 @@ class RankWorker:
         self.config, self.model_path, self.data_plane = config, model_path, data_plane
         self.store = SampleStore()
         self.roles: dict[str, Role] = {}
+        self.scorers: dict[str, InstanceScorer] = {}
+        self.inferring: str | None = None
         self._spans: list[Span] = []
 
     # -- life --------------------------------------------------------------------------------
@@ -93,10 +106,7 @@ class RankWorker:
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         with self._span("load"):
             self.actor = Actor(self.config, self.model_path, self.tokenizer, self.store, device)
-        self.roles = {
-            "actor": self.actor,
-            "reward": RewardModel(self.config, self.tokenizer, self.store),
-        }
+            self._make_roles(device)
         return self._reply(
             {
                 "pid": os.getpid(),
@@ -106,21 +116,55 @@ class RankWorker:
             }
         )
 
+    def _make_roles(self, device: torch.device) -> None:
+        """The actor in its two faces, and what gives the reward."""
+        actor, config, strict = self.actor, self.config, self.config.strict
+        place = (actor.parallel, device, self.store)
+        self.roles = {"actor": actor}
+        self.scorers = {
+            "actor": OldPolicyScorer(config, actor.rollout.model, *place, deterministic=strict)
+        }
+        if config.reward.kind is RewardKind.model:
+            self.scorers["reward"] = NeuralReward(
+                config, str(config.reward.model), *place, self.tokenizer, deterministic=strict
+            )
+            self.scorers["reward"].offload()
+        else:
+            self.roles["reward"] = RewardModel(config, self.tokenizer, self.store)
+
     @dispatch(Dispatch.SAME)
     def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> Reply:
-        """Make the roles that a recipe needs and start a fresh optimizer."""
+        """Make the roles that a recipe needs and start a fresh optimizer.
+
+        A frozen copy has the actor's weights of this moment.
+        """
         self.actor.train_engine.reset_optimizer(optim, total_updates)
         for name in graph.roles:
-            if name in self.roles:
+            if name in self.roles or name in self.scorers:
                 continue
             copy = graph.copies.get(name)
             if name != "reference" and not (
                 copy and copy.of == "actor" and copy.update == "frozen"
             ):
-                known = ", ".join([*self.roles, "reference"])
+                known = ", ".join(dict.fromkeys([*self.roles, *self.scorers, "reference"]))
                 raise ConfigError("recipe", f"role {name}", f"roles that are built: {known}")
-            self.roles[name] = Reference(self.actor, self.config, self.model_path)
+            self.scorers[name] = self._frozen_copy()
         return self._reply(None)
+
+    def _frozen_copy(self) -> ReferenceScorer:
+        actor = self.actor
+        scorer = ReferenceScorer(
+            self.config,
+            self.model_path,
+            actor.parallel,
+            actor.device,
+            self.store,
+            deterministic=self.config.strict,
+        )
+        if actor.train_engine.version:  # a warm start has trained what the file holds
+            actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
+        scorer.offload()
+        return scorer
 
     @dispatch(Dispatch.SAME)
     def close(self) -> Reply:
@@ -136,6 +180,7 @@ class RankWorker:
     def enter(self, phase: Phase) -> Reply:
         """Change phase; into GENERATE this is the weight switch. Answers with its accounting."""
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
+            self._take_up(None)
             report = self.actor.enter(phase)
         return self._reply(report)
 
@@ -143,20 +188,41 @@ class RankWorker:
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
         """Take commands and decode for a bounded number of steps.
 
-        What is parked goes into the data plane, and comes out of it where it resumes.
+        What is parked goes into the data plane, each rank's part under its place in the instance,
+        and comes out of it where it resumes.
         """
+        self._take_up(None)
+        start = time.perf_counter()
         commands = [self._arrived(c) if isinstance(c, Resume) else c for c in commands]
+        fetch_s = time.perf_counter() - start
         with self._span("generate"):
-            finished, parked, steps = self.actor.advance(commands, num_decode_steps)
-        finished = [replace(event, rank=self.rank) for event in finished]
-        sent = [replace(event, state=self.data_plane.put(event.state)) for event in parked]
-        value = Advanced(instance, self.actor.unfinished, steps, tuple(finished), tuple(sent))
+            finished, parked, work = self.actor.advance(commands, num_decode_steps)
+        start = time.perf_counter()
+        sent = [replace(event, state=self._departing(event.state)) for event in parked]
+        put_s = time.perf_counter() - start
+        kv_tokens = work.kv_tokens + sum(kv_tokens_of(c) for c in commands)
+        if kv_tokens:
+            kv_seconds = work.kv_seconds + fetch_s + put_s
+            seconds = work.seconds + fetch_s + put_s
+            work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
+        value = Advanced(instance, self.actor.unfinished, tuple(finished), tuple(sent), work=work)
         return self._reply(value)
 
+    def _departing(self, samples: dict[SampleId, ParkedSample]) -> dict[int, dict[SampleId, Any]]:
+        """References by place and sample: one each where keys and values go along."""
+        place = self.actor.parallel.place
+        if any(sample.request.kv is not None for sample in samples.values()):
+            return {place: {id: self.data_plane.put({id: s}) for id, s in samples.items()}}
+        return {place: dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}}
+
     def _arrived(self, command: Resume) -> Resume:
-        """With the parked samples themselves in place of their reference."""
+        """With the parked samples themselves in place of their references."""
+        of_place = command.parked.state[self.actor.parallel.place]
+        references = [of_place[sample] for sample in command.ids]
+        wanted = {id(reference): reference for reference in references}
         with self._span("fetch"):
-            (state,) = self.data_plane.get([command.parked.state])
+            found = self.data_plane.get(list(wanted.values()))
+        state = {key: sample for part in found for key, sample in part.items()}
         return replace(command, parked=replace(command.parked, state=state))
 
     # -- per-sample stages -------------------------------------------------------------------
@@ -171,21 +237,77 @@ class RankWorker:
             tokens = torch.tensor([*item.prompt_ids, *item.target_ids])
             num_prompt, num_target = len(item.prompt_ids), len(item.target_ids)
             self.store.add(id, StoredSample(num_target, item, {"tokens": tokens}))
-            placed.append(Finished(id, self.rank, num_prompt, num_target, "stop", -1))
+            spans = grown((), num_target, -1)
+            placed.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans))
         return self._reply(Placed(stage.name, tuple(placed)))
 
     @dispatch(Dispatch.SAME)
     def compute(
         self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
     ) -> Reply:
-        """Run a per-sample stage on samples that live here; `scalars` are the driver's fields."""
-        with self._span(stage.method or stage.name):
-            if stage.method == "map":
-                made, tensors = run_map(stage, self.store, ids, scalars)
-            else:
-                assert stage.role is not None
-                made, tensors = self.roles[stage.role].compute(stage, ids)
+        """Run a stage that all ranks take part in on the samples that live here."""
+        assert stage.role is not None
+        with self._span(stage.name):
+            made, tensors = self.roles[stage.role].compute(stage, ids)
         return self._reply(Computed(stage.name, ids, made, tensors))
+
+    @dispatch(Dispatch.SAME, beside=True)
+    def judge(
+        self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
+    ) -> Reply:
+        """Run a verifier or a `map` on samples that live here, beside what else the rank does.
+
+        `scalars` are the driver's fields.
+        """
+        start = time.time()
+        if stage.method == "map":
+            made, tensors = run_map(stage, self.store, ids, scalars)
+        else:
+            assert stage.role is not None
+            made, tensors = self.roles[stage.role].compute(stage, ids)
+        span = Span(stage.name, start, time.time(), beside=True)
+        return Reply(Computed(stage.name, ids, made, tensors), (span,))
+
+    @dispatch(Dispatch.SAME)
+    def send(self, moves: dict[int, tuple[SampleId, ...]]) -> Reply:
+        """Put whole samples into the data plane for other ranks: a reference for each."""
+        with self._span("export"):
+            sent = {
+                rank: self.data_plane.put(self.store.take_whole(ids)) for rank, ids in moves.items()
+            }
+        return self._reply(sent)
+
+    @dispatch(Dispatch.SAME)
+    def infer(
+        self, stage: Stage, instance: int, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
+    ) -> Reply:
+        """Run a forward-only stage with the other ranks of the instance; `ids` are this rank's.
+
+        `parcels` are references of samples that come from other instances.
+        """
+        if parcels:
+            with self._span("fetch"):
+                for arrived in self.data_plane.get(list(parcels)):
+                    for parcel in arrived:
+                        self.store.accept(parcel)
+        assert stage.role is not None
+        start = time.perf_counter()
+        with self._span(stage.name):
+            self.actor.leave_generation()
+            self._take_up(stage.role)
+            made, tensors = self.scorers[stage.role].compute(stage, ids)
+        seconds = time.perf_counter() - start
+        return self._reply(Computed(stage.name, ids, made, tensors, instance, seconds))
+
+    def _take_up(self, role: str | None) -> None:
+        """Have the weights of one forward-only role in place, or of none."""
+        if role == self.inferring:
+            return
+        if self.inferring is not None:
+            self.scorers[self.inferring].offload()
+        if role is not None:
+            self.scorers[role].onload()
+        self.inferring = role
 
     # -- training ----------------------------------------------------------------------------
 
@@ -250,6 +372,14 @@ class RankWorker:
     def _reply(self, value: Any) -> Reply:
         spans, self._spans = tuple(self._spans), []
         return Reply(value, spans)
+
+
+def kv_tokens_of(command: Command) -> int:
+    """Tokens whose keys and values come with a command."""
+    if not isinstance(command, Resume):
+        return 0
+    requests = [command.parked.state[sample].request for sample in command.ids]
+    return sum(len(r.prompt_ids) + len(r.response_ids) for r in requests if r.kv is not None)
 
 
 def _log_file() -> str:

@@ -47,8 +47,9 @@ class InstanceScorer:
         if self.weights_bytes:
             self.engine.onload()
 
-    def close(self) -> None:
-        """Nothing to end."""
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
+        raise NotImplementedError
 
     def _own(
         self, ids: Sequence[SampleId], score: Callable[[Sequence[TrainSequence]], list[T]]
@@ -93,6 +94,10 @@ class ReferenceScorer(InstanceScorer):
         )
         engine.load(model_path)
         super().__init__(engine, store)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The rank's own tensors by name, for other weights than those of the file."""
+        return self.engine.parameters()
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Log-probabilities of the responses under the frozen weights."""

@@ -1,7 +1,7 @@
 """The samples of one rank: their tensors, and how they are packed to travel."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,15 @@ class StoredSample:
 class Parcel:
     """Samples packed for another rank: one flat array a field, so that a send is a few copies.
 
-    `ids` are the samples' as plain tuples, which pickle faster.
+    `ids` are the samples' as plain tuples, which pickle faster; `items` what verifiers need, or
+    nothing where none will judge them.
     """
 
     ids: tuple[tuple[int, str, int, int], ...]
     response_tokens: tuple[int, ...]
     columns: dict[str, np.ndarray]
     sizes: dict[str, tuple[int, ...]]
+    items: tuple[Any, ...] = ()
 
 
 class SampleStore:
@@ -79,6 +81,21 @@ class SampleStore:
             sizes={name: tuple([t.numel() for t in tensors]) for name, tensors in columns.items()},
         )
 
+    def take_whole(self, ids: Sequence[SampleId]) -> list[Parcel]:
+        """Pack samples with all that is known of them and forget them: a parcel per set of fields.
+
+        One sample's stages may have run already, another's not.
+        """
+        by_fields: dict[tuple[str, ...], list[SampleId]] = {}
+        for id in ids:
+            by_fields.setdefault(tuple(sorted(self._samples[id].tensors)), []).append(id)
+        return [
+            replace(parcel, items=items)
+            for fields, alike in by_fields.items()
+            for items in [tuple(self._samples[id].item for id in alike)]
+            for parcel in [self.take(alike, fields)]
+        ]
+
     def accept(self, parcel: Parcel) -> None:
         """Unpack what another rank sent.
 
@@ -91,11 +108,12 @@ class SampleStore:
         ]
         rows = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
         names, held = tuple(parcel.columns), len(self._samples)
+        items = parcel.items or (None,) * len(parcel.ids)
         arrived = zip(
-            (SampleId(*id) for id in parcel.ids), parcel.response_tokens, rows, strict=True
+            (SampleId(*id) for id in parcel.ids), parcel.response_tokens, items, rows, strict=True
         )
         self._samples.update(
-            (id, StoredSample(response_tokens, None, dict(zip(names, row, strict=True))))
-            for id, response_tokens, row in arrived
+            (id, StoredSample(response_tokens, item, dict(zip(names, row, strict=True))))
+            for id, response_tokens, item, row in arrived
         )
         assert len(self._samples) == held + len(parcel.ids), "a sample of the parcel is stored"

@@ -27,9 +27,9 @@ class TurnTaking(Telemetry):
         super().__init__(run_dir, config, total_steps=1)
         self.blocks = blocks
 
-    def lengths(self, step: int, response_lengths: Sequence[int]) -> None:
+    def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:
         """Record them; a step has ended."""
-        super().lengths(step, response_lengths)
+        super().lengths(step, response_lengths, **others)
         if not self.blocks.after_step(response_lengths):
             raise _Done
 

@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    Died,
     Event,
     Finished,
     Park,
@@ -19,18 +21,21 @@ from hybridrl.flow.executor import (
     Phase,
     Placed,
     Resume,
+    Scope,
     Submit,
 )
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import Sample, SampleId, Span
 
 
 class VirtualExecutor:
     """One rank per instance; what a sample is depends on its id alone, when it is made on `seed`.
 
-    Holds callers to the seam's rules: phases, one advance per instance, nothing in flight at a
-    whole-group call, no sample used after its release, parked samples resumed once and under the
-    weights that they began with. `length_of` gives response tokens, `reward_of` (reward, status).
+    Holds callers to the seam's rules: phases, one call per instance, nothing in flight at a
+    whole-group call, no sample used after its release, where it does not lie, or moved while
+    something runs on it, parked samples resumed once. `length_of` gives response tokens,
+    `reward_of` (reward, status), `finish_of` how it ends. `deaths` maps the number of a `wait` to
+    the instance that dies then. A sample whose reward `hangs` takes as long as all else together.
     """
 
     def __init__(
@@ -39,6 +44,10 @@ class VirtualExecutor:
         seed: int = 0,
         length_of: Callable[[SampleId], int] | None = None,
         reward_of: Callable[[SampleId], tuple[float, str]] | None = None,
+        finish_of: Callable[[SampleId], str] | None = None,
+        hangs: Callable[[SampleId], bool] | None = None,
+        deaths: dict[int, int] | None = None,
+        scopes: dict[str, Scope] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.num_instances = num_instances
@@ -46,94 +55,194 @@ class VirtualExecutor:
         self.reward_of = reward_of or (
             lambda id: (float(random.Random(f"{id} reward").randrange(0, 2)), "ok")
         )
+        self.finish_of = finish_of or (lambda id: "stop")
+        self.hangs = hangs or (lambda id: False)
+        self.deaths = deaths or {}
+        self.scopes = scopes or {}  # by role, where it is not the method's
         self.tensors: dict[SampleId, dict[str, Any]] = {}
         self.prompts: dict[SampleId, Any] = {}
         self.submits: list[tuple[int, Submit]] = []
         self.resumes: list[tuple[int, SampleId]] = []
+        self.infers: list[tuple[str, int, tuple[SampleId, ...]]] = []
+        self.parks_with_kv: list[bool] = []
         self.finish_order: list[SampleId] = []
         self.updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]] = []
         self.entered: list[Phase] = []
         self.released: list[SampleId] = []
         self.version = 0
+        self.stale_resumes = self.num_moved = 0
+        self.alive = set(range(num_instances))
         self._random = random.Random(seed)
         self._pending: list[tuple[float, int, Event]] = []
-        self._num_calls = 0
+        self._num_calls = self._num_waits = 0
         self._left: list[dict[SampleId, int]] = [{} for _ in range(num_instances)]
+        self._where: dict[SampleId, int] = {}
+        self._spans: dict[SampleId, list[Span]] = {}
         self._busy: set[int] = set()
-        self._parked: set[SampleId] = set()
+        self._on: Counter[SampleId] = Counter()
+        self.parked: set[SampleId] = set()
         self.most_held = [0] * num_instances
+
+    @property
+    def instances(self) -> list[int]:
+        return sorted(self.alive)
+
+    def instance_of(self, rank: int) -> int:
+        return rank
+
+    def scope(self, stage: Stage) -> Scope:
+        usual = {"map": Scope.RANK, "score": Scope.RANK, "values": Scope.WORLD}
+        return self.scopes.get(stage.role) or usual.get(stage.method, Scope.INSTANCE)
 
     def enter(self, phase: Phase) -> None:
         assert not self._working(), "a phase change while calls are in flight"
         assert not any(self._left), "a phase change while samples are unfinished"
-        assert not self._parked, "a phase change while samples are parked"
         self.entered.append(phase)
         self.clock.advance_to(self.clock.now() + 1.0)
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         assert self.entered[-1:] == [Phase.GENERATE]
-        assert instance not in self._busy, "two advances in flight on one instance"
-        self._busy.add(instance)
+        self._occupy(instance)
         left = self._left[instance]
-        parked = [p for command in commands for p in self._obey(instance, command)]
+        parked: list[Parked] = []
+        lost: list[SampleId] = []
+        for command in commands:
+            self._obey(instance, command, parked, lost)
         self.most_held[instance] = max(self.most_held[instance], len(left))
         done = [id for id, tokens in left.items() if tokens <= num_decode_steps]
-        steps = min(num_decode_steps, max(left.values(), default=0))
         for id in left:
-            left[id] -= num_decode_steps
+            made = min(num_decode_steps, left[id])
+            self._grow(id, made)
+            left[id] -= made
         for id in done:
             del left[id]
         self._random.shuffle(done)
         self.finish_order += done
         finished = tuple(self._finish(id, instance) for id in done)
-        self._push(Advanced(instance, len(left), steps, finished, tuple(parked)))
+        self._push(Advanced(instance, len(left), finished, tuple(parked), tuple(lost)))
 
-    def _obey(self, instance: int, command: Command) -> list[Parked]:
+    def _obey(
+        self, instance: int, command: Command, parked: list[Parked], lost: list[SampleId]
+    ) -> None:
         left = self._left[instance]
         match command:
             case Submit():
                 self.submits.append((instance, command))
                 for id in command.ids:
-                    assert id not in self.prompts
+                    assert id not in self._where, "made again though it lies somewhere"
                     self.prompts[id] = command.prompt
+                    self._spans[id] = []
                     left[id] = self.length_of(id)
-            case Park(ids=ids):
+            case Park(ids=ids, with_kv=with_kv):
+                self.parks_with_kv.append(with_kv)
                 state = {id: left.pop(id) for id in ids if id in left}
-                self._parked |= state.keys()
-                return [Parked(tuple(state), self.version, state)]
-            case Resume(ids=ids, parked=parked):
-                assert parked.version == self.version, "resumed under other weights"
-                assert set(ids) <= set(parked.ids)
+                self.parked |= state.keys()
+                tokens = tuple(3 + self.length_of(id) - n for id, n in state.items())
+                parked.append(Parked(tuple(state), tokens, self.version, (instance, state)))
+            case Resume(ids=ids, parked=before):
+                owner, state = before.state
+                assert set(ids) <= set(before.ids)
+                self.stale_resumes += before.version != self.version
                 for id in ids:
-                    self._parked.remove(id)
-                    self.resumes.append((instance, id))
-                    left[id] = parked.state[id]
-        return []
+                    self.parked.remove(id)
+                    if owner in self.alive:
+                        self.resumes.append((instance, id))
+                        left[id] = state[id]
+                    else:
+                        lost.append(id)
+
+    def _grow(self, id: SampleId, num: int) -> None:
+        """So many more tokens, under the present version."""
+        if not num:
+            return
+        *before, last = self._spans[id] or [Span(0, 0, self.version)]
+        if last.version != self.version:
+            before, last = [*before, last], Span(last.stop, last.stop, self.version)
+        self._spans[id] = [*before, Span(last.start, last.stop + num, self.version)]
 
     def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         self.prompts.update(zip(ids, prompts, strict=True))
-        for rank in range(self.num_instances):
-            mine = ids[rank :: self.num_instances]
+        ranks = sorted(self.alive)
+        for i, rank in enumerate(ranks):
+            mine = ids[i :: len(ranks)]
+            for id in mine:
+                self._spans[id] = [Span(0, self.length_of(id), -1)] if self.length_of(id) else []
             if mine:
                 self._push(Placed(stage.name, tuple(self._finish(id, rank) for id in mine)))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        for rank in range(self.num_instances):
-            here = [sample for sample in samples if sample.rank == rank]
-            self._push(self._run(stage, here))
+        assert self.scope(stage) is not Scope.INSTANCE
+        for rank in sorted(self.alive):
+            self._compute(stage, [s for s in samples if s.rank == rank], rank, None)
+
+    def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        assert self.scope(stage) is Scope.INSTANCE
+        assert samples
+        assert not self._left[instance], "a forward pass on an instance that generates"
+        self._occupy(instance)
+        for sample in samples:
+            if sample.rank != instance:
+                assert not self._on[sample.id], "moved while something runs on it"
+                sample.rank = self._where[sample.id] = instance
+                self.num_moved += 1
+        self.infers.append((stage.name, instance, tuple(s.id for s in samples)))
+        self._compute(stage, samples, instance, instance)
+
+    def _compute(
+        self, stage: Stage, samples: Sequence[Sample], rank: int, instance: int | None
+    ) -> None:
+        assert all(self._where[s.id] == s.rank == rank for s in samples), "not where it lies"
+        made = self._run(stage, samples, instance)
+        self._on.update(made.ids)
+        hangs = stage.method == "score" and any(self.hangs(s.id) for s in samples)
+        self._push(made, rank, 1000.0 if hangs else 1.0)
 
     def wait(self) -> list[Event]:
+        self._num_waits += 1
+        dying = self.deaths.get(self._num_waits)
+        if dying in self.alive:
+            return self._die(dying)
         if not self._pending:
             raise RuntimeError("nothing is in flight")
         when, _, event = heapq.heappop(self._pending)
         self.clock.advance_to(max(when, self.clock.now()))
         if isinstance(event, Advanced):
             self._busy.remove(event.instance)
+        if isinstance(event, Computed):
+            self._on.subtract(event.ids)
+            if event.instance is not None:
+                self._busy.remove(event.instance)
         return [event]
+
+    def _die(self, instance: int) -> list[Event]:
+        self.alive.remove(instance)
+        self._busy.discard(instance)
+        self._left[instance].clear()
+        for id in [id for id, where in self._where.items() if where == instance]:
+            del self._where[id], self.tensors[id]
+            self._on[id] = 0
+        kept = []
+        for when, number, event in self._pending:
+            match event:
+                case Advanced(instance=who):
+                    gone = who == instance
+                    if gone:  # what it parked in that call has reached nobody
+                        for parked in event.parked:
+                            self.parked -= set(parked.ids)
+                case Computed(ids=ids):
+                    gone = event.instance == instance or any(id not in self._where for id in ids)
+                case Placed(finished=finished):
+                    gone = any(f.rank == instance for f in finished)
+            if not gone:
+                kept.append((when, number, event))
+        self._pending = kept
+        heapq.heapify(self._pending)
+        return [Died(instance)]
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
         assert self.entered[-1:] == [Phase.TRAIN]
         assert not self._working()
+        assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
         self.updates.append((stage.name, seen))
         self.version += 1
@@ -143,23 +252,30 @@ class VirtualExecutor:
         self.released += ids
         for id in ids:
             self.tensors.pop(id, None)
+            self._where.pop(id, None)
+
+    def _occupy(self, instance: int) -> None:
+        assert instance in self.alive, "a call to the dead"
+        assert instance not in self._busy, "two calls in flight on one instance"
+        self._busy.add(instance)
 
     def _working(self) -> bool:
         return any(not isinstance(e, Computed) or bool(e.ids) for _, _, e in self._pending)
 
-    def _push(self, event: Event) -> None:
+    def _push(self, event: Event, rank: int = 0, most: float = 1.0) -> None:
         self._num_calls += 1
-        when = self.clock.now() + self._random.random()
+        when = self.clock.now() + most * self._random.random()
         heapq.heappush(self._pending, (when, self._num_calls, event))
 
     def _finish(self, id: SampleId, rank: int) -> Finished:
         length = self.length_of(id)
         draw = random.Random(f"{id} tokens")
+        self._where[id] = rank
         self.tensors[id] = {
             "tokens": [draw.randrange(50) for _ in range(3 + length)],
             "log_probs": [-draw.random() for _ in range(length)],
         }
-        return Finished(id, rank, 3, length, "stop", self.version)
+        return Finished(id, rank, 3, length, self.finish_of(id), tuple(self._spans[id]))
 
     def _field(self, sample: Sample, name: str) -> Any:
         if name in sample.scalars:
@@ -167,7 +283,7 @@ class VirtualExecutor:
         assert name in sample.tensors
         return self.tensors[sample.id][name]
 
-    def _run(self, stage: Stage, samples: Sequence[Sample]) -> Computed:
+    def _run(self, stage: Stage, samples: Sequence[Sample], instance: int | None) -> Computed:
         made: dict[str, list[Any]] = {name: [] for name in stage.scalars}
         for sample in samples:
             for name, value in self._outputs(stage, sample).items():
@@ -177,7 +293,7 @@ class VirtualExecutor:
                     self.tensors[sample.id][name] = value
         ids = tuple(sample.id for sample in samples)
         tensors = tuple(name for name in stage.outputs if name not in made)
-        return Computed(stage.name, ids, {k: tuple(v) for k, v in made.items()}, tensors)
+        return Computed(stage.name, ids, {k: tuple(v) for k, v in made.items()}, tensors, instance)
 
     def _outputs(self, stage: Stage, sample: Sample) -> dict[str, Any]:
         inputs = [self._field(sample, name) for name in stage.inputs]
@@ -188,7 +304,10 @@ class VirtualExecutor:
         if stage.method == "score":
             value, status = stage.scalars
             return dict(zip((value, status), self.reward_of(sample.id), strict=True))
-        assert self.entered[-1:] == [Phase.TRAIN], "a forward pass outside of TRAIN"
+        if self.scope(stage) is Scope.WORLD:
+            assert self.entered[-1:] == [Phase.TRAIN], "the training shards are not there"
+        if stage.role == "actor" and self.scope(stage) is Scope.INSTANCE:
+            assert self.entered[-1:] == [Phase.GENERATE], "the generation weights are not there"
         draw = random.Random(f"{sample.id} {stage.name}")
         return {x: [-draw.random() for _ in range(sample.response_tokens)] for x in stage.outputs}
 

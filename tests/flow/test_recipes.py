@@ -13,6 +13,7 @@ import pytest
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.flow.executor import Phase, Sampling
 from hybridrl.flow.schedules import StepResult
+from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
 
 
@@ -34,9 +35,9 @@ def run(graph: Graph, executor, prompts_per_step: int = 4) -> StepResult:
         graph,
         executor,
         prompts,
-        sampling=Sampling(max_new_tokens=20),
-        decode_steps=6,
-        prompts_per_step=prompts_per_step,
+        StepSettings(
+            sampling=Sampling(max_new_tokens=20), decode_steps=6, prompts_per_step=prompts_per_step
+        ),
     )
     result = schedule.run_step(0)
     assert not executor.released, "the step's samples can be looked at before they are released"

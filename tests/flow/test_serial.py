@@ -11,6 +11,7 @@ from hybridrl.flow import Flow, SampleId, Span, recipe
 from hybridrl.flow.batch import Ledger
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample
+from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
 
 
@@ -36,9 +37,11 @@ def make(executor, cfg, *, prompts_per_step=4, decode_steps=5, num_prompts=10_00
         graph or toy.build(cfg),
         executor,
         ((i, f"prompt {i}") for i in range(num_prompts)),
-        sampling=Sampling(max_new_tokens=20),
-        decode_steps=decode_steps,
-        prompts_per_step=prompts_per_step,
+        StepSettings(
+            sampling=Sampling(max_new_tokens=20),
+            decode_steps=decode_steps,
+            prompts_per_step=prompts_per_step,
+        ),
     )
 
 
@@ -175,9 +178,9 @@ def test_stages_have_spans_in_order(virtual_executor):
         "generate",
         "reward",
         "spread",
-        "to_train",
         "reference_log_probs",
         "by_group",
+        "to_train",
         "update_actor",
     ]
     for before, after in pairwise(spans):

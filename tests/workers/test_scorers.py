@@ -129,7 +129,6 @@ def score(paths: tuple[str, str], pp: int, tp: int, shares: list[list[int]]) -> 
         old.onload()
         assert old.compute(OLD_POLICY, ids) == ({}, ("old_log_probs",))
         found["old"] = [store[id].tensors["old_log_probs"].tolist() for id in ids]
-        old.close()
     return found
 
 

@@ -117,6 +117,12 @@ class ScoreEngine:
         self._host = []
         self.weights = Weights.here
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The rank's own tensors by state-dict name, tied ones once; to be written in place."""
+        assert self.weights in (Weights.empty, Weights.here), f"weights are {self.weights}"
+        self.weights, self._host = Weights.here, []
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
     def offload(self) -> None:
         """Free the device's memory; the weights, which never change, stay on the host from now on.
 

@@ -1,8 +1,9 @@
 """What every schedule shares: a step's prompts, its rounds, its barriers, its record."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,13 +18,26 @@ from hybridrl.flow.batch import (
     ready,
     record_computed,
 )
-from hybridrl.flow.executor import Computed, Event, Executor, Phase, Sampling
+from hybridrl.flow.executor import Computed, Event, Executor, Phase, Sampling, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
-from hybridrl.flow.sample import Sample
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
 
+ABORTED = "aborted by the rollout engine"
 Prompt = tuple[int, Any]  # position in the run's prompt stream, and what schedules do not look into
 Batch = dict[str, list[Sample]]  # the samples that have left each stage, in training order
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What a step is: the sampling (where a stage does not say otherwise) and how many prompts.
+
+    `decode_steps` bound one call of an instance.
+    """
+
+    sampling: Sampling
+    decode_steps: int
+    prompts_per_step: int
 
 
 class Schedule(ABC):
@@ -33,47 +47,38 @@ class Schedule(ABC):
     what lies before it runs in rounds of prompts until it has enough groups, the rest once.
 
     Invariants: samples are trained in the stream's order, whatever the order in which they
-    finished; prompts are dealt to instances by position in the step, all samples of a prompt to
-    one; every dispatched sample is used or dropped, and the ranks keep it until `release`.
+    finished; every dispatched sample is used or dropped, and the ranks keep it until `release`.
 
-    `prompts` gives positions (growing over the run) and prompts; the sampling settings hold where a
-    stage does not say otherwise; `decode_steps` bound one call of an instance.
+    `prompts` gives positions (growing over the run) and prompts.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        executor: Executor,
-        prompts: Iterator[Prompt],
-        *,
-        sampling: Sampling,
-        decode_steps: int,
-        prompts_per_step: int,
+        self, graph: Graph, executor: Executor, prompts: Iterator[Prompt], settings: StepSettings
     ) -> None:
         graph.check()
         self.graph, self.executor, self.prompts = graph, executor, prompts
-        self.sampling = sampling
-        self.decode_steps, self.prompts_per_step = decode_steps, prompts_per_step
+        self.settings = settings
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
         self._ledger = Ledger()
-        self._begin()
+        self._begin(0)
 
     def run_step(self, step: int) -> StepResult:
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
 
         Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
-        recipe's function returns what does not fit.
+        recipe's function returns what does not fit; `RuntimeError` when no instance is left.
         """
         self.release()
-        self._begin()
-        batch = self._run_rounds() if self._take else self._pull(self.prompts_per_step)
+        self._begin(step)
+        batch = self._run_rounds() if self._take else self._pull(self.settings.prompts_per_step)
         self._run_stages([s for s in self._order if s.name not in batch], batch)
-        used, dropped = self._ledger.settle()
+        unfinished = self._unfinished()
+        used, dropped = self._ledger.settle(unfinished)
         return StepResult(
             step,
             tuple(used),
-            self._ledger.samples,
+            tuple(s for s in self._ledger.samples if s.id not in unfinished),
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
@@ -81,13 +86,27 @@ class Schedule(ABC):
 
     def release(self) -> None:
         """Let the ranks forget the last step's samples; the next step does it by itself."""
-        if self._ledger.ids:
-            self.executor.release(self._ledger.ids)
+        unfinished = self._unfinished()
+        left = [id for id in self._ledger.ids if id not in unfinished]
+        if left:
+            self.executor.release(left)
+        carried = [sample for sample in self._ledger.samples if sample.id in unfinished]
         self._ledger = Ledger()
+        self._ledger.dispatch(carried)
+
+    def close(self) -> dict[SampleId, str]:
+        """End the run: release everything; gives what was still unfinished, with the reason."""
+        self.release()
+        return {}
+
+    def _unfinished(self) -> Collection[SampleId]:
+        """Samples that the next step goes on with."""
+        return ()
 
     # -- prompts and rounds --------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, step: int) -> None:
+        self._step = step
         self._spans: list[StageSpan] = []
         self._metrics: dict[str, float] = {}
         self._phase: Phase | None = None
@@ -105,16 +124,16 @@ class Schedule(ABC):
         take = self._take
         assert take is not None
         options = take.options
-        wanted = options["num_groups"] or self.prompts_per_step
-        num_prompts = options["round_prompts"] or self.prompts_per_step
+        wanted = options["num_groups"] or self.settings.prompts_per_step
+        num_prompts = options["round_prompts"] or self.settings.prompts_per_step
         merged: Batch = {}
         all_pulled: list[Prompt] = []
         passed: list[list[Sample]] = []
         for _ in range(options["max_rounds"]):
             batch = self._pull(num_prompts)
-            all_pulled += self._pulled
             before = [s for s in self._order if s.name in self._in_rounds]
             self._run_stages([s for s in before if s.name not in batch], batch)
+            all_pulled += self._pulled
             for name, samples in batch.items():
                 merged.setdefault(name, []).extend(samples)
             passed = groups(merged[take.upstream[0]])
@@ -141,7 +160,7 @@ class Schedule(ABC):
     def _run(self, stage: Stage, batch: Batch) -> None:
         """Run one stage on everything that has left its upstream."""
         upstream, *others = (batch[name] for name in stage.upstream)
-        phase = phase_of(stage)
+        phase = phase_of(stage, self._scope(stage))
         # A stage without samples is left out, so that a step whose groups are all filtered away
         # neither switches weights nor takes an optimizer step.
         if upstream and phase:
@@ -160,17 +179,27 @@ class Schedule(ABC):
                         stage, upstream, others[0] if others else [], self._ledger
                     )
 
+    def _scope(self, stage: Stage) -> Scope | None:
+        return self.executor.scope(stage) if stage.kind is Kind.COMPUTE else None
+
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:
             with self._span(f"to_{phase.value}"):
                 self.executor.enter(phase)
             self._phase = phase
 
-    def _begin_samples(self, stage: Stage) -> list[list[Sample]]:
-        """Dispatch the samples of a GENERATE or ANSWERS stage: one list per pulled prompt."""
-        made = new_samples(stage, (position for position, _ in self._pulled))
+    def _begin_samples(self, stage: Stage, pulled: Sequence[Prompt]) -> list[list[Sample]]:
+        """Dispatch the samples of a GENERATE or ANSWERS stage: one list per prompt."""
+        made = new_samples(stage, (position for position, _ in pulled))
         self._ledger.dispatch(sample for group in made for sample in group)
         return made
+
+    def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Those that the engine has finished; aborted ones leave."""
+        samples = list(samples)
+        aborted = [s for s in samples if s.scalars["finish"] == "abort"]
+        self._ledger.leave(aborted, ABORTED)
+        return [s for s in samples if s.scalars["finish"] != "abort"]
 
     def _compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Run a per-sample stage where the samples lie."""
@@ -178,7 +207,14 @@ class Schedule(ABC):
             return
         assert all(ready(stage, sample) for sample in samples), stage
         by_id = {sample.id: sample for sample in samples}
-        self.executor.compute(stage, samples)
+        if self._scope(stage) is Scope.INSTANCE:
+            by_instance: dict[int, list[Sample]] = {}
+            for sample in samples:
+                by_instance.setdefault(self.executor.instance_of(sample.rank), []).append(sample)
+            for instance, here in by_instance.items():
+                self.executor.infer(stage, instance, here)
+        else:
+            self.executor.compute(stage, samples)
         waiting = set(by_id)
         while waiting:
             for event in self._wait():
@@ -221,4 +257,5 @@ def telling_events(executor: Executor) -> list[Event]:
 
     May give none.
     """
-    return [e for e in executor.wait() if not isinstance(e, Computed) or e.ids]
+    events = executor.wait()
+    return [e for e in events if not isinstance(e, Computed) or e.ids or e.instance is not None]

@@ -3,30 +3,48 @@
 RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from hybridrl.flow.batch import phase_of, sampling_of
-from hybridrl.flow.executor import Executor, Phase, Sampling, Submit
+from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.executor import Executor, Phase
 from hybridrl.flow.graph import Graph, Kind, Stage
-from hybridrl.flow.schedules.base import Batch, Prompt, Schedule
-from hybridrl.flow.schedules.overlap import Overlap
+from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRanker
+from hybridrl.flow.sample import Sample
+from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
+from hybridrl.flow.schedules.dataflow import MAKERS, Dataflow, early_stages
+from hybridrl.flow.schedules.overlap import Job, Limits, Overlap
+from hybridrl.flow.threshold import Gathering, best_gathering
 
-_MAKERS = (Kind.GENERATE, Kind.ANSWERS)
-_SAME_SAMPLES = (Kind.COMPUTE, Kind.BY_GROUP, Kind.BY_BATCH)  # what comes in goes out
+
+@dataclass(kw_only=True)
+class Knowledge:
+    """What a schedule learns over its steps; it changes when and where, never what.
+
+    `key_of` says what `ranker` may know of a prompt.
+    """
+
+    key_of: Callable[[Any], PromptKey]
+    ranker: LengthRanker = field(default_factory=RunningRanker)
+    forecast: Forecast = field(default_factory=Forecast)
+    meter: CostMeter = field(default_factory=CostMeter)
 
 
 class FusedSchedule(Schedule):
     """Trains on the same batch as `SerialSchedule`, sooner.
 
-    Stages that make samples run together, and a per-sample stage that needs no other phase starts
-    on a sample when the fields that it reads are there. What is across samples, changes the weights
-    or needs the training shards runs afterwards, in the recipe's order.
+    Stages that make samples run together; samples go to instances by predicted length. A stage
+    that needs no training shards starts on a sample, a filter or join on a prompt, when what it
+    reads is there. What is across the batch, changes the weights or needs the training shards runs
+    afterwards, in the recipe's order.
 
     When at most `migration_threshold` samples are unfinished, they are gathered on the fewest
-    instances that hold them, of which each takes up to `max_held`, and the others are free for
-    waiting work. Threshold 0 leaves every sample where it is.
+    instances that hold them, and the others are free for waiting work. Threshold 0 leaves every
+    sample where it is; None takes the one that a model of the step finds best, from the lengths of
+    earlier steps and the measured costs.
     """
 
     def __init__(
@@ -34,90 +52,150 @@ class FusedSchedule(Schedule):
         graph: Graph,
         executor: Executor,
         prompts: Iterator[Prompt],
+        settings: StepSettings,
         *,
-        sampling: Sampling,
-        decode_steps: int,
-        prompts_per_step: int,
-        migration_threshold: int,
-        max_held: int,
+        limits: Limits,
+        knowledge: Knowledge,
+        migration_threshold: int | None = None,
     ) -> None:
-        super().__init__(
-            graph,
-            executor,
-            prompts,
-            sampling=sampling,
-            decode_steps=decode_steps,
-            prompts_per_step=prompts_per_step,
-        )
-        self.migration_threshold, self.max_held = migration_threshold, max_held
+        super().__init__(graph, executor, prompts, settings)
+        self.limits, self.knowledge = limits, knowledge
+        self.migration_threshold = migration_threshold
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._metrics["samples/migrated"] = 0.0
+    def _begin(self, step: int) -> None:
+        super()._begin(step)
+        self._metrics |= {"samples/migrated": 0.0, "samples/restarted": 0.0}
+        self._forget()
+
+    def _forget(self) -> None:
+        """The last step's samples have left."""
+        self._dataflows: dict[str, Dataflow] = {}  # by the update before it
+        self._made: list[Job] = []
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         todo = list(stages)
         while todo:
             # Nothing moves across an update, since it changes the weights.
             until_update = list(takewhile(lambda stage: stage.kind is not Kind.UPDATE, todo))
-            early = early_stages(self.graph, until_update)
-            self._make([s for s in until_update if s.kind in _MAKERS], early, batch)
+            makers = [stage for stage in until_update if stage.kind in MAKERS]
+            if makers:
+                made = self._make(makers)
+                batch |= {s.name: made[s.name] for s in until_update if s.name in made}
             for stage in todo[: len(until_update) + 1]:
-                if stage in early:
-                    batch[stage.name] = batch[stage.upstream[0]]
-                elif stage.name not in batch:
+                if stage.name not in batch:
                     self._run(stage, batch)
             del todo[: len(until_update) + 1]
 
-    def _make(self, makers: Sequence[Stage], early: Sequence[Stage], batch: Batch) -> None:
-        """Make all samples and run the early stages on them."""
-        if any(stage.kind is Kind.GENERATE for stage in makers):
-            self._enter(Phase.GENERATE)
-        overlap = Overlap(
-            self.executor, self.decode_steps, early, self.migration_threshold, self.max_held
-        )
-        prompts: list[Any] = [prompt for _, prompt in self._pulled]
-        for stage in makers:
-            made = self._begin_samples(stage)
-            batch[stage.name] = [sample for group in made for sample in group]
-            follow = [s for s in early if _maker(self.graph, s) is stage]
-            overlap.expect(stage, batch[stage.name], follow)
-            if stage.kind is Kind.ANSWERS:
-                self.executor.place(stage, [sample.id for sample in batch[stage.name]], prompts)
-                continue
-            sampling = sampling_of(stage, self.sampling)
-            for i, (group, prompt) in enumerate(zip(made, prompts, strict=True)):
-                submit = Submit(tuple(sample.id for sample in group), prompt, sampling)
-                overlap.submit(i % self.executor.num_instances, submit)
+    def _dataflow_of(self, maker: Stage) -> Dataflow:
+        """The early stages between the updates before and after a maker; one for all rounds."""
+        before, between = "", []
+        for stage in self._order:
+            if stage.kind is not Kind.UPDATE:
+                between.append(stage)
+            elif maker in between:
+                break
+            else:
+                before, between = stage.name, []
+        if before not in self._dataflows:
+            makers = [stage for stage in between if stage.kind in MAKERS]
+            early = early_stages(self.graph, between, self.executor)
+            self._dataflows[before] = Dataflow(self.graph, makers, early)
+        return self._dataflows[before]
+
+    def _make(self, makers: Sequence[Stage]) -> Batch:
+        """Make all samples of the pulled prompts and run the early stages on them."""
+        dataflow = self._dataflow_of(makers[0])
+        jobs = [job for stage in makers for job in self._jobs(stage, dataflow, self._pulled)]
+        self._enter_for([*makers, *dataflow.computes])
+        overlap = self._overlap(dataflow, len(jobs))
+        overlap.adopt(self._made)
+        self._submit(overlap, jobs)
         overlap.run()
+        self._made += jobs
+        self._note(overlap, [job.sample for job in jobs])
+        positions = [position for position, _ in self._pulled]
+        assert not (waiting := dataflow.open_stages(positions)), f"{waiting} wait for ever"
+        return self._taken(dataflow, positions)
+
+    def _enter_for(self, stages: Sequence[Stage]) -> None:
+        phases = {phase_of(stage, self._scope(stage)) for stage in stages}
+        if Phase.GENERATE in phases:
+            self._enter(Phase.GENERATE)
+
+    def _jobs(self, stage: Stage, dataflow: Dataflow, pulled: Sequence[Prompt]) -> list[Job]:
+        """Dispatch the samples of a maker for `pulled` prompts."""
+        sampling = (
+            sampling_of(stage, self.settings.sampling) if "sampling" in stage.options else None
+        )
+        key_of, ranker = self.knowledge.key_of, self.knowledge.ranker
+        predicted = [0.0] * len(pulled)
+        if sampling is not None:
+            most = float(sampling.max_new_tokens)
+            found = ranker.predict([key_of(prompt) for _, prompt in pulled])
+            predicted = [min(tokens, most) for tokens in found]
+        jobs = []
+        for group, (_, prompt), tokens in zip(
+            self._begin_samples(stage, pulled), pulled, predicted, strict=True
+        ):
+            dataflow.expect(stage, group)
+            jobs += [Job(sample, stage, prompt, sampling, tokens, tokens) for sample in group]
+        return jobs
+
+    def _submit(self, overlap: Overlap, jobs: Sequence[Job]) -> None:
+        overlap.make([job for job in jobs if job.sampling is not None])
+        placed: dict[str, list[Job]] = {}
+        for job in jobs:
+            if job.sampling is None:
+                placed.setdefault(job.stage.name, []).append(job)
+        for group in placed.values():
+            overlap.place(group)
+
+    def _overlap(self, dataflow: Dataflow, num_samples: int) -> Overlap:
+        return Overlap(
+            self.executor,
+            dataflow,
+            self._ledger,
+            self.knowledge.meter,
+            self.limits,
+            self.settings.decode_steps,
+            self._gathering(dataflow, num_samples),
+        )
+
+    def _gathering(self, dataflow: Dataflow, num_samples: int) -> Gathering:
+        if self.migration_threshold is not None:
+            return Gathering(self.migration_threshold, self.limits.max_held)
+        costs = self.knowledge.meter.costs()
+        lengths = self.knowledge.forecast.sample(num_samples)
+        if costs is None or not lengths:
+            return Gathering(0, 0)
+        inference = sum(costs.token_s.get(stage.name, 0.0) for stage in dataflow.computes)
+        found = best_gathering(
+            lengths, len(self.executor.instances), costs, inference, self.limits.max_held
+        )
+        self._metrics["samples/migration_threshold"] = float(found.threshold)
+        return found
+
+    def _note(self, overlap: Overlap, samples: Sequence[Sample]) -> None:
+        """Learn from a round, and keep its record."""
         self._spans += overlap.spans
         self._metrics["samples/migrated"] += overlap.num_migrated
+        self._metrics["samples/restarted"] += overlap.num_restarted
+        by_prompt: dict[int, list[int]] = {}
+        for sample in samples:
+            if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
+                by_prompt.setdefault(sample.id.prompt, []).append(sample.response_tokens)
+        self.knowledge.forecast.add([n for lengths in by_prompt.values() for n in lengths])
+        for position, prompt in self._pulled:
+            if position in by_prompt:
+                self.knowledge.ranker.observe(self.knowledge.key_of(prompt), by_prompt[position])
 
-
-def early_stages(graph: Graph, stages: Sequence[Stage]) -> list[Stage]:
-    """The per-sample stages among `stages` that can run while samples are being made.
-
-    They need no phase of their own, read only what a maker among `stages` and other early stages
-    give, and see every sample of that maker: no filter, take or join lies between.
-
-    Example: of generate, score, reference log-probabilities, map over the rollout's, map over both,
-    by_group, update, these are score and the first map.
-    """
-    early: list[Stage] = []
-    for stage in stages:
-        if stage.kind is not Kind.COMPUTE or phase_of(stage) is not None:
-            continue
-        maker = _maker(graph, stage)
-        if maker is None or maker not in stages:
-            continue
-        before = [maker, *(other for other in early if _maker(graph, other) is maker)]
-        if set(stage.inputs) <= {name for other in before for name in other.outputs}:
-            early.append(stage)
-    return early
-
-
-def _maker(graph: Graph, stage: Stage) -> Stage | None:
-    """The stage that made exactly the samples that come to `stage`; None if some were lost."""
-    while stage.kind in _SAME_SAMPLES:
-        stage = graph.stages[stage.upstream[0]]
-    return stage if stage.kind in _MAKERS else None
+    def _taken(self, dataflow: Dataflow, positions: Sequence[int]) -> Batch:
+        """What has left makers and early stages; aborted samples leave the step."""
+        batch = dataflow.take(positions)
+        aborted = [
+            s
+            for s in self._ledger.samples
+            if s.id.prompt in positions and s.scalars.get("finish") == "abort"
+        ]
+        self._whole(aborted)
+        return batch

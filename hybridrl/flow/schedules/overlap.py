@@ -1,150 +1,337 @@
-"""Samples being made while the per-sample stages run on those that are done; the tail's moves."""
+"""Samples being made while stages run on those that are done; the tail's moves; spare instances."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hybridrl.flow.batch import ready, record_computed, record_finished
+from hybridrl.config import Migration
+from hybridrl.flow.batch import Ledger, record_computed, record_finished
+from hybridrl.flow.costs import CostMeter
 from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    Died,
+    Event,
     Executor,
     Finished,
     Park,
     Parked,
     Placed,
     Resume,
+    Sampling,
+    Scope,
     Submit,
 )
 from hybridrl.flow.graph import Stage
+from hybridrl.flow.lengths import dispatch
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan
 from hybridrl.flow.schedules.base import telling_events
+from hybridrl.flow.schedules.dataflow import Dataflow
+from hybridrl.flow.threshold import Gathering
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds an instance, and how the tail moves.
+
+    An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
+    forward pass. `stale_kv` lets a sample go on with keys and values of older weights.
+    """
+
+    max_held: int
+    chunk_tokens: int
+    migration: Migration = Migration.auto
+    stale_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A sample to be made, from the beginning or from where it was parked.
+
+    `total` response tokens are predicted, of which `tokens` are still to come. Without `sampling`
+    it is the dataset's own answer.
+    """
+
+    sample: Sample
+    stage: Stage
+    prompt: Any
+    sampling: Sampling | None
+    total: float
+    tokens: float
+    parked: Parked | None = None
 
 
 class Overlap:
     """One round of making samples, event by event.
 
-    A generated sample is held by one instance, from its submission or its arrival until it is
-    finished; then it is waited for by each stage that follows, runs there, and is done.
+    A generated sample waits in the driver, or is held by one instance from its submission or its
+    arrival until it is finished or parked. Then it passes through the early stages (`Dataflow`):
+    those beside the ranks start at once where it lies; forward passes wait in `spare work` until an
+    instance holds no sample, which takes a chunk of them, its own samples first.
 
-    Migration: when at most `threshold` samples are held, `gather` names the instances that keep
-    theirs. The others are `leaving`: the next call parks what they hold, and each parked sample
-    resumes on the keeper with the most room. Nothing else is gathered until all have arrived.
-    So an instance that was left holds nothing more, and a sample moves at most once for each
-    instance.
+    Migration: when at most `gathering.threshold` samples are left, `gather` names the instances
+    that keep theirs. The others are `leaving`: the next call parks what they hold, and each parked
+    sample resumes on the keeper with the most room. Nothing else is gathered until all have
+    arrived. So an instance that was left holds nothing more, and a sample moves at most once for
+    each instance.
 
-    Invariants: an instance has one call in flight, if any; it has one as long as it holds samples;
-    `inbox` are the commands of its next call, whose samples it holds already.
+    Death: what an instance held, and what lay on it, is made again on the others. Its tokens are
+    the same, since they follow from the sample's identity.
+
+    Invariants: an instance has one call in flight, if any; a sample is unmade, held, parked on its
+    way, or finished; `inbox` are the commands of an instance's next call, whose samples it holds
+    already; nothing moves that a stage runs on.
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
-    keep; when C's call returns it parks c, whose tokens go to B. C and D score what they have made.
+    keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
+    what is finished, their own samples first, then those of A and B.
     """
 
     def __init__(
         self,
         executor: Executor,
+        dataflow: Dataflow,
+        ledger: Ledger,
+        meter: CostMeter,
+        limits: Limits,
         decode_steps: int,
-        stages: Sequence[Stage],
-        threshold: int,
-        max_held: int,
+        gathering: Gathering,
     ) -> None:
-        self.executor, self.decode_steps, self.stages = executor, decode_steps, stages
-        self.threshold, self.max_held = threshold, max_held
-        self.num_migrated = 0
+        self.executor, self.dataflow, self.ledger, self.meter = executor, dataflow, ledger, meter
+        self.limits, self.decode_steps, self.gathering = limits, decode_steps, gathering
+        self.num_migrated = self.num_restarted = 0
+        self._alive = list(executor.instances)
+        self._jobs: dict[SampleId, Job] = {}
         self._makers: dict[SampleId, Stage] = {}
         self._samples: dict[SampleId, Sample] = {}
-        self._num_unfinished: dict[str, int] = {}
+        self._num_unmade = 0
+        self._queue: list[SampleId] = []
         self._held: dict[int, dict[SampleId, None]] = defaultdict(dict)
         self._inbox: dict[int, list[Command]] = defaultdict(list)
-        self._in_flight: set[int] = set()
+        self._in_flight: dict[int, str] = {}  # instance -> "generate" or the stage that it runs
         self._leaving: set[int] = set()
         self._keepers: frozenset[int] = frozenset()
-        self._waiting: dict[str, set[SampleId]] = {stage.name: set() for stage in stages}
-        self._running: dict[str, dict[SampleId, Sample]] = {stage.name: {} for stage in stages}
+        self._spare: dict[str, dict[SampleId, Sample]] = {}
+        self._running: dict[str, dict[SampleId, Sample]] = {}
+        self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
+        self._last_stage: dict[int, str] = {}
+        self._longest = 0
+        self._stopped: dict[SampleId, Parked | None] | None = None  # once all are to stop
         self._times: dict[str, list[float]] = {}
+        for stage in dataflow.computes:
+            self._spare[stage.name], self._running[stage.name] = {}, {}
 
     @property
     def spans(self) -> list[StageSpan]:
         """From a stage's first start to its last end; those of different stages overlap."""
         return [StageSpan(name, times[0], times[-1]) for name, times in self._times.items()]
 
-    def expect(self, maker: Stage, samples: Iterable[Sample], follow: Iterable[Stage]) -> None:
-        """`maker` will make `samples`, and the stages `follow` run on each of them."""
-        made = {sample.id: sample for sample in samples}
-        self._samples |= made
-        self._makers |= dict.fromkeys(made, maker)
-        self._num_unfinished[maker.name] = len(made)
-        for stage in follow:
-            self._waiting[stage.name] |= made.keys()
-        self._stamp(maker)
+    # -- what is to be made --------------------------------------------------------------------
 
-    def submit(self, instance: int, command: Submit) -> None:
-        """Give samples to an instance; they start with `run`."""
-        self._inbox[instance].append(command)
-        self._held[instance] |= dict.fromkeys(command.ids)
+    def make(self, jobs: Sequence[Job]) -> None:
+        """Deal jobs to the instances: longest first, balanced by predicted tokens."""
+        for job in jobs:
+            self._expect(job)
+        self._queue += [job.sample.id for job in jobs]
+        self._deal()
+
+    def place(self, jobs: Sequence[Job]) -> None:
+        """Have the dataset's answers made samples; jobs are all of one stage."""
+        for job in jobs:
+            self._expect(job)
+        ids, prompts = [job.sample.id for job in jobs], [job.prompt for job in jobs]
+        self.executor.place(jobs[0].stage, ids, prompts)
+
+    def adopt(self, jobs: Sequence[Job]) -> None:
+        """Know of samples that an earlier round has made: stages may still run on them."""
+        for job in jobs:
+            id = job.sample.id
+            self._jobs[id], self._samples[id], self._makers[id] = job, job.sample, job.stage
+
+    def _expect(self, job: Job) -> None:
+        assert job.sample.rank < 0, f"{job.sample.id} is made already"
+        self.adopt([job])
+        self._num_unmade += 1
+        self._stamp(job.stage)
+
+    def _deal(self) -> None:
+        """Give instances of what waits in the driver, as far as they have room."""
+        able = [instance for instance in self._alive if instance not in self._leaving]
+        room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
+        if not self._queue or not any(room):
+            return
+        loads = [sum(self._jobs[id].tokens for id in self._held[instance]) for instance in able]
+        ids = self._queue
+        given, left = dispatch([self._jobs[id].tokens for id in ids], len(able), room, loads)
+        for instance, mine in zip(able, given, strict=True):
+            self._give(instance, [ids[i] for i in mine])
+        self._queue = [ids[i] for i in left]
+
+    def _give(self, instance: int, ids: Sequence[SampleId]) -> None:
+        """Samples of one prompt that come together share what is cached of it."""
+        fresh: dict[tuple[str, int], list[SampleId]] = defaultdict(list)
+        parked: dict[int, list[SampleId]] = defaultdict(list)
+        for number in ids:
+            self._held[instance][number] = None
+            job = self._jobs[number]
+            if job.parked is None:
+                fresh[job.stage.name, number.prompt].append(number)
+            else:
+                parked[id(job.parked)].append(number)
+        for group in fresh.values():
+            job = self._jobs[group[0]]
+            assert job.sampling is not None
+            self._inbox[instance].append(Submit(tuple(group), job.prompt, job.sampling))
+        for group in parked.values():
+            state = self._jobs[group[0]].parked
+            assert state is not None
+            self._inbox[instance].append(Resume(tuple(group), state, self.limits.stale_kv))
+
+    # -- the loop ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Return when all samples are made and every stage has run on its own."""
-        for instance in list(self._inbox):
-            self._go(instance)
-        while any(self._num_unfinished.values()) or any(self._running.values()):
+        """Return when all samples are made and every early stage has run on its own."""
+        while True:
+            self._gather()
+            self._decode()
+            self._use_spare()
+            if not (self._num_unmade or self._in_flight or any(self._running.values())):
+                break
             for event in telling_events(self.executor):
-                match event:
-                    case Advanced():
-                        self._advanced(event)
-                    case Placed():
-                        self._start_stages(self._record(event.finished))
-                    case Computed():
-                        self._computed(event)
-        assert not self._in_flight, f"instances {self._in_flight} run without samples"
-        assert not any(self._waiting.values()), f"stages wait for ever: {self._waiting}"
+                self._handle(event)
+        assert not any(self._spare.values()), "forward passes wait for ever"
+
+    def run_until(self, enough: Callable[[], bool]) -> None:
+        """Let all instances decode in equal rounds of calls until `enough` holds after one.
+
+        So what is finished by then depends on decode steps alone, never on time. Forward passes
+        wait.
+        """
+        while (self._queue or any(self._held.values())) and not enough():
+            self._decode()
+            while self._in_flight:
+                for event in telling_events(self.executor):
+                    self._handle(event)
+
+    def park(self, with_kv: bool) -> dict[SampleId, Parked | None]:
+        """Stop all that is unfinished; what had not begun is not parked.
+
+        When this returns nothing is in flight. What a death on the way has taken waits for `run`.
+        """
+        assert not self._in_flight, "parked in the middle of a round"
+        sent = [c for commands in self._inbox.values() for c in commands]
+        unbegun = [*self._queue, *(id for command in sent for id in command.ids)]
+        self._stopped = {id: self._jobs[id].parked for id in unbegun}
+        self._queue = []
+        self._inbox.clear()
+        for held in self._held.values():
+            for id in unbegun:
+                held.pop(id, None)
+        for instance in self._alive:
+            if self._held[instance]:
+                self._inbox[instance].append(Park(tuple(self._held[instance]), with_kv))
+        self._decode()
+        while self._in_flight or any(self._running.values()):
+            for event in telling_events(self.executor):
+                self._handle(event)
+        stopped, self._stopped = self._stopped, None
+        self._num_unmade -= len(stopped)
+        return stopped
+
+    def _decode(self) -> None:
+        """Keep every instance decoding that holds samples."""
+        if self._stopped is None:
+            self._deal()
+        for instance in self._alive:
+            self._go(instance)
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Advanced():
+                self._advanced(event)
+            case Placed():
+                self._finish(event.finished)
+            case Computed():
+                self._computed(event)
+            case Died():
+                self._died(event.instance)
 
     # -- events --------------------------------------------------------------------------------
 
     def _advanced(self, event: Advanced) -> None:
         instance = event.instance
-        self._in_flight.remove(instance)
-        finished = self._record(event.finished)
-        for sample in finished:
-            del self._held[instance][sample.id]
+        del self._in_flight[instance]
+        work = event.work
+        self.meter.saw_advance(
+            max(0.0, work.seconds - work.kv_seconds),
+            work.decode_steps,
+            work.rows,
+            work.prefill_tokens,
+            work.cached,
+        )
+        if work.kv_tokens:  # one end of two
+            self.meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)
+        for finished in event.finished:
+            del self._held[instance][finished.id]
         for parked in event.parked:
-            self._move(instance, parked)
-        arriving = sum(len(c.ids) for c in self._inbox[instance] if isinstance(c, Resume))
+            self._parked(instance, parked)
+        for id in event.lost:
+            del self._held[instance][id]
+            self._restart(self._samples[id])
+        arriving = sum(len(c.ids) for c in self._inbox[instance] if not isinstance(c, Park))
         assert event.running == len(self._held[instance]) - arriving, event
         if not self._held[instance]:
             self._leaving.discard(instance)
-        self._gather()
-        # Decoding goes first: it is what the step waits for.
-        self._go(instance)
-        self._start_stages(finished)
+        self._finish(event.finished)
 
-    def _record(self, events: Iterable[Finished]) -> list[Sample]:
-        samples = []
+    def _finish(self, events: Iterable[Finished]) -> None:
+        prompts: dict[int, None] = {}
         for event in events:
             maker, sample = self._makers[event.id], self._samples[event.id]
             record_finished(maker, sample, event)
-            self._num_unfinished[maker.name] -= 1
+            self._num_unmade -= 1
+            self._longest = max(self._longest, sample.tokens)
             self._stamp(maker)
-            samples.append(sample)
-        return samples
+            prompts[event.id.prompt] = None
+        self._start(prompts)
 
     def _computed(self, event: Computed) -> None:
         running = self._running[event.stage]
-        record_computed(self._stage(event.stage), running, event)
-        self._stamp(self._stage(event.stage))
-        self._start_stages([running.pop(id) for id in event.ids])
+        stage = self._stage(event.stage)
+        record_computed(stage, running, event)
+        self._stamp(stage)
+        samples = [running.pop(id) for id in event.ids]
+        for sample in samples:
+            self._busy[sample.id] -= 1
+        if event.instance is not None:
+            del self._in_flight[event.instance]
+            self.meter.saw_compute(event.stage, event.seconds, sum(s.tokens for s in samples))
+        self._start(dict.fromkeys(sample.id.prompt for sample in samples))
 
-    def _start_stages(self, samples: Sequence[Sample]) -> None:
-        """Start every stage that can run on some of `samples` now."""
-        for stage in self.stages:
-            waiting = self._waiting[stage.name]
-            todo = [s for s in samples if s.id in waiting and ready(stage, s)]
-            if todo:
-                self._stamp(stage)
-                waiting.difference_update(sample.id for sample in todo)
-                self._running[stage.name] |= {sample.id: sample for sample in todo}
-                self.executor.compute(stage, todo)
+    def _start(self, prompts: Iterable[int]) -> None:
+        """Start, or keep for an instance with time to spare, what can run on these prompts now."""
+        starting: dict[str, list[Sample]] = {}
+        for prompt in prompts:
+            self.dataflow.choose(prompt, self.ledger)
+            for stage, samples in self.dataflow.startable(prompt):
+                new = [s for s in samples if s.id not in self._running[stage.name]]
+                starting.setdefault(stage.name, []).extend(new)
+        for name, samples in starting.items():
+            stage = self._stage(name)
+            if self.executor.scope(stage) is Scope.INSTANCE:
+                self._spare[name] |= {sample.id: sample for sample in samples}
+            elif samples:
+                self._begin(stage, samples)
+                self.executor.compute(stage, samples)
+
+    def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        self._stamp(stage)
+        for sample in samples:
+            self._running[stage.name][sample.id] = sample
+            self._busy[sample.id] += 1
 
     def _go(self, instance: int) -> None:
         """Let an instance run on what it holds, if it is not running."""
@@ -152,38 +339,142 @@ class Overlap:
             return
         commands = self._inbox.pop(instance, [])
         if instance in self._leaving:
-            commands.append(Park(tuple(self._held[instance])))
-        self._in_flight.add(instance)
-        self.executor.advance(instance, commands, self.decode_steps)
+            commands.append(Park(tuple(self._held[instance]), self._with_kv()))
+        self._in_flight[instance] = "generate"
+        stops = any(isinstance(command, Park) for command in commands)
+        self.executor.advance(instance, commands, 0 if stops else self.decode_steps)
 
     # -- migration -----------------------------------------------------------------------------
 
     def _gather(self) -> None:
         """Begin a migration where there are few samples left and some instance can be freed."""
         held = {instance: len(ids) for instance, ids in self._held.items() if ids}
-        if self._leaving or any(self._inbox.values()) or sum(held.values()) > self.threshold:
+        if self._leaving or self._queue or any(self._inbox.values()):
             return
-        self._keepers = gather(held, self.max_held)
-        self._leaving = held.keys() - self._keepers
+        if sum(held.values()) <= self.gathering.threshold:
+            most = min(self.limits.max_held, self.gathering.cap)
+            self._keepers = gather(held, most)
+            self._leaving = held.keys() - self._keepers
 
-    def _move(self, source: int, parked: Parked) -> None:
-        """Resume what `source` has parked on the instances that keep theirs."""
-        arriving: dict[int, list[SampleId]] = defaultdict(list)
+    def _parked(self, source: int, parked: Parked) -> None:
+        """Resume what `source` has parked on the instances that keep theirs, or put it by."""
         for id in parked.ids:
             del self._held[source][id]
-            keeper = min(self._keepers, key=lambda i: (len(self._held[i]), i))
-            assert len(self._held[keeper]) < self.max_held, "the keepers are full"
-            self._held[keeper][id] = None
-            arriving[keeper].append(id)
+        if self._stopped is not None:
+            self._stopped |= dict.fromkeys(parked.ids, parked)
+            return
         self.num_migrated += len(parked.ids)
+        arriving: dict[int, list[SampleId]] = defaultdict(list)
+        for id in parked.ids:
+            room = [
+                instance
+                for instance in self._keepers
+                if instance in self._alive and len(self._held[instance]) < self.limits.max_held
+            ]
+            if room:
+                keeper = min(room, key=lambda i: (len(self._held[i]), i))
+                self._held[keeper][id] = None
+                arriving[keeper].append(id)
+            else:  # a keeper has died: whoever has room
+                self._jobs[id] = replace(self._jobs[id], parked=parked)
+                self._queue.append(id)
         for keeper, ids in arriving.items():
             self._inbox[keeper].append(Resume(tuple(ids), parked))
-            self._go(keeper)
+
+    def _with_kv(self) -> bool:
+        if self.limits.migration is not Migration.auto:
+            return self.limits.migration is Migration.kv
+        costs = self.meter.costs()
+        return costs is not None and costs.cheaper_by_kv(self._longest)
+
+    # -- spare instances -----------------------------------------------------------------------
+
+    def _use_spare(self) -> None:
+        """Let every instance that holds no sample take up forward passes that wait."""
+        for instance in self._alive:
+            if instance in self._in_flight or self._held[instance]:
+                continue
+            stage = self._next_stage(instance)
+            if stage is None:
+                continue
+            samples = self._chunk(instance, stage)
+            for sample in samples:
+                del self._spare[stage.name][sample.id]
+            self._begin(stage, samples)
+            self._in_flight[instance] = self._last_stage[instance] = stage.name
+            self.executor.infer(stage, instance, samples)
+
+    def _next_stage(self, instance: int) -> Stage | None:
+        """The stage that an instance ran last, while there is some of it left; else the largest."""
+        able = {name: sum(s.tokens for s in self._able(instance, name)) for name in self._spare}
+        waiting = [name for name, tokens in able.items() if tokens]
+        if not waiting:
+            return None
+        last = self._last_stage.get(instance)
+        return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
+
+    def _chunk(self, instance: int, stage: Stage) -> list[Sample]:
+        """Half of an instance's share of what waits for `stage`, its own samples first.
+
+        So the instances end together; but not so few tokens that calls cost more than work.
+        """
+        most = self.limits.chunk_tokens
+        able = self._able(instance, stage.name)
+        share = sum(sample.tokens for sample in able) / (2 * len(self._alive))
+        wanted = max(most / 8, min(most, share))
+        chosen: list[Sample] = []
+        for sample in sorted(able, key=lambda s: (not self._lies(s, instance), -s.tokens, s.id)):
+            wanted -= sample.tokens
+            if chosen and wanted < 0:
+                break
+            chosen.append(sample)
+        return chosen
+
+    def _able(self, instance: int, name: str) -> list[Sample]:
+        """What waits for a stage and may run there: nothing moves that a stage runs on."""
+        waiting = self._spare[name].values()
+        return [s for s in waiting if not self._busy[s.id] or self._lies(s, instance)]
+
+    def _lies(self, sample: Sample, instance: int) -> bool:
+        return self.executor.instance_of(sample.rank) == instance
+
+    # -- deaths --------------------------------------------------------------------------------
+
+    def _died(self, instance: int) -> None:
+        """Make again what an instance held and what lay on it."""
+        self._alive.remove(instance)
+        if not self._alive:
+            raise RuntimeError("every generation instance has died")
+        self._in_flight.pop(instance, None)
+        self._leaving.discard(instance)
+        self._inbox.pop(instance, None)
+        gone = [self._samples[id] for id in self._held.pop(instance, {})]
+        lay = [s for s in self._samples.values() if s.rank >= 0 and self._lies(s, instance)]
+        for sample in lay:
+            for name in self._running:
+                self._spare[name].pop(sample.id, None)
+                if self._running[name].pop(sample.id, None) is not None:
+                    self._busy[sample.id] -= 1
+            sample.rank, sample.spans = -1, ()
+            sample.tensors.clear()
+            self._num_unmade += 1
+        for sample in (*gone, *lay):
+            self._restart(sample)
+
+    def _restart(self, sample: Sample) -> None:
+        """Begin a sample anew; its scalars stand, since they follow from its identity too."""
+        job = replace(self._jobs[sample.id], parked=None)
+        job = self._jobs[sample.id] = replace(job, tokens=job.total)
+        self.num_restarted += 1
+        if job.sampling is None:
+            self.executor.place(job.stage, [sample.id], [job.prompt])
+        else:
+            self._queue.append(sample.id)
 
     # -- the record ----------------------------------------------------------------------------
 
     def _stage(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+        return self.dataflow.graph.stages[name]
 
     def _stamp(self, stage: Stage) -> None:
         self._times.setdefault(stage.name, []).append(self.executor.clock.now())

@@ -6,14 +6,18 @@ It is the specification: the batch that it trains on is what every on-policy sch
 from collections.abc import Sequence
 
 from hybridrl.flow.batch import record_finished, sampling_of
-from hybridrl.flow.executor import Advanced, Phase, Placed, Submit
+from hybridrl.flow.executor import Advanced, Died, Phase, Placed, Submit
 from hybridrl.flow.graph import Kind, Stage
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Schedule
 
 
 class SerialSchedule(Schedule):
-    """Runs a graph stage by stage, in the recipe's order, each on the whole batch."""
+    """Runs a graph stage by stage, in the recipe's order, each on the whole batch.
+
+    Prompts are dealt to instances by position in the step, all samples of a prompt to one. An
+    instance that dies ends the run.
+    """
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for stage in stages:
@@ -30,32 +34,35 @@ class SerialSchedule(Schedule):
 
     def _generate(self, stage: Stage) -> list[Sample]:
         """Submit every group to its instance, then let the instances run until all is finished."""
-        sampling = sampling_of(stage, self.sampling)
-        made = self._begin_samples(stage)
+        sampling = sampling_of(stage, self.settings.sampling)
+        made = self._begin_samples(stage, self._pulled)
         samples = {sample.id: sample for group in made for sample in group}
+        instances = self.executor.instances
         commands: dict[int, list[Submit]] = {}
         for i, (group, (_, prompt)) in enumerate(zip(made, self._pulled, strict=True)):
             submit = Submit(tuple(sample.id for sample in group), prompt, sampling)
-            commands.setdefault(i % self.executor.num_instances, []).append(submit)
+            commands.setdefault(instances[i % len(instances)], []).append(submit)
         for instance, submits in commands.items():
-            self.executor.advance(instance, submits, self.decode_steps)
+            self.executor.advance(instance, submits, self.settings.decode_steps)
         running = set(commands)
         while running:
             for event in self._wait():
+                if isinstance(event, Died):
+                    raise RuntimeError(f"generation instance {event.instance} died")
                 assert isinstance(event, Advanced), event
                 for finished in event.finished:
                     record_finished(stage, samples[finished.id], finished)
                 if event.running:
-                    self.executor.advance(event.instance, (), self.decode_steps)
+                    self.executor.advance(event.instance, (), self.settings.decode_steps)
                 else:
                     running.remove(event.instance)
         lost = [str(sample.id) for sample in samples.values() if sample.rank < 0]
         assert not lost, f"instances stopped without finishing {lost}"
-        return list(samples.values())
+        return self._whole(samples.values())
 
     def _place(self, stage: Stage) -> list[Sample]:
         """Make the dataset's targets samples."""
-        samples = {sample.id: sample for (sample,) in self._begin_samples(stage)}
+        samples = {sample.id: sample for (sample,) in self._begin_samples(stage, self._pulled)}
         self.executor.place(stage, tuple(samples), [prompt for _, prompt in self._pulled])
         waiting = set(samples)
         while waiting:

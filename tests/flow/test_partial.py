@@ -1,0 +1,244 @@
+"""The partial schedule: every sample leaves once, none too old, spans by version."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from hybridrl.flow import Flow, SampleId, Span, recipe
+from hybridrl.flow.executor import Sampling
+from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.schedules.base import StepSettings
+from hybridrl.flow.schedules.fused import Knowledge
+from hybridrl.flow.schedules.overlap import Limits
+from hybridrl.flow.schedules.partial import ENDED, PartialSchedule
+from hybridrl.flow.schedules.serial import SerialSchedule
+
+
+class Loss:
+    fields = ("advantages", "old_log_probs", "reference_log_probs")
+
+
+@recipe("toy")
+def toy(flow: Flow, cfg: dict[str, Any]) -> None:
+    """GRPO with a filter where `cfg` asks for it, and a reference."""
+    samples = flow.actor.generate(flow.prompts, num_samples=cfg.get("k", 2))
+    samples = flow.reward.score(samples)
+    if cfg.get("filter"):
+        samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
+    if "take" in cfg:
+        samples = samples.take(**cfg["take"])
+    samples = flow.reference.log_probs(samples)
+    samples = samples.by_group(lambda rewards: [r - max(rewards) for r in rewards])
+    flow.actor.update(samples, loss=Loss())
+
+
+def make(
+    executor, cfg, *, prompts=4, decode_steps=5, over=1.5, staleness=1, stale_kv=False, held=100,
+    num_prompts=10_000,
+):  # fmt: skip
+    return PartialSchedule(
+        toy.build(cfg),
+        executor,
+        ((i, f"prompt {i}") for i in range(num_prompts)),
+        StepSettings(
+            sampling=Sampling(max_new_tokens=20),
+            decode_steps=decode_steps,
+            prompts_per_step=prompts,
+        ),
+        limits=Limits(max_held=held, chunk_tokens=50, stale_kv=stale_kv),
+        knowledge=Knowledge(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
+        over_provision=over,
+        max_staleness=staleness,
+    )
+
+
+def of_id(values):
+    return lambda id: values[(7 * id.prompt + 3 * id.k) % len(values)]
+
+
+lengths = st.one_of(
+    st.lists(st.integers(0, 20), min_size=1, max_size=9),
+    st.integers(0, 20).map(lambda n: [n]),
+    st.integers(1, 10).map(lambda n: [n] * 12 + [100 * n]),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    num_instances=st.integers(1, 4),
+    decode_steps=st.integers(1, 12),
+    k=st.integers(1, 3),
+    prompts=st.integers(1, 5),
+    staleness=st.integers(1, 3),
+    extra=st.floats(0, 1),
+    held=st.integers(1, 30),
+    stale_kv=st.booleans(),
+    kind=st.sampled_from(["plain", "filter", "take"]),
+    lengths=lengths,
+    rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
+    finishes=st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
+    hangs=st.lists(st.booleans(), min_size=1, max_size=7),
+    deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=3),
+)
+def test_every_sample_leaves_once_and_none_too_old(
+    virtual_executor, seed, num_instances, decode_steps, k, prompts, staleness, extra, held,
+    stale_kv, kind, lengths, rewards, finishes, hangs, deaths,
+):  # fmt: skip
+    cfg: dict[str, Any] = {"k": k, "filter": kind != "plain"}
+    if kind == "take":
+        cfg["take"] = {"num_groups": 1, "round_prompts": prompts, "max_rounds": 3}
+    mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
+    executor = virtual_executor(
+        num_instances, seed, of_id(lengths), lambda id: (of_id(rewards)(id), "ok"),
+        of_id(finishes), of_id(hangs), mortal,
+    )  # fmt: skip
+    schedule = make(
+        executor, cfg, prompts=prompts, decode_steps=decode_steps, over=1 + extra * staleness,
+        staleness=staleness, stale_kv=stale_kv, held=held,
+    )  # fmt: skip
+    left: list[SampleId] = []
+    versions: dict[int, int] = {}  # the version that each prompt began with
+    for step in range(5):
+        try:
+            result = schedule.run_step(step)
+        except ValueError:
+            assert kind == "take"  # it gave up
+            return
+        used, dropped = [s.id for s in result.samples], list(result.dropped)
+        assert not set(used) & set(dropped)
+        assert used == sorted(used)
+        assert sorted(used + dropped) == sorted(s.id for s in result.dispatched)
+        left += used + dropped
+        assert result.metrics["samples/staleness"] <= staleness
+        if kind != "take":
+            assert len({id.prompt for id in used + dropped}) == prompts
+        for sample in result.samples:
+            versions.setdefault(sample.id.prompt, sample.spans[0].version if sample.spans else step)
+            starts = [span.start for span in sample.spans]
+            assert starts == [0, *(span.stop for span in sample.spans)][: len(starts)]
+            assert sum(s.stop - s.start for s in sample.spans) == sample.response_tokens
+            assert all(span.version <= executor.version for span in sample.spans)
+        event("some are parked" if result.metrics["samples/parked"] else "none is parked")
+        event("some are of two versions" if any(len(s.spans) > 1 for s in result.samples) else "-")
+    unfinished = schedule.close()
+    assert set(unfinished.values()) <= {ENDED}
+    left += unfinished
+    submitted = {id for _, submit in executor.submits for id in submit.ids}
+    assert len(left) == len(set(left))
+    assert submitted <= set(left)
+    assert sorted(executor.released) == sorted(left)
+    assert executor.parked <= set(unfinished)
+    assert set(executor.parks_with_kv) <= {stale_kv}
+
+
+@given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    lengths=lengths,
+    decode_steps=st.integers(1, 12),
+    num_instances=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_trained_follows_from_decode_steps_not_from_time(
+    virtual_executor, seeds, lengths, decode_steps, num_instances
+):
+    seen = []
+    for seed in seeds:
+        executor = virtual_executor(num_instances, seed, of_id(lengths))
+        schedule = make(executor, {}, decode_steps=decode_steps)
+        for step in range(4):
+            schedule.run_step(step)
+        seen.append(executor.updates)
+    assert seen[0] == seen[1]
+
+
+LENGTHS = {0: 30, 1: 4, 2: 30, 3: 4, 4: 4, 5: 30}
+
+
+def test_the_long_ones_go_on_in_the_next_step(virtual_executor):
+    """The example of the docstring: prompts 1 and 3 first, then 0 and 2, which cannot wait."""
+    executor = virtual_executor(2, 0, lambda id: LENGTHS.get(id.prompt, 4))
+    schedule = make(executor, {"k": 1}, prompts=2, over=2.0, staleness=1)
+    first, second = schedule.run_step(0), schedule.run_step(1)
+    assert [s.id.prompt for s in first.samples] == [1, 3]
+    assert first.metrics["samples/parked"] == 2
+    assert first.metrics["samples/staleness"] == 0
+    assert [s.id.prompt for s in second.samples] == [0, 2]
+    assert second.samples[0].spans == (Span(0, 5, 0), Span(5, 30, 1))
+    assert second.metrics["samples/off_policy_tokens"] == 10
+    assert second.metrics["samples/trained_tokens"] == 60
+    assert second.metrics["samples/staleness"] == 1
+    assert executor.stale_resumes == 2
+    assert executor.parks_with_kv == [False] * len(executor.parks_with_kv)
+
+
+def test_fields_are_the_serial_schedule_s(virtual_executor):
+    """Of a sample there reaches training what would under serial; only the order differs."""
+    trained = {}
+    for partial in (False, True):
+        executor = virtual_executor(2, 0, lambda id: LENGTHS.get(id.prompt % 6, 4))
+        if partial:
+            schedule = make(executor, {}, prompts=3)
+        else:
+            schedule = SerialSchedule(
+                toy.build({}),
+                executor,
+                ((i, f"prompt {i}") for i in range(100)),
+                StepSettings(
+                    sampling=Sampling(max_new_tokens=20), decode_steps=5, prompts_per_step=3
+                ),
+            )
+        for step in range(4):
+            schedule.run_step(step)
+        trained[partial] = dict(sample for _, update in executor.updates for sample in update)
+    common = trained[True].keys() & trained[False].keys()
+    assert len(common) > 10
+    assert all(trained[True][id] == trained[False][id] for id in common)
+
+
+def test_longest_first_and_balanced_by_tokens(virtual_executor):
+    """What was long in earlier steps is dealt out first, to different instances."""
+    executor = virtual_executor(2, 0, lambda id: 20 if id.prompt % 4 < 2 else 2)
+    schedule = make(executor, {"k": 1}, prompts=4, over=1.0)
+    schedule.prompts = ((i, f"item {i % 4}") for i in range(100))
+    for step in range(3):
+        schedule.run_step(step)
+    last = [(instance, submit.ids[0].prompt) for instance, submit in executor.submits[-4:]]
+    assert {prompt % 4 for _, prompt in last if prompt % 4 < 2} == {0, 1}
+    assert len({instance for instance, prompt in last if prompt % 4 < 2}) == 2
+    firsts = dict(reversed(last))
+    assert all(prompt % 4 < 2 for prompt in firsts.values())
+
+
+def test_prompts_that_end_are_an_error(virtual_executor):
+    schedule = make(virtual_executor(), {}, num_prompts=7)
+    schedule.run_step(0)
+    with pytest.raises(ValueError, match="got 3, wanted 4"):
+        schedule.run_step(1)
+
+
+def test_recipes_that_cannot_be_parked_are_refused(virtual_executor):
+    flow = Flow()
+    samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=2))
+    samples = flow.actor.log_probs(samples).by_group(lambda rewards: rewards)
+    flow.actor.update(samples, loss=type("L", (), {"fields": ("advantages", "old_log_probs")})())
+    with pytest.raises(
+        ValueError, match=r"old_log_probs as the rollout made them.*'old_log_probs'"
+    ):
+        PartialSchedule(
+            flow.graph, virtual_executor(), iter(()),
+            StepSettings(sampling=Sampling(4), decode_steps=1, prompts_per_step=1),
+            limits=Limits(max_held=1, chunk_tokens=1), knowledge=Knowledge(key_of=str),
+            over_provision=1.0, max_staleness=1,
+        )  # fmt: skip
+
+
+def test_moves_are_counted(virtual_executor):
+    executor = virtual_executor(3, 1, lambda id: 3 + 9 * (id.prompt % 3))
+    schedule = make(executor, {"k": 1}, prompts=3, over=2.0)
+    for step in range(4):
+        schedule.run_step(step)
+    assert max(Counter(id for _, id in executor.resumes).values()) <= 2
