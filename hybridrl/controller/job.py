@@ -17,7 +17,7 @@ from hybridrl.config import Config, OptimConfig, Schedule
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.prepare import Prepared, prepare
-from hybridrl.controller.schedules import make_schedule
+from hybridrl.controller.schedules import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow import Graph
@@ -142,12 +142,23 @@ class Job:
             start = time.time()
             result = schedule.run_step(self.step)
             self._record(result, time.time() - start)
+            if costs := schedule.meter.costs():
+                self.telemetry.costs({"costs": costs.to_json(), **self._machine()})
             last = self.step == self.config.warm_start.steps + self.config.trainer.steps
             if name == "rl" and not last:
                 self._evaluate_and_save()
         left = schedule.close()
         if left:
             self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
+
+    def _machine(self) -> dict[str, int]:
+        """What the planner must know besides costs to replay the run."""
+        return {
+            "num_instances": len(self.executor.instances),
+            "max_held": samples_held(self.config),
+            "decode_steps": self.config.rollout.decode_steps,
+            "chunk_tokens": self.config.trainer.max_tokens_per_micro_batch,
+        }
 
     def _evaluate_and_save(self) -> None:
         done = self.step - self.config.warm_start.steps

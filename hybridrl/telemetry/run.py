@@ -155,6 +155,11 @@ class Telemetry:
             self._step_spans = []
         self._step_spans.append(span)
 
+    def costs(self, costs: Mapping[str, Any]) -> None:
+        """Record what work is measured to take, for `hybridrl plan schedule`; the newest counts."""
+        text = json.dumps(plain(costs), indent=2, allow_nan=False)
+        write_atomic(self.run_dir / "costs.json", text + "\n")
+
     def event(self, kind: str, **fields: Any) -> None:
         """Record something that happened: `switch`, `bad_step`, `checkpoint`, `evaluation`, ..."""
         self._append("events", {"kind": kind, "time": time.time(), "phase": self._phase, **fields})

@@ -265,8 +265,9 @@ class RankWorker:
         else:
             assert stage.role is not None
             made, tensors = self.roles[stage.role].compute(stage, ids)
-        span = Span(stage.name, start, time.time(), beside=True)
-        return Reply(Computed(stage.name, ids, made, tensors), (span,))
+        stop = time.time()
+        value = Computed(stage.name, ids, made, tensors, seconds=stop - start)
+        return Reply(value, (Span(stage.name, start, stop, beside=True),))
 
     @dispatch(Dispatch.SAME)
     def send(self, moves: dict[int, tuple[SampleId, ...]]) -> Reply:

@@ -76,7 +76,7 @@ def test_an_instance_holds_what_its_cache_and_its_batch_allow() -> None:
 
 
 def test_a_threshold_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"migration_threshold=2: wanted null with schedule=serial"):
+    with pytest.raises(ConfigError, match=r"threshold=2: wanted null with schedule=serial"):
         Config(rollout=RolloutConfig(migration_threshold=2))
     with pytest.raises(ConfigError, match=r"migration_threshold=-1: wanted null \(the best\), 0"):
         RolloutConfig(migration_threshold=-1)

@@ -18,7 +18,8 @@ from hybridrl.flow.batch import (
     ready,
     record_computed,
 )
-from hybridrl.flow.executor import Computed, Event, Executor, Phase, Sampling, Scope
+from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.executor import Advanced, Computed, Event, Executor, Phase, Sampling, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
@@ -49,7 +50,8 @@ class Schedule(ABC):
     Invariants: samples are trained in the stream's order, whatever the order in which they
     finished; every dispatched sample is used or dropped, and the ranks keep it until `release`.
 
-    `prompts` gives positions (growing over the run) and prompts.
+    `prompts` gives positions (growing over the run) and prompts. `meter` learns from every call
+    what work costs.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Schedule(ABC):
         graph.check()
         self.graph, self.executor, self.prompts = graph, executor, prompts
         self.settings = settings
+        self.meter = CostMeter()
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
         self._ledger = Ledger()
@@ -184,8 +187,11 @@ class Schedule(ABC):
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:
+            start = self.executor.clock.now()
             with self._span(f"to_{phase.value}"):
                 self.executor.enter(phase)
+            if phase is Phase.GENERATE:
+                self.meter.saw_switch(self.executor.clock.now() - start)
             self._phase = phase
 
     def _begin_samples(self, stage: Stage, pulled: Sequence[Prompt]) -> list[list[Sample]]:
@@ -221,14 +227,18 @@ class Schedule(ABC):
                 assert isinstance(event, Computed), event
                 record_computed(stage, by_id, event)
                 waiting.difference_update(event.ids)
+                learn(self.meter, event, [by_id[id] for id in event.ids])
 
     def _update(self, stage: Stage, samples: Sequence[Sample]) -> None:
         if not samples:
             return
         assert all(ready(stage, sample) for sample in samples), stage
         self._ledger.use(samples)
+        start = self.executor.clock.now()
         for name, value in self.executor.update(stage, samples).items():
             self._metrics[f"{stage.role}/{name}"] = value
+        tokens = sum(sample.tokens for sample in samples)
+        self.meter.saw_train(self.executor.clock.now() - start, tokens)
 
     def _wait(self) -> list[Event]:
         return telling_events(self.executor)
@@ -250,6 +260,23 @@ class Schedule(ABC):
             "samples/tokens": float(sum(sample.tokens for sample in used)),
         }
         return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
+
+
+def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample] = ()) -> None:
+    """Tell the meter of a call; `samples` are those of a `Computed`."""
+    if isinstance(event, Computed):
+        meter.saw_compute(event.stage, event.seconds, sum(sample.tokens for sample in samples))
+        return
+    work = event.work
+    meter.saw_advance(
+        max(0.0, work.seconds - work.kv_seconds),
+        work.decode_steps,
+        work.rows,
+        work.prefill_tokens,
+        work.cached,
+    )
+    if work.kv_tokens:  # one end of two
+        meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)
 
 
 def telling_events(executor: Executor) -> list[Event]:

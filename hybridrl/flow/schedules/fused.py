@@ -9,8 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from hybridrl.flow.batch import phase_of, sampling_of
-from hybridrl.flow.costs import CostMeter
-from hybridrl.flow.executor import Executor, Phase
+from hybridrl.flow.executor import Executor, Phase, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRanker
 from hybridrl.flow.sample import Sample
@@ -30,7 +29,6 @@ class Knowledge:
     key_of: Callable[[Any], PromptKey]
     ranker: LengthRanker = field(default_factory=RunningRanker)
     forecast: Forecast = field(default_factory=Forecast)
-    meter: CostMeter = field(default_factory=CostMeter)
 
 
 class FusedSchedule(Schedule):
@@ -155,7 +153,7 @@ class FusedSchedule(Schedule):
             self.executor,
             dataflow,
             self._ledger,
-            self.knowledge.meter,
+            self.meter,
             self.limits,
             self.settings.decode_steps,
             self._gathering(dataflow, num_samples),
@@ -164,11 +162,12 @@ class FusedSchedule(Schedule):
     def _gathering(self, dataflow: Dataflow, num_samples: int) -> Gathering:
         if self.migration_threshold is not None:
             return Gathering(self.migration_threshold, self.limits.max_held)
-        costs = self.knowledge.meter.costs()
+        costs = self.meter.costs()
         lengths = self.knowledge.forecast.sample(num_samples)
         if costs is None or not lengths:
             return Gathering(0, 0)
-        inference = sum(costs.token_s.get(stage.name, 0.0) for stage in dataflow.computes)
+        passes = [s for s in dataflow.computes if self._scope(s) is Scope.INSTANCE]
+        inference = sum(costs.token_s.get(stage.name, 0.0) for stage in passes)
         found = best_gathering(
             lengths, len(self.executor.instances), costs, inference, self.limits.max_held
         )

@@ -28,7 +28,7 @@ from hybridrl.flow.graph import Stage
 from hybridrl.flow.lengths import dispatch
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan
-from hybridrl.flow.schedules.base import telling_events
+from hybridrl.flow.schedules.base import learn, telling_events
 from hybridrl.flow.schedules.dataflow import Dataflow
 from hybridrl.flow.threshold import Gathering
 
@@ -264,16 +264,7 @@ class Overlap:
     def _advanced(self, event: Advanced) -> None:
         instance = event.instance
         del self._in_flight[instance]
-        work = event.work
-        self.meter.saw_advance(
-            max(0.0, work.seconds - work.kv_seconds),
-            work.decode_steps,
-            work.rows,
-            work.prefill_tokens,
-            work.cached,
-        )
-        if work.kv_tokens:  # one end of two
-            self.meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)
+        learn(self.meter, event)
         for finished in event.finished:
             del self._held[instance][finished.id]
         for parked in event.parked:
@@ -308,7 +299,7 @@ class Overlap:
             self._busy[sample.id] -= 1
         if event.instance is not None:
             del self._in_flight[event.instance]
-            self.meter.saw_compute(event.stage, event.seconds, sum(s.tokens for s in samples))
+        learn(self.meter, event, samples)
         self._start(dict.fromkeys(sample.id.prompt for sample in samples))
 
     def _start(self, prompts: Iterable[int]) -> None:

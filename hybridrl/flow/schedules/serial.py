@@ -9,7 +9,7 @@ from hybridrl.flow.batch import record_finished, sampling_of
 from hybridrl.flow.executor import Advanced, Died, Phase, Placed, Submit
 from hybridrl.flow.graph import Kind, Stage
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules.base import Batch, Schedule
+from hybridrl.flow.schedules.base import Batch, Schedule, learn
 
 
 class SerialSchedule(Schedule):
@@ -50,6 +50,7 @@ class SerialSchedule(Schedule):
                 if isinstance(event, Died):
                     raise RuntimeError(f"generation instance {event.instance} died")
                 assert isinstance(event, Advanced), event
+                learn(self.meter, event)
                 for finished in event.finished:
                     record_finished(stage, samples[finished.id], finished)
                 if event.running:
