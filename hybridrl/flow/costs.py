@@ -44,6 +44,8 @@ class Costs:
     """Forward, backward and step, per token of the whole batch, all ranks together at work."""
     switch_s: float = 0.0
     """Bringing all ranks from training to generation."""
+    train_switch_s: float = 0.0
+    """Bringing all ranks from generation to training."""
     round_trip_s: float = 0.0
     """From the end of an instance's call to the start of its next one, through the driver."""
 
@@ -110,6 +112,8 @@ class CostMeter:
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[list[float]]] = {}
+        self._costs: Costs | None = None
+        self._num_new = 0  # calls since the costs were fitted
 
     def saw_advance(
         self,
@@ -141,14 +145,26 @@ class CostMeter:
         """All ranks went from training to generation."""
         self._add("switch", seconds, 1)
 
+    def saw_train_switch(self, seconds: float) -> None:
+        """All ranks went from generation to training."""
+        self._add("train_switch", seconds, 1)
+
     def saw_round_trip(self, seconds: float) -> None:
         """A call took so much longer for the driver than the instance was at work on it."""
         self._add("round_trip", seconds, 1)
 
     def costs(self) -> Costs | None:
-        """What the calls tell; None until enough decoding was seen."""
+        """What the calls tell; None until enough decoding was seen.
+
+        Fitted again when an eighth of what is kept is new, since a fit takes milliseconds.
+        """
         if len(self._seen.get("advance", ())) < _ENOUGH_CALLS:
             return None
+        if self._costs is None or 8 * self._num_new >= sum(map(len, self._seen.values())):
+            self._costs, self._num_new = self._fitted(), 0
+        return self._costs
+
+    def _fitted(self) -> Costs:
         step, row, cached, prefill, call = self._fit("advance", 5)
         stages = [kind.removeprefix("compute:") for kind in self._seen if ":" in kind]
         computed = {stage: self._fit(f"compute:{stage}", 2) for stage in sorted(stages)}
@@ -165,6 +181,7 @@ class CostMeter:
             kv_call_s=kv_call,
             train_token_s=self._fit("train", 1)[0],
             switch_s=self._fit("switch", 1)[0],
+            train_switch_s=self._fit("train_switch", 1)[0],
             round_trip_s=self._fit("round_trip", 1)[0],
         )
 
@@ -174,7 +191,7 @@ class CostMeter:
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
         """Go on from what another meter has seen."""
-        self._seen = {}
+        self._seen, self._costs = {}, None
         for kind, calls in state.items():
             for call in calls:
                 self._add(kind, *call)
@@ -182,6 +199,7 @@ class CostMeter:
     def _add(self, kind: str, *call: float) -> None:
         assert all(0 <= number < math.inf for number in call), (kind, call)
         self._seen.setdefault(kind, deque(maxlen=_CALLS_KEPT)).append([float(x) for x in call])
+        self._num_new += 1
 
     def _fit(self, kind: str, num: int) -> list[float]:
         calls = np.array(self._seen.get(kind, ()), dtype=np.float64)

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +27,7 @@ _UNBOUNDED = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Machines, limits and samples of a what-if run; `RUN/costs.json` holds the first six."""
+    """Machines, limits and samples of a what-if run; `RUN/costs.json` holds those before `fetch_waits`."""
 
     costs: Costs
     num_instances: int
@@ -35,11 +35,25 @@ class Setting:
     decode_steps: int = 64
     chunk_tokens: int = 16_384
     verifier_s: float = 0.0
+    scopes: Mapping[str, Scope] = field(default_factory=dict)
+    """Who takes part in a stage, by its name; what is not named runs on an instance."""
     fetch_waits: bool = True
     over_provision: float = 1.5
     max_staleness: int = 1
     workload: Workload
     group_size: int
+
+    @property
+    def scope_of(self) -> dict[str, Scope]:
+        """The scope of every stage that has costs."""
+        return {name: self.scopes.get(name, Scope.INSTANCE) for name in self.costs.token_s}
+
+    @property
+    def inference_s_per_token(self) -> float:
+        """Seconds of all forward-only stages on an instance together, per token, calls included."""
+        scopes, chunk = self.scope_of, self.chunk_tokens
+        stages = [name for name in scopes if scopes[name] is not Scope.RANK]
+        return sum(self.costs.compute(name, chunk) / chunk for name in stages)
 
     @property
     def num_samples(self) -> int:
@@ -107,7 +121,7 @@ def lower_bound(setting: Setting) -> float:
             for group in groups
             for k in range(size)
         ]
-        per_token = sum(costs.token_s.values())
+        per_token = setting.inference_s_per_token
         inference = sum(per_token * (prompt + length) for prompt, length in samples)
         prefill = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
         rows = sum(
@@ -131,7 +145,7 @@ def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome
         setting.workload.length_of,
         setting.workload.prompt_tokens_of,
         max_running=setting.max_held,
-        scopes=dict.fromkeys(setting.costs.token_s, Scope.INSTANCE),
+        scopes=setting.scope_of,
         verifier_s=setting.verifier_s,
         fetch_waits=setting.fetch_waits,
     )
@@ -298,7 +312,13 @@ def read_costs(path: Path) -> dict[str, Any]:
         if name in facts and not fits(facts[name]):
             allowed = f"{name} that is a number, not {facts[name]!r}"
             raise ConfigError("--costs", str(path), allowed)
-    return {"costs": costs, **{name: facts[name] for name in checks if name in facts}}
+    try:
+        scopes = {str(name): Scope(scope) for name, scope in dict(facts.get("scopes", {})).items()}
+    except (ValueError, TypeError):
+        allowed = f"scopes that map a stage to one of {', '.join(s.value for s in Scope)}"
+        raise ConfigError("--costs", str(path), allowed) from None
+    known = {name: facts[name] for name in checks if name in facts}
+    return {"costs": costs, "scopes": scopes, **known}
 
 
 def _is_count(value: Any) -> bool:

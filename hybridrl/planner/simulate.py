@@ -97,7 +97,7 @@ class SimulatedExecutor:
     An instance does one thing at a time, first in first out; a call's event reaches the driver
     `costs.round_trip_s` after its end. `length_of` gives the response tokens of a sample,
     `prompt_tokens_of` those of a prompt, by position. Stages have the scope that `scopes` says;
-    others are of scope RANK: they run beside the instance and take `verifier_s` a call. With
+    others are of scope RANK: they run beside the instance, verifiers `verifier_s` longer. With
     `fetch_waits`, samples that move for an `infer` arrive when the call has ended that their source
     is in. A stage of scope WORLD shares its tokens among the instances. An instance decodes at most
     `max_running` samples at a time, the others wait for a place.
@@ -145,11 +145,13 @@ class SimulatedExecutor:
         return self.scopes.get(stage.name, Scope.RANK)
 
     def enter(self, phase: Phase) -> None:
-        """The weight switch takes `switch_s`."""
+        """The weight switch takes `switch_s`, the way back `train_switch_s`."""
         assert not self._pending, "a phase change while calls are in flight"
         if phase is Phase.GENERATE:
             self._pass(self.costs.switch_s)
             self.version = self._num_updates
+        else:
+            self._pass(self.costs.train_switch_s)
         self.phase = phase
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
@@ -250,9 +252,16 @@ class SimulatedExecutor:
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Verifiers run beside the instances, sharded roles on all of them."""
-        event = self._computed(stage, samples)
         if self.scope(stage) is Scope.RANK:
-            self._push(self.clock.now() + self.verifier_s * (stage.method == "score"), event)
+            by_rank: dict[int, list[Sample]] = {}
+            for sample in samples:
+                by_rank.setdefault(sample.rank, []).append(sample)
+            for here in by_rank.values():
+                seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in here))
+                if stage.method == "score":
+                    seconds += self.verifier_s
+                event = self._computed(stage, here, seconds=seconds)
+                self._push(self.clock.now() + seconds, event)
             return
         tokens = sum(sample.tokens for sample in samples)
         seconds = self.costs.compute(stage.name, tokens / self.num_instances)
@@ -260,7 +269,7 @@ class SimulatedExecutor:
         for instance, server in enumerate(self._servers):
             server.free_at = start + seconds
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
-        self._push(start + seconds, event)
+        self._push(start + seconds, self._computed(stage, samples, seconds=seconds))
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, which the samples that lie elsewhere join."""

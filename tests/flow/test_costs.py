@@ -22,6 +22,7 @@ TRUE = Costs(
     kv_call_s=1e-3,
     train_token_s=6e-5,
     switch_s=0.2,
+    train_switch_s=0.1,
     round_trip_s=2e-3,
 )
 
@@ -54,6 +55,7 @@ def watched(noise: float = 0.03, outliers: float = 0.0, num: int = 300) -> CostM
         meter.saw_kv(seen(TRUE.kv_call_s + TRUE.kv_token_s * tokens), tokens)
         meter.saw_train(seen(TRUE.train_token_s * tokens), tokens)
         meter.saw_switch(seen(TRUE.switch_s))
+        meter.saw_train_switch(seen(TRUE.train_switch_s))
         meter.saw_round_trip(seen(TRUE.round_trip_s))
     return meter
 
@@ -70,6 +72,7 @@ def test_known_costs_are_found_again(outliers: float) -> None:
         "kv_token_s": 0.03,
         "train_token_s": 0.03,
         "switch_s": 0.03,
+        "train_switch_s": 0.03,
         "round_trip_s": 0.03,
     }.items():
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
