@@ -27,7 +27,7 @@ _UNBOUNDED = 2**31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Machines, limits and samples of a what-if run; `RUN/costs.json` holds those before `fetch_waits`."""
+    """Machines, limits and samples of a what-if run."""
 
     costs: Costs
     num_instances: int
