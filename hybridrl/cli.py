@@ -27,6 +27,7 @@ exit 2."""
 
 
 PLAN_USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
+       hybridrl plan schedule --lengths=... [OPTIONS]     see hybridrl plan schedule --help
 
 Prints what each rank holds, receives and sends at the switch from training to generation.
 
@@ -118,12 +119,14 @@ def _job(action: str, config: Any) -> None:
 
 
 def _plan(args: list[str]) -> None:
-    """Plan the weight switch of a model and a cluster, neither of which need be here."""
+    """Plan a weight switch, or schedules, of what need not be here."""
+    if args[:1] == ["schedule"]:
+        return _plan_schedule(args[1:])
     if {"-h", "--help"} & set(args):
         print(PLAN_USAGE)
         return
     if not args or args[0] != "layout":
-        _fail(f"plan={args[0] if args else ''}: wanted layout, then overrides", 2)
+        _fail(f"plan={args[0] if args else ''}: wanted layout or schedule, then its options", 2)
     from rich.console import Console
     from rich.table import Table
 
@@ -165,6 +168,33 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
     seconds = time.perf_counter() - started
     return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
+
+
+def _plan_schedule(args: list[str]) -> None:
+    """Replay response lengths under every schedule."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridrl.planner import command
+
+    if {"-h", "--help"} & set(args):
+        print(command.USAGE)
+        return
+    with Console(stderr=True).status("replaying") as status:
+        lines, remarks, record = command.run(
+            args, lambda done, of: status.update(f"replaying: {done} of {of}")
+        )
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in lines[0]:
+        table.add_column(name, no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*line)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(100, console.width)  # without a terminal it takes 80
+    console.print(table)
+    for remark in remarks:
+        console.print(remark)
+    print(json.dumps(record), flush=True)
 
 
 def _gpus_per_node(args: list[str]) -> tuple[int, list[str]]:

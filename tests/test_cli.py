@@ -186,8 +186,8 @@ def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture
 
 LLAMA = "model=llama3_8b cluster.ranks=8 "
 WRONG_LAYOUTS = [
-    ("", "plan=: wanted layout, then overrides"),
-    ("speed", "plan=speed: wanted layout, then overrides"),
+    ("", "plan=: wanted layout or schedule, then its options"),
+    ("speed", "plan=speed: wanted layout or schedule, then its options"),
     ("layout trainer.layout.x=1", "trainer.layout.x=1: wanted a known key: one of fsdp, pp"),
     ("layout --nodes=2", "option=--nodes=2: wanted key=value, or --gpus-per-node=N"),
     ("layout --gpus-per-node=0", "--gpus-per-node=0: wanted 1 or more"),

@@ -2,15 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
 from hybridrl.config import ConfigError
+from hybridrl.planner import published
 from hybridrl.planner.accelerators import read_roofline, samples_held
-from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs
+from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
@@ -30,14 +31,33 @@ Replays response lengths under every schedule, in virtual time.
   hybridrl plan schedule --lengths=outputs/run
   hybridrl plan schedule --lengths=lmsys --costs=gpu:model=33b,critic=13b,total=256"""
 
-_COUNTS = ("prompts", "group_size", "steps", "prompt_tokens", "max_tokens")
-_MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens")
+Progress = Callable[[int, int], None]
+Printed = tuple[list[tuple[str, ...]], list[str], dict[str, Any]]
+
+# Option -> least value; the first seven are whole numbers.
+_NUMBERS: dict[str, float] = {
+    "prompts": 1,
+    "group_size": 1,
+    "steps": 1,
+    "prompt_tokens": 0,
+    "max_tokens": 1,
+    "instances": 1,
+    "max_held": 1,
+    "decode_steps": 1,
+    "chunk_tokens": 1,
+    "max_staleness": 0,
+    "over_provision": 1,
+    "verifier_s": 0,
+}
+_FRACTIONS = ("over_provision", "verifier_s")
+_MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens", "verifier_s")
+_PARTIAL = ("over_provision", "max_staleness")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Argparse's own error is several lines."""
-        raise ConfigError("plan schedule", message, "--lengths=..., see hybridrl plan --help")
+        raise ConfigError("option", message, "--name=value; see hybridrl plan schedule --help")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +68,33 @@ class Measured:
     num_steps: int
 
 
+def run(args: Sequence[str], tell: Progress) -> Printed:
+    """The table (a header, then lines), remarks below it, and all of it for a program.
+
+    `tell` hears how many replays of how many are done. Raises `ConfigError`.
+    """
+    if "--paper" in args:
+        if len(args) > 1:
+            raise ConfigError("--paper", " ".join(args), "nothing else")
+        compared = published.rlhfuse(tell)
+        return paper_table(compared), paper_remarks(), {"rlhfuse": [asdict(c) for c in compared]}
+    setting, measured = read_setting(args)
+    outcomes = what_if(setting, tell)
+    return table(outcomes), remarks(setting, measured), record(setting, outcomes, measured)
+
+
 def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     """What the arguments ask for, and what a run that they name took. Raises `ConfigError`."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--lengths", required=True)
-    parser.add_argument("--costs")
-    for name in (*_COUNTS, *_MACHINES, "max_staleness"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    for name in ("verifier_s", "over_provision"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float)
-    given = vars(parser.parse_args(list(args)))
-    _check(given)
+    for name in ("lengths", "costs", *_NUMBERS):
+        parser.add_argument(_option(name))
+    known, unknown = parser.parse_known_args(list(args))
+    if unknown:
+        allowed = ", ".join(map(_option, ("lengths", "costs", *_NUMBERS)))
+        raise ConfigError("option", unknown[0], f"one of {allowed}")
+    texts = vars(known)
+    given: dict[str, Any] = {name: _number(name, texts[name]) for name in _NUMBERS}
+    lengths = texts["lengths"] or ""
     shape = Shape(
         prompts_per_step=given["prompts"],
         group_size=given["group_size"],
@@ -66,11 +102,11 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         prompt_tokens=given["prompt_tokens"],
         max_tokens=given["max_tokens"],
     )
-    workload = read_workload(given["lengths"], shape)
-    run = Path(given["lengths"])
-    facts = _facts(given["costs"], run, workload) | {
+    workload = read_workload(lengths, shape)
+    run = Path(lengths)
+    facts = _facts(texts["costs"], run, workload) | {
         "num_instances" if name == "instances" else name: given[name]
-        for name in (*_MACHINES, "verifier_s", "over_provision", "max_staleness")
+        for name in (*_MACHINES, *_PARTIAL)
         if given[name] is not None
     }
     if "num_instances" not in facts:
@@ -83,13 +119,22 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     return setting, _measured(run)
 
 
-def _check(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value is None or isinstance(value, str):
-            continue
-        least = 0 if name in ("verifier_s", "max_staleness", "prompt_tokens") else 1
-        if not least <= value < 2**31:
-            raise ConfigError(f"--{name.replace('_', '-')}", value, f"{least} or more")
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _number(name: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    least = _NUMBERS[name]
+    try:
+        value = float(text) if name in _FRACTIONS else int(text)
+    except ValueError:
+        value = -1
+    if not least <= value < 2**31:
+        kind = "a number" if name in _FRACTIONS else "a whole number"
+        raise ConfigError(_option(name), text, f"{kind}, {least} or more")
+    return value
 
 
 def _facts(text: str | None, run: Path, workload: Workload) -> dict[str, Any]:
@@ -121,7 +166,7 @@ def _measured(run: Path) -> Measured | None:
 
 def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     """A header and a line a schedule; the first outcome is what the others are compared with."""
-    head = ("schedule", "threshold", "step s", "generation and inference s", "of serial")
+    head = ("schedule", "threshold", "step s", "front s", "of serial")
     lines: list[tuple[str, ...]] = [(*head, "bubbles", "migrated", "off-policy")]
     for one in outcomes:
         lines.append(
@@ -147,7 +192,7 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         f"{setting.workload.prompts_per_step} prompts x {setting.group_size} samples a step on "
         f"{setting.num_instances} instances; response tokens p50 / p90 / p99 / max = "
         f"{' / '.join(map(str, (*found, lengths[-1])))}",
-        f"generation and inference take at least {lower_bound(setting):.4g} s",
+        f"front: generation and inference; it takes at least {lower_bound(setting):.4g} s",
     ]
     if measured:
         lines.append(f"the run took {measured.step_s:.4g} s a step over {measured.num_steps} steps")
@@ -170,3 +215,34 @@ def record(
         "schedules": [asdict(outcome) for outcome in outcomes],
         "measured": asdict(measured) if measured else None,
     }
+
+
+def paper_table(compared: Sequence[published.Compared]) -> list[tuple[str, ...]]:
+    """RLHFuse's setting, a line for each pair of models, limit and weight of inference."""
+    head = ("actor", "critic", "limit", "inference")
+    lines: list[tuple[str, ...]] = [(*head, "front", "iteration", "threshold")]
+    for one in compared:
+        lines.append(
+            (
+                one.actor,
+                one.critic,
+                str(one.limit),
+                f"{one.share:.2f}",
+                f"{one.front:.2f}",
+                f"{one.iteration:.2f}",
+                f"{one.threshold:.0%}",
+            )
+        )
+    return lines
+
+
+def paper_remarks() -> list[str]:
+    """What was published, to read beside it."""
+    front, iteration = published.PUBLISHED_FRONT, published.PUBLISHED_ITERATION
+    return [
+        f"published: front {front[0]} to {front[1]}, best threshold about "
+        f"{published.PUBLISHED_THRESHOLD:.0%}; iteration {iteration[0]} to {iteration[1]} with "
+        "training fused too (arXiv 2409.13221, section 7)",
+        "front (generation and inference) and iteration: serial over fused; inference: as a share "
+        "of generation, the roofline's first; docs/planner.md says what is assumed",
+    ]

@@ -98,9 +98,9 @@ def what_if(
     best = min(outcomes, key=lambda outcome: outcome.front_s)
     named = [
         replay(setting, "serial"),
-        _named(outcomes[0], "fused, never gathered"),
-        _named(fused, "fused, as the model chooses"),
-        _named(best, f"fused, best of {len(outcomes)} tried"),
+        _named(outcomes[0], "fused, not gathered"),
+        _named(fused, "fused, as modelled"),
+        _named(best, f"fused, best of {len(outcomes)}"),
     ]
     return [*named, replay(setting, "partial")]
 
