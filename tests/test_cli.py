@@ -208,6 +208,8 @@ WRONG_LAYOUTS = [
         "layout model=llama3_8b cluster.ranks=64 trainer.layout.pp=64",
         "trainer.layout.pp=64: wanted at most 32 (32 layers)",
     ),
+    ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),
+    ("schedule --lengths=lmsys --steps=0", "--steps=0: wanted a whole number, 1 or more"),
     ("layout model.path=empty", "model.path=empty: wanted a directory with config.json"),
     ("layout +model.shape.hidden_size=8", "model.shape.model_type=???: wanted a model type"),
     ("layout +model.shape.model_type=x", "model.shape={'model_type': 'x'}: wanted a Hugging"),
@@ -262,6 +264,17 @@ def test_a_plan_from_config_json_alone(files: Path, capfd: pytest.CaptureFixture
     tiny = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert from_file["parameters"] > tiny["parameters"] > 1_000_000
     assert (from_file["gen"], tiny["gen"]) == ("1 x 1", "1 x 2")
+
+
+def test_a_plan_of_schedules(capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", "schedule", "--lengths=lmsys", "--steps=1", "--prompts=4", "--group-size=2"])
+    *table, last = capfd.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert [line.split()[0].strip(",") for line in table[1:6]] == [
+        outcome["schedule"].split(",")[0] for outcome in record["schedules"]
+    ]
+    assert record["num_instances"] == 8
+    assert "\x1b" not in "".join(table)
 
 
 @pytest.fixture

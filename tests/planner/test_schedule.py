@@ -1,0 +1,555 @@
+"""The simulated executor by hand and by property, and what `hybridrl plan schedule` reads."""
+
+import json
+import math
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.config import ConfigError
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Advanced, Computed, Park, Phase, Resume, Sampling, Scope, Submit
+from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.planner import published
+from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
+from hybridrl.planner.command import read_setting, run
+from hybridrl.planner.schedule import (
+    Setting,
+    lower_bound,
+    read_costs,
+    replay,
+    simulated_graph,
+    what_if,
+)
+from hybridrl.planner.simulate import SimulatedExecutor
+from hybridrl.planner.workload import LMSYS, Group, LogNormal, Shape, Workload, read_workload
+
+A, B, C = SampleId(0), SampleId(1), SampleId(2)
+LENGTHS = {A: 3, B: 5, C: 9}
+SCORE = Stage(name="judge", kind=Kind.COMPUTE, method="score", outputs=("reward",))
+FORWARD = Stage(name="reference", kind=Kind.COMPUTE, method="log_probs", outputs=("reference",))
+
+
+def executor(costs: Costs, num_instances: int = 2, **options: Any) -> SimulatedExecutor:
+    """Samples of `LENGTHS`, prompts of 10 tokens; generation has begun."""
+    scopes = {"reference": Scope.INSTANCE}
+    made = SimulatedExecutor(
+        costs,
+        num_instances,
+        LENGTHS.__getitem__,
+        lambda position: 10,
+        **{"max_running": 8, "scopes": scopes, **options},
+    )
+    made.enter(Phase.GENERATE)
+    return made
+
+
+def submit(*ids: SampleId) -> Submit:
+    return Submit(ids, None, Sampling(100))
+
+
+def advanced(simulated: SimulatedExecutor) -> Advanced:
+    (event,) = simulated.wait()
+    assert isinstance(event, Advanced)
+    return event
+
+
+# -- the executor ----------------------------------------------------------------------------
+
+
+def test_a_call_takes_what_its_work_costs() -> None:
+    costs = Costs(
+        step_s=1.0,
+        row_s=0.1,
+        cached_token_s=1e-3,
+        prefill_token_s=0.01,
+        call_s=0.5,
+        switch_s=7.0,
+        round_trip_s=0.25,
+    )
+    simulated = executor(costs)
+    simulated.advance(0, [submit(A), submit(B)], 4)
+    event = advanced(simulated)
+    # Three steps of two rows and one of B's; cached: 10, 11, 12 of each, then 13 of B.
+    assert (event.work.decode_steps, event.work.rows, event.work.cached) == (4, 7, 2 * 33 + 13)
+    assert event.work.prefill_tokens == 20
+    seconds = 0.5 + 4 + 0.7 + 0.079 + 0.2
+    assert event.work.seconds == pytest.approx(seconds)
+    assert simulated.clock.now() == pytest.approx(7 + seconds + 0.25)
+    assert [f.id for f in event.finished] == [A]
+    assert event.running == 1
+    simulated.advance(0, (), 4)
+    event = advanced(simulated)
+    assert event.work.decode_steps == 1
+    assert event.finished[0].spans == (Span(0, 5, 0),)
+
+
+def test_those_that_find_no_place_wait() -> None:
+    simulated = executor(Costs(step_s=1.0), max_running=1)
+    simulated.advance(0, [submit(A), submit(B)], 100)
+    event = advanced(simulated)
+    assert simulated.clock.now() == 3 + 5
+    assert [f.id for f in event.finished] == [A, B]
+
+
+def test_samples_of_a_prompt_share_its_prefill() -> None:
+    simulated = executor(Costs(step_s=1.0, prefill_token_s=1.0))
+    simulated.length_of = lambda id: 1
+    simulated.advance(0, [submit(SampleId(0, k=0), SampleId(0, k=1))], 1)
+    assert advanced(simulated).work.prefill_tokens == 10
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+def test_a_parked_sample_goes_on_where_it_stopped(with_kv: bool) -> None:
+    costs = Costs(step_s=1.0, prefill_token_s=0.1, kv_token_s=0.02, kv_call_s=4.0)
+    simulated = executor(costs)
+    simulated.advance(0, [submit(A), submit(C)], 2)
+    simulated.wait()
+    simulated.advance(0, [Park((C,), with_kv)], 0)
+    event = advanced(simulated)
+    (parked,) = event.parked
+    assert (parked.ids, parked.tokens, event.running) == ((C,), (12,), 1)
+    before = simulated.clock.now()
+    simulated.advance(1, [Resume((C,), parked)], 100)
+    event = advanced(simulated)
+    assert event.finished[0].response_tokens == LENGTHS[C]
+    moved = 2.0 + 0.01 * 12 if with_kv else 0.1 * 12
+    assert simulated.clock.now() - before == pytest.approx(moved + 7)
+    assert event.work.kv_tokens == (12 if with_kv else 0)
+
+
+def test_keys_and_values_of_other_weights_are_computed_again() -> None:
+    simulated = executor(Costs(step_s=1.0))
+    simulated.advance(0, [submit(C)], 2)
+    simulated.wait()
+    simulated.advance(0, [Park((C,), True)], 0)
+    (parked,) = advanced(simulated).parked
+    simulated.enter(Phase.TRAIN)
+    simulated.update(Stage(name="update_actor", kind=Kind.UPDATE), [])
+    simulated.enter(Phase.GENERATE)
+    simulated.advance(0, [Resume((C,), parked)], 3)
+    work = advanced(simulated).work
+    assert (work.prefill_tokens, work.kv_tokens) == (12, 0)
+    simulated.advance(0, (), 100)
+    assert advanced(simulated).finished[0].spans == (Span(0, 2, 0), Span(2, 9, 1))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_forward_passes_wait_for_what_they_fetch(waits: bool) -> None:
+    costs = Costs(step_s=1.0, token_s={"reference": 0.1}, stage_call_s={"reference": 0.5})
+    simulated = executor(costs, fetch_waits=waits)
+    simulated.advance(0, [submit(A), submit(C)], 3)
+    simulated.wait()
+    simulated.advance(0, (), 4)  # until 7
+    sample = Sample(id=A, rank=0, prompt_tokens=10, response_tokens=3)
+    simulated.infer(FORWARD, 1, [sample])
+    events = [event for _ in range(2) for event in simulated.wait()]
+    (computed,) = (event for event in events if isinstance(event, Computed))
+    assert (computed.ids, computed.instance, sample.rank) == ((A,), 1, 1)
+    assert computed.seconds == pytest.approx(0.5 + 1.3)
+    stop = next(s.stop for s in simulated.slices if s.name == "reference")
+    assert stop == pytest.approx((7 if waits else 3) + 1.8)
+
+
+def test_verifiers_run_beside_the_instance() -> None:
+    simulated = executor(Costs(step_s=1.0), verifier_s=2.0)
+    simulated.advance(0, [submit(A), submit(C)], 3)
+    simulated.wait()
+    simulated.advance(0, (), 6)  # until 9
+    simulated.compute(SCORE, [Sample(id=A, rank=0)])
+    (event,) = simulated.wait()
+    assert isinstance(event, Computed)
+    assert simulated.clock.now() == 3 + 2
+
+
+def test_a_sharded_role_takes_all_instances() -> None:
+    costs = Costs(step_s=1.0, token_s={"critic": 0.1})
+    simulated = executor(costs, scopes={"critic": Scope.WORLD})
+    stage = Stage(name="critic", kind=Kind.COMPUTE, method="values", outputs=("values",))
+    simulated.compute(stage, [Sample(id=A, rank=0, prompt_tokens=10, response_tokens=10)])
+    simulated.wait()
+    assert simulated.clock.now() == pytest.approx(1.0)
+    assert [s.instance for s in simulated.slices] == [0, 1]
+
+
+# -- whole steps -----------------------------------------------------------------------------
+
+COSTS = Costs(
+    step_s=2e-3,
+    row_s=1e-4,
+    cached_token_s=1e-7,
+    prefill_token_s=5e-5,
+    call_s=2e-3,
+    token_s={"reference": 2e-4, "reward": 1e-4},
+    stage_call_s={"reference": 2e-3, "reward": 1e-3},
+    kv_token_s=1e-5,
+    train_token_s=3e-4,
+    switch_s=0.05,
+    train_switch_s=0.02,
+    round_trip_s=1e-3,
+)
+
+
+def setting(
+    lengths: LogNormal | None = None, costs: Costs = COSTS, steps: int = 3, **options: Any
+) -> Setting:
+    """Twelve prompts of eight tokens a step, four samples each, on two instances."""
+    drawn = (lengths or LogNormal(40, 0.9, 400)).draw(12 * steps + 24, 4, 8)
+    workload = Workload(tuple(drawn), 12, steps)
+    given: dict[str, Any] = {"num_instances": 2, "decode_steps": 8, "chunk_tokens": 1024}
+    return Setting(costs=costs, workload=workload, group_size=4, **{**given, **options})
+
+
+def test_serial_takes_the_sum_of_its_parts() -> None:
+    """All of one length, no overhead: prefill, decoding, two passes, the update."""
+    costs = Costs(
+        step_s=1.0,
+        row_s=0.1,
+        prefill_token_s=0.01,
+        token_s={"reference": 0.001, "reward": 0.002},
+        train_token_s=0.01,
+        switch_s=5.0,
+        train_switch_s=3.0,
+    )
+    found = replay(setting(LogNormal(16, 0.0), costs), "serial")
+    tokens = 24 * (16 + 8)  # an instance's
+    front = 6 * 8 * 0.01 + 16 * (1 + 24 * 0.1) + 0.003 * tokens
+    assert found.front_s == pytest.approx(front)
+    assert found.step_s == pytest.approx(5 + front + 3 + 0.01 * 2 * tokens)
+    assert found.bubbles == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", ["serial", "fused", "partial"])
+def test_an_instance_does_one_thing_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SimulatedExecutor] = []
+    begin = SimulatedExecutor.__init__
+
+    def watched(self: SimulatedExecutor, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(SimulatedExecutor, "__init__", watched)
+    replay(setting(), name, 12 if name == "fused" else None)
+    (simulated,) = made
+    for instance in range(2):
+        mine = sorted(
+            (s for s in simulated.slices if s.instance == instance), key=lambda s: s.start
+        )
+        assert len(mine) > 5
+        for before, after in pairwise(mine):
+            assert after.start >= before.stop - 1e-9
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    median=st.integers(1, 60),
+    sigma=st.floats(0, 1.2),
+    seed=st.integers(0, 1000),
+    num_instances=st.integers(1, 4),
+    threshold=st.sampled_from([0, 5, 20]),
+)
+def test_no_schedule_beats_the_bound(
+    median: int, sigma: float, seed: int, num_instances: int, threshold: int
+) -> None:
+    case = setting(
+        LogNormal(median, sigma, 500, seed), steps=1, num_instances=num_instances, max_held=64
+    )
+    bound = lower_bound(case)
+    serial, fused = replay(case, "serial"), replay(case, "fused", threshold)
+    assert min(serial.front_s, fused.front_s) >= bound * (1 - 1e-9)
+    assert serial.off_policy == fused.off_policy == 0
+    assert 0 <= fused.bubbles < 1
+
+
+def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:
+    case = setting(LogNormal(40, 0.9, 600), steps=6)
+    serial, partial = replay(case, "serial"), replay(case, "partial")
+    assert partial.front_s < serial.front_s
+    assert 0 < partial.off_policy < 1
+
+
+def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
+    """So simulating with measured costs is simulating with those that were there."""
+    from hybridrl.planner.schedule import _schedule
+
+    case = setting(steps=4)
+    simulated = SimulatedExecutor(
+        COSTS,
+        2,
+        case.workload.length_of,
+        case.workload.prompt_tokens_of,
+        max_running=256,
+        scopes=case.scope_of,
+    )
+    schedule = _schedule(case, "fused", simulated, 16)
+    for step in range(4):
+        schedule.run_step(step)
+    found = schedule.meter.costs()
+    assert found is not None
+    for name in ("step_s", "row_s", "train_token_s", "switch_s"):
+        assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.02), name
+    assert found.token_s == pytest.approx(dict(COSTS.token_s), rel=0.02)
+
+
+def test_what_if_tries_every_schedule() -> None:
+    told: list[tuple[int, int]] = []
+    found = what_if(setting(), lambda done, of: told.append((done, of)))
+    assert [outcome.schedule.split(",")[0] for outcome in found] == ["serial"] + ["fused"] * 3 + [
+        "partial"
+    ]
+    never, chosen, best = found[1:4]
+    assert best.front_s <= min(never.front_s, found[0].front_s) + 1e-9
+    assert never.threshold == 0
+    assert chosen.threshold is not None
+    assert told[0][0] == 1
+    assert told[-1][0] < told[-1][1]
+
+
+def test_a_verifier_stands_in_where_no_model_judges() -> None:
+    graph = simulated_graph(Costs(step_s=1.0, token_s={"reference": 1.0}), 2)
+    assert list(graph.stages) == ["prompts", "generate", "reward", "reference", "update_actor"]
+    graph = simulated_graph(COSTS, 2)
+    assert list(graph.stages) == ["prompts", "generate", "reference", "reward", "update_actor"]
+
+
+# -- workloads and costs ---------------------------------------------------------------------
+
+
+def test_a_recorded_run_is_read_by_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "phase": "warm_start", "lengths": [1, 1]},
+        {"step": 2, "phase": "rl", "lengths": [9, 9]},
+        {"step": 3, "phase": "rl", "prompts": [2, 3, 2, 3], "lengths": [5, 6, 7, 8]}
+        | {"prompt_tokens": [20, 30, 20, 30]},
+        {"step": 2, "phase": "rl", "prompts": [0, 0, 1, 1], "lengths": [1, 2, 3, 4]}
+        | {"prompt_tokens": [10, 10, 11, 11]},
+    ]
+    (tmp_path / "lengths.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = read_workload(str(tmp_path), Shape())
+    assert found.prompts_per_step == found.num_steps == found.group_size == 2
+    groups = [Group(10, (1, 2)), Group(11, (3, 4)), Group(20, (5, 7)), Group(30, (6, 8))]
+    assert sorted(found.groups, key=lambda g: g.prompt_tokens) == groups
+    assert found.length_of(SampleId(len(groups), k=1)) == found.groups[0].lengths[1]
+
+
+def test_lengths_without_prompts_are_cut_into_groups(tmp_path: Path) -> None:
+    file = tmp_path / "my.jsonl"
+    file.write_text('{"lengths": [1, 2, 3, 400]}\n[5, 6, 7, 8]\n')
+    found = read_workload(str(file), Shape(group_size=2, prompt_tokens=3, max_tokens=100))
+    assert found.groups == (
+        Group(3, (1, 2)),
+        Group(3, (3, 100)),
+        Group(3, (5, 6)),
+        Group(3, (7, 8)),
+    )
+    assert (found.prompts_per_step, found.num_steps) == (2, 2)
+
+
+def test_a_distribution_has_its_quantiles() -> None:
+    text = "lognormal:median=200,sigma=0.9,max=5000,seed=3"
+    found = read_workload(text, Shape(prompts_per_step=400, group_size=8, num_steps=1))
+    lengths = sorted(n for group in found.groups for n in group.lengths)
+    p50, p99 = (lengths[len(lengths) * p // 100] for p in (50, 99))
+    assert p50 == pytest.approx(200, rel=0.05)
+    assert p99 / p50 == pytest.approx(math.exp(2.33 * 0.9), rel=0.1)
+    assert lengths[-1] <= 5000
+    assert read_workload(text, Shape(num_steps=1)).groups[0].lengths == found.groups[0].lengths
+
+
+def test_lmsys_has_the_published_mean_and_tail() -> None:
+    draw = random.Random(0)
+    lengths = sorted(LMSYS.median * draw.lognormvariate(0, LMSYS.sigma) for _ in range(200_000))
+    assert sum(lengths) / len(lengths) == pytest.approx(214.5, rel=0.02)
+    assert lengths[-200] / lengths[100_000] == pytest.approx(10, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "/none",
+        "lognormal:median=3",
+        "lognormal:median=x,sigma=1",
+        "lognormal:median=3,sigma=-1",
+        "lognormal:median=3,sigma=nan",
+        "lognormal:median=3,sigma=1,mode=2",
+        "lognormal:median=3,sigma=1,max=0",
+        "empty.jsonl",
+        "text.jsonl",
+        "negative.jsonl",
+        "uneven.jsonl",
+        "bytes.jsonl",
+    ],
+)
+def test_wrong_lengths_are_refused(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text('{"lengths": []}\n')
+    (tmp_path / "text.jsonl").write_text("many\n")
+    (tmp_path / "negative.jsonl").write_text('{"lengths": [3, -1]}\n')
+    (tmp_path / "uneven.jsonl").write_text('{"lengths": [3, 4], "prompts": [1]}\n')
+    (tmp_path / "bytes.jsonl").write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match="--lengths"):
+        read_workload(wrong, Shape())
+
+
+def test_costs_of_a_run(tmp_path: Path) -> None:
+    facts = {
+        "costs": COSTS.to_json(),
+        "num_instances": 4,
+        "max_held": 32,
+        "decode_steps": 16,
+        "chunk_tokens": 2048,
+        "scopes": {"reward": "rank"},
+        "other": "ignored",
+    }
+    (tmp_path / "costs.json").write_text(json.dumps(facts))
+    found = read_costs(tmp_path)
+    assert found.pop("costs") == COSTS
+    assert found.pop("scopes") == {"reward": Scope.RANK}
+    assert found == {k: facts[k] for k in found}
+    (tmp_path / "plain.json").write_text(json.dumps(COSTS.to_json()))
+    assert read_costs(tmp_path / "plain.json") == {"costs": COSTS, "scopes": {}}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "no json",
+        "[]",
+        '{"row_s": 1}',
+        '{"costs": {"step_s": -1}}',
+        '{"costs": {"step_s": 1}, "num_instances": 0}',
+        '{"costs": {"step_s": 1}, "max_held": "many"}',
+        '{"costs": {"step_s": 1}, "scopes": {"reward": "moon"}}',
+        '{"costs": {"step_s": 1}, "scopes": 3}',
+    ],
+)
+def test_wrong_costs_are_refused(wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(wrong)
+    with pytest.raises(ConfigError, match="--costs"):
+        read_costs(tmp_path)
+
+
+# -- accelerators ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # As published, norms left out: Llama 3 70B has 70,553,706,496 with them.
+    [
+        ("7b", 6.74e9),
+        ("13b", 13.02e9),
+        ("33b", 32.5e9),
+        ("65b", 65.3e9),
+        ("8b", 8.03e9),
+        ("70b", 70_553_706_496),
+    ],
+)
+def test_models_have_their_published_sizes(name: str, parameters: float) -> None:
+    assert MODELS[name].parameters == pytest.approx(parameters, rel=1e-3)
+
+
+def test_a_roofline_by_hand() -> None:
+    """13B on eight H100: 26 GB of weights at 0.7 of 26.8 TB/s, 26 GFLOP at half of 7.9 PFLOP/s."""
+    llama = MODELS["13b"]
+    costs = roofline(llama, {"reference": llama}, {"actor": llama}, ACCELERATORS["h100"], 8, 256)
+    assert costs.step_s == pytest.approx(26.03e9 / (0.7 * 26.8e12) + 80 * 15e-6 + 1e-3, rel=1e-3)
+    assert costs.token_s["reference"] == pytest.approx(26.03e9 / (0.5 * 7.912e15), rel=1e-3)
+    assert costs.train_token_s == pytest.approx(78.1e9 / (0.4 * 256 * 989e12), rel=1e-3)
+    assert llama.kv_bytes == 2 * 40 * 5120 * 2
+    assert MODELS["70b"].kv_bytes == 2 * 80 * 1024 * 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "gpu:",
+        "gpu:model=14b",
+        "gpu:model=13b,gpu=tpu",
+        "gpu:model=13b,gpus=0",
+        "gpu:model=13b,gpus=x",
+        "gpu:model=13b,x=1",
+        "gpu:model=13b,gpus=8,total=20",
+        "gpu:model=13b,critic=1b",
+    ],
+)
+def test_wrong_rooflines_are_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="--costs"):
+        read_roofline(wrong)
+
+
+def test_the_paper_s_setting() -> None:
+    """Fusion hides inference, so the ratio lies between 1 and 1 + inference over generation."""
+    case = published.paper_setting("13b", "33b", 1024)
+    found = published._compare(case, "13b", "33b", 1024, 0.25)
+    assert found.share == pytest.approx(0.25, rel=1e-6)
+    assert 1.05 < found.front <= 1.25
+    assert 1.0 < found.iteration < found.front
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
+    rows = [
+        {"step": s, "phase": "rl", "prompts": [2 * s, 2 * s, 2 * s + 1, 2 * s + 1]}
+        | {"lengths": [10, 20, 30, 100 + s], "prompt_tokens": [4] * 4}
+        for s in range(1, 5)
+    ]
+    (tmp_path / "lengths.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    facts = {"costs": COSTS.to_json(), "num_instances": 2, "decode_steps": 8}
+    (tmp_path / "costs.json").write_text(json.dumps(facts))
+    measured = [{"step": s, "phase": "rl", "step_s": 1.0 + (s == 1)} for s in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, measured)))
+    lines, remarks, record = run([f"--lengths={tmp_path}"], lambda done, of: None)
+    assert len(lines) == 6
+    assert len({len(line) for line in lines}) == 1
+    assert "2 prompts x 2 samples a step on 2 instances" in remarks[0]
+    assert remarks[-1] == "the run took 1 s a step over 3 steps"
+    assert json.loads(json.dumps(record))["measured"] == {"step_s": 1.0, "num_steps": 3}
+    assert record["bound_s"] <= min(o["front_s"] for o in record["schedules"][:4])
+
+
+def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": {"step_s": 1}, "num_instances": 3}))
+    args = f"--lengths=lmsys --costs={tmp_path} --instances 5 --steps=2 --prompts=7 --group-size=3"
+    found, measured = read_setting([*args.split(), "--max-tokens=50", "--verifier-s=0.5"])
+    assert (found.num_instances, found.verifier_s, measured) == (5, 0.5, None)
+    assert (found.workload.num_steps, found.workload.prompts_per_step) == (2, 7)
+    assert max(n for group in found.workload.groups for n in group.lengths) == 50
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("", "--lengths=: wanted a run's directory"),
+        ("--lengths=lmsys --x=3", "option=--x=3: wanted one of --lengths"),
+        ("--lengths=lmsys --steps=x", "--steps=x: wanted a whole number, 1 or more"),
+        ("--lengths=lmsys --instances=0", "--instances=0: wanted a whole number, 1 or more"),
+        ("--lengths=lmsys --verifier-s=-1", "--verifier-s=-1: wanted a number, 0 or more"),
+        ("--lengths=lmsys --steps", "option=argument --steps: expected one argument"),
+        ("--lengths=lmsys --over-provision=9", "--over-provision=9.0: wanted 1 to 1 +"),
+        ("--lengths=lmsys --costs=gpu:model=65b,gpus=1", "wanted accelerators that hold"),
+        ("--lengths=lmsys --costs=/none", "--costs=/none: wanted a run's directory"),
+        ("--paper --steps=2", "--paper=--paper --steps=2: wanted nothing else"),
+    ],
+)
+def test_wrong_arguments_are_one_line(args: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run(args.split(), lambda done, of: None)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_costs_that_do_not_say_how_many_instances(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text('{"step_s": 1}')
+    with pytest.raises(ConfigError, match="--instances"):
+        read_setting(["--lengths=lmsys", f"--costs={tmp_path}"])
