@@ -18,7 +18,7 @@ from typing import Any, Self
 from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, plain, write_atomic
-from hybridrl.telemetry.trace import Span, TraceFile, bubble_share
+from hybridrl.telemetry.trace import Span, TraceFile, bubble_share, is_rank
 
 _PACKAGES = ("hybridrl", "torch", "transformers", "ray", "verl", "reasoning-gym")
 
@@ -167,8 +167,7 @@ class Telemetry:
     def _bubbles(self, step: int) -> dict[str, float]:
         shares = bubble_share(span for span in self._step_spans if span.step == step)
         self._step_spans = []
-        # What runs beside a rank keeps nobody busy.
-        ranks = [s for lane, s in shares.items() if lane.startswith("rank") and "/" not in lane]
+        ranks = [share for lane, share in shares.items() if is_rank(lane)]
         return {"bubble_share": sum(ranks) / len(ranks)} if ranks else {}
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:

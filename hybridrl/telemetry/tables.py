@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from hybridrl.telemetry.rundata import RunData, StepKey
-from hybridrl.telemetry.trace import Span, bubble_share
+from hybridrl.telemetry.trace import Span, bubble_share, is_rank
 
 _MAX_SLICES = 4000
 _MAX_LANES = 66
@@ -111,7 +111,7 @@ def _timeline(label: str, key: StepKey, spans: list[Span]) -> dict[str, Any]:
         "lanes": [
             {
                 "name": lane,
-                "bubble": bubbles[lane] if lane.startswith("rank") else None,
+                "bubble": bubbles[lane] if is_rank(lane) else None,
                 "slices": [_slice(span, start) for span in ordered if span.lane == lane],
             }
             for lane in lanes
@@ -130,7 +130,7 @@ def _bounds(spans: list[Span]) -> tuple[float, float]:
 
 
 def _on_ranks(spans: list[Span]) -> bool:
-    return any(span.lane.startswith("rank") for span in spans)
+    return any(is_rank(span.lane) for span in spans)
 
 
 def _lane_order(lane: str) -> tuple[bool, int, str]:

@@ -33,6 +33,11 @@ class Span:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
+def is_rank(lane: str) -> bool:
+    """Whether a lane is a rank's own; what runs beside it (`rank 0/beside`) keeps nobody busy."""
+    return lane.startswith("rank ") and "/" not in lane
+
+
 def bubble_share(spans: Iterable[Span]) -> dict[str, float]:
     """Share of the time in which each lane was idle, between 0 and 1.
 

@@ -131,6 +131,7 @@ class VirtualExecutor:
                 for id in command.ids:
                     assert id not in self._where, "made again though it lies somewhere"
                     self.prompts[id] = command.prompt
+                    self.parked.discard(id)  # made anew: its keeper died before it arrived
                     self._spans[id] = []
                     left[id] = self.length_of(id)
             case Park(ids=ids, with_kv=with_kv):

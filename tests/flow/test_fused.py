@@ -141,6 +141,10 @@ def test_trains_on_what_serial_trains_on(
             results = [outcome(schedule.run_step(step)) for step in range(2)]
         except ValueError as raised:  # the take gave up, and says why
             error = str(raised)
+        except RuntimeError:  # in the stages behind the take, which wait for the whole batch
+            assert take
+            assert len(executor.alive) < num_instances[True]
+            return
         schedule.release()
         submitted = [id for _, submit in executor.submits for id in submit.ids]
         assert not executor.parked

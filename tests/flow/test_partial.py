@@ -108,6 +108,10 @@ def test_every_sample_leaves_once_and_none_too_old(
         except ValueError:
             assert kind == "take"  # it gave up
             return
+        except RuntimeError:  # in the stages behind the take, which wait for the whole batch
+            assert kind == "take"
+            assert len(executor.alive) < num_instances
+            return
         used, dropped = [s.id for s in result.samples], list(result.dropped)
         assert not set(used) & set(dropped)
         assert used == sorted(used)

@@ -19,7 +19,7 @@ from hybridrl.flow.batch import (
     record_computed,
 )
 from hybridrl.flow.costs import CostMeter
-from hybridrl.flow.executor import Advanced, Computed, Event, Executor, Phase, Sampling, Scope
+from hybridrl.flow.executor import Advanced, Computed, Died, Event, Executor, Phase, Sampling, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
@@ -70,7 +70,8 @@ class Schedule(ABC):
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
 
         Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
-        recipe's function returns what does not fit; `RuntimeError` when no instance is left.
+        recipe's function returns what does not fit; `RuntimeError` when no instance is left, or one
+        dies while a stage runs that waits for the whole batch.
         """
         self.release()
         self._begin(step)
@@ -224,6 +225,10 @@ class Schedule(ABC):
         waiting = set(by_id)
         while waiting:
             for event in self._wait():
+                if isinstance(event, Died):
+                    raise RuntimeError(
+                        f"generation instance {event.instance} died while {stage.name!r} ran"
+                    )
                 assert isinstance(event, Computed), event
                 record_computed(stage, by_id, event)
                 waiting.difference_update(event.ids)

@@ -13,7 +13,6 @@ from hybridrl.flow.executor import (
     Command,
     Computed,
     Died,
-    Event,
     Executor,
     Finished,
     Park,
@@ -194,14 +193,16 @@ class Overlap:
 
     def run(self) -> None:
         """Return when all samples are made and every early stage has run on its own."""
-        while True:
+        self._gather()
+        self._decode()
+        self._use_spare()
+        while self._num_unmade or self._in_flight or any(self._running.values()):
+            touched = self._events()
+            # Decoding goes first: it is what the step waits for.
             self._gather()
             self._decode()
+            self._start(touched)
             self._use_spare()
-            if not (self._num_unmade or self._in_flight or any(self._running.values())):
-                break
-            for event in telling_events(self.executor):
-                self._handle(event)
         assert not any(self._spare.values()), "forward passes wait for ever"
 
     def run_until(self, enough: Callable[[], bool]) -> None:
@@ -213,8 +214,7 @@ class Overlap:
         while (self._queue or any(self._held.values())) and not enough():
             self._decode()
             while self._in_flight:
-                for event in telling_events(self.executor):
-                    self._handle(event)
+                self._start(self._events())
 
     def park(self, with_kv: bool) -> dict[SampleId, Parked | None]:
         """Stop all that is unfinished; what had not begun is not parked.
@@ -235,8 +235,7 @@ class Overlap:
                 self._inbox[instance].append(Park(tuple(self._held[instance]), with_kv))
         self._decode()
         while self._in_flight or any(self._running.values()):
-            for event in telling_events(self.executor):
-                self._handle(event)
+            self._start(self._events())
         stopped, self._stopped = self._stopped, None
         self._num_unmade -= len(stopped)
         return stopped
@@ -248,20 +247,24 @@ class Overlap:
         for instance in self._alive:
             self._go(instance)
 
-    def _handle(self, event: Event) -> None:
-        match event:
-            case Advanced():
-                self._advanced(event)
-            case Placed():
-                self._finish(event.finished)
-            case Computed():
-                self._computed(event)
-            case Died():
-                self._died(event.instance)
+    def _events(self) -> Iterable[int]:
+        """Wait for events and take them in; the prompts on which stages may be able to start."""
+        touched: dict[int, None] = {}
+        for event in telling_events(self.executor):
+            match event:
+                case Advanced():
+                    touched |= self._advanced(event)
+                case Placed():
+                    touched |= self._finish(event.finished)
+                case Computed():
+                    touched |= self._computed(event)
+                case Died():
+                    self._died(event.instance)
+        return touched
 
     # -- events --------------------------------------------------------------------------------
 
-    def _advanced(self, event: Advanced) -> None:
+    def _advanced(self, event: Advanced) -> dict[int, None]:
         instance = event.instance
         del self._in_flight[instance]
         learn(self.meter, event)
@@ -276,9 +279,9 @@ class Overlap:
         assert event.running == len(self._held[instance]) - arriving, event
         if not self._held[instance]:
             self._leaving.discard(instance)
-        self._finish(event.finished)
+        return self._finish(event.finished)
 
-    def _finish(self, events: Iterable[Finished]) -> None:
+    def _finish(self, events: Iterable[Finished]) -> dict[int, None]:
         prompts: dict[int, None] = {}
         for event in events:
             maker, sample = self._makers[event.id], self._samples[event.id]
@@ -287,9 +290,9 @@ class Overlap:
             self._longest = max(self._longest, sample.tokens)
             self._stamp(maker)
             prompts[event.id.prompt] = None
-        self._start(prompts)
+        return prompts
 
-    def _computed(self, event: Computed) -> None:
+    def _computed(self, event: Computed) -> dict[int, None]:
         running = self._running[event.stage]
         stage = self._stage(event.stage)
         record_computed(stage, running, event)
@@ -300,7 +303,7 @@ class Overlap:
         if event.instance is not None:
             del self._in_flight[event.instance]
         learn(self.meter, event, samples)
-        self._start(dict.fromkeys(sample.id.prompt for sample in samples))
+        return dict.fromkeys(sample.id.prompt for sample in samples)
 
     def _start(self, prompts: Iterable[int]) -> None:
         """Start, or keep for an instance with time to spare, what can run on these prompts now."""

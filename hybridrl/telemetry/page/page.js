@@ -2,8 +2,12 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 
-const STAGES = ["generate", "score", "log_probs", "update", "switch", "eval", "save"];
-const stageColor = (name) => `var(--c${STAGES.includes(name) ? STAGES.indexOf(name) : STAGES.length})`;
+// What a slice is, by its name: the first pattern that fits gives the colour.
+const STAGES = [/^generate/, /reward|score|cost/, /log_probs|values|top/, /update/, /switch|^to_/, /eval/, /save|export|fetch/];
+const stageColor = (name) => {
+  const found = STAGES.findIndex((stage) => stage.test(name));
+  return `var(--c${found < 0 ? STAGES.length : found})`;
+};
 
 function duration(seconds) {
   if (seconds === null) return "unknown";
