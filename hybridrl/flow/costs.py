@@ -17,6 +17,7 @@ UNLIMITED = 2**31 - 1
 
 _CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
 _ENOUGH_CALLS = 8
+_DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain them alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,11 +204,14 @@ class CostMeter:
 
     def _fit(self, kind: str, num: int) -> list[float]:
         calls = np.array(self._seen.get(kind, ()), dtype=np.float64)
-        return robust_fit(calls[:, 1:], calls[:, 0]) if len(calls) else [0.0] * num
+        return robust_fit(calls[:, 1:], calls[:, 0], num > 1) if len(calls) else [0.0] * num
 
 
-def robust_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
+def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[float]:
     """Costs x >= 0 [kinds] with work [calls, kinds] @ x close to seconds [calls].
+
+    `per_call` says that the last kind is the call itself. Calls of about the same size hardly tell
+    its cost from that of the work; then it is the work's, or smaller calls would seem as dear.
 
     Least absolute residuals by reweighting, then least squares on the calls within three
     deviations. A call counts by the square root of its time: neither does a single long call rule
@@ -217,18 +221,18 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
     weight = 1 / np.sqrt(np.maximum(seconds, 1e-9))
     scale = np.maximum(np.abs(work).max(axis=0), 1e-30)
     rows, wanted = work / scale * weight[:, None], seconds * weight
-    found = _non_negative(rows, wanted)
+    found = _non_negative(rows, wanted, per_call)
     for _ in range(20):
         residuals = np.abs(wanted - rows @ found)
         closeness = 1 / np.sqrt(np.maximum(residuals, 1e-3 * np.median(wanted) + 1e-12))
-        found = _non_negative(rows * closeness[:, None], wanted * closeness)
+        found = _non_negative(rows * closeness[:, None], wanted * closeness, per_call)
     residuals = wanted - rows @ found
     deviation = 1.4826 * np.median(np.abs(residuals))
     near = np.abs(residuals) <= 3 * deviation + 1e-9 * np.abs(wanted)
-    return [float(x) for x in _non_negative(rows[near], wanted[near]) / scale]
+    return [float(x) for x in _non_negative(rows[near], wanted[near], per_call) / scale]
 
 
-def _non_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.ndarray:
     """Least squares with x >= 0, exactly: the best of all sets of kinds that have no negative cost.
 
     At most five kinds, so at most 31 small systems. A trace of ridge makes the answer unique.
@@ -236,6 +240,8 @@ def _non_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     num = rows.shape[1]
     gram = rows.T @ rows
     gram += np.eye(num) * (1e-9 * max(np.trace(gram), 1e-30))
+    if per_call:
+        gram[-1, -1] *= 1 + _DOUBT
     right = rows.T @ wanted
     best, least = np.zeros(num), 0.0
     for size in range(1, num + 1):

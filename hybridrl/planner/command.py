@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, NoReturn
 
 from hybridrl.config import ConfigError
@@ -62,7 +62,10 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a recorded run took: seconds a step, on average without the first, and how many."""
+    """What a recorded run took: seconds of the median step, and of how many.
+
+    The costs that are learned from a run are those of undisturbed calls, as the median is.
+    """
 
     step_s: float
     num_steps: int
@@ -161,7 +164,7 @@ def _measured(run: Path) -> Measured | None:
         return None
     seconds = [row["step_s"] for row in found if row.get("phase") == "rl" and "step_s" in row]
     steady = seconds[1:] or seconds
-    return Measured(fmean(steady), len(steady)) if steady else None
+    return Measured(median(steady), len(steady)) if steady else None
 
 
 def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -195,7 +198,9 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         f"front: generation and inference; it takes at least {lower_bound(setting):.4g} s",
     ]
     if measured:
-        lines.append(f"the run took {measured.step_s:.4g} s a step over {measured.num_steps} steps")
+        lines.append(
+            f"the run took {measured.step_s:.4g} s a step, the median of {measured.num_steps}"
+        )
     return lines
 
 

