@@ -41,7 +41,7 @@ class Task:
 
     def config(self, model: Path, run_dir: Path) -> Config:
         """The run of our side: GRPO on two ranks of one thread, every group trained on."""
-        return _compose(
+        return make_config(
             *self.data,
             f"model.path={model}",
             f"run.dir={run_dir}",
@@ -140,7 +140,8 @@ def score(response: str, answer: str) -> float:
     return float(bool(found) and found[-1] == answer)
 
 
-def _compose(*overrides: str) -> Config:
+def make_config(*overrides: str) -> Config:
+    """The configuration that these Hydra overrides make."""
     register()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         return to_config(compose("train", overrides=list(overrides)))
