@@ -410,12 +410,15 @@ class Overlap:
     def _chunk(self, instance: int, stage: Stage) -> list[Sample]:
         """Half of an instance's share of what waits for `stage`, its own samples first.
 
-        So the instances end together; but not so few tokens that calls cost more than work.
+        So the instances end together; but not so few tokens that the call itself counts.
         """
-        most = self.limits.chunk_tokens
         able = self._able(instance, stage.name)
         share = sum(sample.tokens for sample in able) / (2 * len(self._alive))
-        wanted = max(most / 8, min(most, share))
+        least = self.limits.chunk_tokens / 8
+        costs = self.meter.costs()
+        if costs is not None and (per_token := costs.token_s.get(stage.name)):
+            least = min(least, 4 * costs.stage_call_s.get(stage.name, 0.0) / per_token)
+        wanted = max(least, min(self.limits.chunk_tokens, share))
         chosen: list[Sample] = []
         for sample in sorted(able, key=lambda s: (not self._lies(s, instance), -s.tokens, s.id)):
             wanted -= sample.tokens
