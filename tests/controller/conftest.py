@@ -9,15 +9,24 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from safetensors.torch import load_file, save_file
 
-from hybridrl.config import Config
+from hybridrl.config import Config, TinyModelConfig
 from hybridrl.config.compose import register, to_config
+from hybridrl.controller import job
+from hybridrl.flow.schedules import StepResult
+from hybridrl.models.tiny import make_tiny_model
+from hybridrl.rewards.model import make_reward_model
+from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.trace import Span, read_spans
 
 TINY = [
     "model.tiny.hidden_size=32",
@@ -37,12 +46,14 @@ TINY = [
 ]
 
 USER_CODE = """
+import json
 import time
 
 import torch.distributed as dist
 
 from hybridrl.algorithms import advantages, losses
 from hybridrl.flow import recipe
+from hybridrl.recipes.grpo import has_spread
 
 
 def score(prompt, response, answer, item):
@@ -87,6 +98,28 @@ def make(name, loss):
 
 
 probe = make("probe", losses.ClippedLoss())
+def tell(tokens, log_probs, reference):
+    found = (tokens.tolist(), log_probs.tolist(), reference.tolist())
+    return json.dumps(found)
+
+
+def make_told(name, old_policy):
+    @recipe(name)
+    def dataflow(flow, cfg):
+        samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=4))
+        if old_policy:
+            samples = flow.actor.log_probs(samples.filter(has_spread))
+        samples = flow.reference.log_probs(samples)
+        fields = ("tokens", "log_probs", "reference_log_probs")
+        samples = samples.map(tell, fields, scalars=("told",))
+        loss = losses.ClippedLoss(kl_coef=0.2)
+        flow.actor.update(samples.by_group(advantages.group_relative), loss=loss)
+
+    return dataflow
+
+
+told = make_told("told", False)
+told_old = make_told("told_old", True)
 poison = make("poison", NaNLoss())
 lonely = make("lonely", OneRankRaises())
 """
@@ -120,7 +153,7 @@ def make_config() -> Callable[..., Config]:
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a running Ray cluster with four CPUs, to be joined."""
     with socket.socket() as probe:
@@ -141,6 +174,46 @@ def cluster() -> Iterator[str]:
                     process.kill()
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A job that has ended: its directory and the results of its steps."""
+
+    dir: Path
+    steps: list[StepResult]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of steps with an update."""
+        return [line for line in read_lines(self.dir / "metrics.jsonl") if "loss" in line]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The slices of trace.json in the recipe's steps, by their start."""
+        spans = [s for s in read_spans(self.dir / "trace.json") if s.args.get("phase") == "rl"]
+        return sorted((s for s in spans if s.step > 0), key=lambda span: span.start)
+
+
+@pytest.fixture(scope="session")
+def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., Trained]:
+    """`train(run_dir, *overrides)` trains on the cluster that tests share."""
+
+    def run(run_dir: Path, *overrides: object) -> Trained:
+        results: list[StepResult] = []
+        record = job.Job._record
+
+        def spy(self: job.Job, result: StepResult, seconds: float) -> None:
+            results.append(result)
+            record(self, result, seconds)
+
+        config = make_config(*overrides, f"cluster.address={cluster}", f"run.dir={run_dir}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job.Job, "_record", spy)
+            job.train(config)
+        return Trained(run_dir, results)
+
+    return run
+
+
 @contextlib.contextmanager
 def marked() -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]]]]:
     """An environment, and a function that lists the processes that have it: nothing hides."""
@@ -156,6 +229,38 @@ def marked() -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]
 
     name, value = mark.split("=")
     yield os.environ | {name: value, "OMP_NUM_THREADS": "1"}, alive
+
+
+@pytest.fixture(scope="session")
+def long_tail(
+    tiny_run: list[str], user_code: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    """Overrides of a run with a reference and a reward model of the actor's size, and a long tail.
+
+    Responses end at one of five letters, so half of them have at most ten tokens; calls are short,
+    so that a tail of 12 of 16 samples is on both of two instances. Few samples ride in one pass,
+    so that ranks share the passes. Plain descent: a gradient near zero stays small whatever its
+    sign. The recipe tells, of every sample, its tokens and their log-probabilities.
+    """
+    folder = tmp_path_factory.mktemp("reward")
+    actor, reward = folder / "actor", folder / "reward"
+    tiny = TinyModelConfig(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16
+    )
+    make_tiny_model(actor, tiny, seed=0)
+    make_reward_model(reward, actor, seed=1)
+    weights = load_file(reward / "model.safetensors")
+    spread = {name: 8 * value if value.dim() > 1 else value for name, value in weights.items()}
+    save_file(spread, reward / "model.safetensors", metadata={"format": "pt"})
+    changed = ("reward", "recipe", "rollout", "model.tiny.num_layers")
+    return [
+        *[setting for setting in tiny_run if not setting.startswith(changed)],
+        "model.tiny.num_layers=2", "reward=model", f"reward.model={reward}",
+        "rollout.decode_steps=2", "rollout.max_new_tokens=48", "rollout.stop=[a,e,i,o,u]",
+        "trainer.max_tokens_per_micro_batch=256", "trainer.optim.lr=1000", "trainer.optim.eps=1000",
+        "trainer.optim.clip_grad_norm=0", "trainer.steps=3", "eval.num_prompts=2", "eval.every=0",
+        f"recipe={{target: '{user_code}:told'}}",
+    ]  # fmt: skip
 
 
 class Command:

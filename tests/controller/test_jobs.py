@@ -6,13 +6,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hybridrl.cluster.runtime import ranks_placement, ray_runtime
-from hybridrl.config import ClusterConfig, Config, ConfigError
+from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.controller import job
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
@@ -20,33 +21,10 @@ from hybridrl.telemetry.records import read_lines
 
 @pytest.fixture
 def run(
-    tiny_run: list[str],
-    cluster: str,
-    tmp_path: Path,
-    make_config: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_run: list[str], train: Callable[..., Any], tmp_path: Path
 ) -> Callable[..., list[StepResult]]:
     """Trains with overrides into `tmp_path / name`; the results of its steps."""
-
-    def train(name: str, *overrides: object) -> list[StepResult]:
-        results: list[StepResult] = []
-        record = job.Job._record
-
-        def spy(self: job.Job, result: StepResult, seconds: float) -> None:
-            results.append(result)
-            record(self, result, seconds)
-
-        monkeypatch.setattr(job.Job, "_record", spy)
-        config = make_config(
-            *tiny_run, f"cluster.address={cluster}", f"run.dir={tmp_path / name}", *overrides
-        )
-        try:
-            job.train(config)
-        finally:
-            monkeypatch.setattr(job.Job, "_record", record)
-        return results
-
-    return train
+    return lambda name, *overrides: train(tmp_path / name, *tiny_run, *overrides).steps
 
 
 def gradient(run_dir: Path) -> torch.Tensor:
