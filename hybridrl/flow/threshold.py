@@ -114,10 +114,13 @@ def expected_seconds(
     num = len(lengths)
     assert ((tried >= 1) & (tried < num)).all(), "a threshold that leaves no sample to wait for"
     done, steps, alive, held = _intervals(lengths, prompt_tokens)
-    keepers = np.minimum(-(-tried // most), num_instances)
-    tokens = prompt_tokens + done[num - tried - 1]  # of each sample when it moves
+    reached = done[num - tried - 1]
+    # Several may end together, so fewer are left, or none.
+    tried = num - np.searchsorted(done, reached, side="right")
+    keepers = np.clip(-(-tried // most), 1, num_instances)
+    tokens = prompt_tokens + reached  # of each sample when it moves
     # What comes before the first gathering is the same for all: [1, before] and [tried, after].
-    start = num - int(tried.max())
+    start = num - max(1, int(tried.max()))
     gathered = alive[start:] <= tried[:, None]
     decoding = np.where(gathered, keepers[:, None], num_instances)
     taken, left = np.zeros(len(tried)), np.zeros(len(tried))
@@ -131,7 +134,7 @@ def expected_seconds(
         )
         if part.start:
             moving = _moving(tried, keepers, tokens, num_instances, costs)
-            seconds[np.arange(len(tried)), num - tried - start] += moving
+            seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
         capacity = seconds * (num_instances - np.minimum(on, alive[part]))
         work = inference_s_per_token * (done[part] + prompt_tokens)
         left = _left(left, work, capacity)
