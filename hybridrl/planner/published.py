@@ -73,7 +73,6 @@ def paper_setting(actor: str, critic: str, limit: int) -> Setting:
         max_held=min(256, samples_held(model, accelerator, gpus, _PROMPT_TOKENS + limit)),
         decode_steps=16,
         chunk_tokens=8192,
-        fetch_waits=False,
         workload=Workload(groups, _BATCH, _STEPS),
         group_size=1,
     )

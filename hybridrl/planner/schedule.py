@@ -37,7 +37,6 @@ class Setting:
     verifier_s: float = 0.0
     scopes: Mapping[str, Scope] = field(default_factory=dict)
     """Who takes part in a stage, by its name; what is not named runs on an instance."""
-    fetch_waits: bool = True
     over_provision: float = 1.5
     max_staleness: int = 1
     workload: Workload
@@ -147,7 +146,6 @@ def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome
         max_running=setting.max_held,
         scopes=setting.scope_of,
         verifier_s=setting.verifier_s,
-        fetch_waits=setting.fetch_waits,
     )
     schedule = _schedule(setting, name, executor, threshold)
     steps = []

@@ -97,10 +97,10 @@ class SimulatedExecutor:
     An instance does one thing at a time, first in first out; a call's event reaches the driver
     `costs.round_trip_s` after its end. `length_of` gives the response tokens of a sample,
     `prompt_tokens_of` those of a prompt, by position. Stages have the scope that `scopes` says;
-    others are of scope RANK: they run beside the instance, verifiers `verifier_s` longer. With
-    `fetch_waits`, samples that move for an `infer` arrive when the call has ended that their source
-    is in. A stage of scope WORLD shares its tokens among the instances. An instance decodes at most
-    `max_running` samples at a time, the others wait for a place.
+    others are of scope RANK: they run beside the instance, verifiers `verifier_s` longer. Samples
+    that move for an `infer` are had at once, whatever their source does. A stage of scope WORLD
+    shares its tokens among the instances. An instance decodes at most `max_running` samples at a
+    time, the others wait for a place.
 
     Invariants: the clock never goes back; `slices` of an instance do not overlap; a sample's
     response has the given length, whatever happens to it on the way.
@@ -119,7 +119,6 @@ class SimulatedExecutor:
         max_running: int,
         scopes: Mapping[str, Scope],
         verifier_s: float = 0.0,
-        fetch_waits: bool = True,
     ) -> None:
         self._clock = VirtualClock()
         self.clock: Clock = self._clock
@@ -127,7 +126,6 @@ class SimulatedExecutor:
         self.instances: Sequence[int] = range(num_instances)
         self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
         self.max_running, self.scopes, self.verifier_s = max_running, scopes, verifier_s
-        self.fetch_waits = fetch_waits
         self.version = 0
         self.slices: list[Slice] = []
         self.phase: Phase | None = None
@@ -276,13 +274,10 @@ class SimulatedExecutor:
         server = self._servers[instance]
         assert not server.running, "a forward pass beside unfinished samples"
         seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
-        there = 0.0
-        if self.fetch_waits:
-            there = max(self._servers[sample.rank].free_at for sample in samples)
         for sample in samples:
             sample.rank = instance
         event = self._computed(stage, samples, instance, seconds)
-        self._serve(instance, stage.name, seconds, event, not_before=there)
+        self._serve(instance, stage.name, seconds, event)
 
     def _computed(
         self,
@@ -322,11 +317,9 @@ class SimulatedExecutor:
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is kept."""
 
-    def _serve(
-        self, instance: int, name: str, seconds: float, event: Event, not_before: float = 0.0
-    ) -> None:
+    def _serve(self, instance: int, name: str, seconds: float, event: Event) -> None:
         server = self._servers[instance]
-        start = max(self.clock.now(), server.free_at, not_before)
+        start = max(self.clock.now(), server.free_at)
         server.free_at = start + seconds
         self.slices.append(Slice(instance, name, start, server.free_at))
         self._push(server.free_at + self.costs.round_trip_s, event)

@@ -140,10 +140,9 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     assert advanced(simulated).finished[0].spans == (Span(0, 2, 0), Span(2, 9, 1))
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_forward_passes_wait_for_what_they_fetch(waits: bool) -> None:
+def test_forward_passes_fetch_what_lies_elsewhere() -> None:
     costs = Costs(step_s=1.0, token_s={"reference": 0.1}, stage_call_s={"reference": 0.5})
-    simulated = executor(costs, fetch_waits=waits)
+    simulated = executor(costs)
     simulated.advance(0, [submit(A), submit(C)], 3)
     simulated.wait()
     simulated.advance(0, (), 4)  # until 7
@@ -154,7 +153,7 @@ def test_forward_passes_wait_for_what_they_fetch(waits: bool) -> None:
     assert (computed.ids, computed.instance, sample.rank) == ((A,), 1, 1)
     assert computed.seconds == pytest.approx(0.5 + 1.3)
     stop = next(s.stop for s in simulated.slices if s.name == "reference")
-    assert stop == pytest.approx((7 if waits else 3) + 1.8)
+    assert stop == pytest.approx(3 + 1.8)
 
 
 def test_verifiers_run_beside_the_instance() -> None:
