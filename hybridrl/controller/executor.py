@@ -12,9 +12,9 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.engines.train.balance import balance
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.workers.rank import UpdateShare
+from hybridrl.workers.rank import Published, UpdateShare
 
 # Moving samples costs a few milliseconds a step; below this surplus of the fullest rank's tokens
 # over the mean they train where they were made.
@@ -23,12 +23,16 @@ _TOLERATED_IMBALANCE = 0.02
 
 @dataclass(slots=True)
 class _Infer:
-    """A forward pass whose samples are on their way: `waiting` sources have not sent theirs."""
+    """A forward pass that gathers its samples: `waiting` sources have not sent theirs.
+
+    By receiving rank: the samples that arrive, and references of what they are in.
+    """
 
     stage: Stage
     instance: int
     samples: Sequence[Sample]
     waiting: int = 0
+    arriving: dict[int, list[SampleId]] = field(default_factory=lambda: defaultdict(list))
     parcels: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -55,6 +59,8 @@ class RayExecutor:
         # Calls in flight: the rank, and what becomes of the answer.
         self._pending: dict[Any, tuple[int, Callable[[Any], list[Event]]]] = {}
         self._answers: dict[int, list[Any]] = defaultdict(list)
+        # Where a sample's tensors can be had without its rank: references by field.
+        self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
 
     @property
     def instances(self) -> Sequence[int]:
@@ -68,6 +74,12 @@ class RayExecutor:
     def scope(self, stage: Stage) -> Scope:
         """Who takes part in a per-sample stage; see `scope_of`."""
         return scope_of(stage, self.config)
+
+    def has_passes(self, graph: Graph) -> bool:
+        """Whether samples of `graph` may move, since spare instances run forward passes."""
+        stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
+        passes = any(self.scope(stage) is Scope.INSTANCE for stage in stages)
+        return passes and len(self.instances) > 1
 
     def enter(self, phase: Phase) -> None:
         """Bring every rank into `phase`."""
@@ -107,24 +119,35 @@ class RayExecutor:
             self._pending[start(rank, stage, ids, fields)] = rank, _event
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
-        """Have samples from elsewhere sent, each to one rank of the instance; then start."""
+        """Have samples from elsewhere sent, each to one rank of the instance; then start.
+
+        What their ranks have published is fetched as it is; only for the rest they are asked, and
+        answer when their present call ends.
+        """
         ranks = self.group.instances[instance]
-        moves: dict[int, dict[int, list[SampleId]]] = {}
+        call = _Infer(stage, instance, samples)
+        asked: dict[int, dict[int, list[SampleId]]] = {}
         for sample in samples:
-            if sample.rank not in ranks:
-                receiver = ranks[(sample.id.prompt + sample.id.k) % len(ranks)]
-                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
-                sample.rank = receiver
-        call = _Infer(stage, instance, samples, len(moves))
-        for source, by_receiver in moves.items():
+            if sample.rank in ranks:
+                continue
+            receiver = ranks[(sample.id.prompt + sample.id.k) % len(ranks)]
+            call.arriving[receiver].append(sample.id)
+            known = self._published[sample.id]
+            if known.keys() >= sample.tensors:
+                call.parcels[receiver] += [known[name] for name in sorted(sample.tensors)]
+            else:
+                asked.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+            sample.rank = receiver
+        call.waiting = len(asked)
+        for source, by_receiver in asked.items():
             sent = self.group.call_send(source, by_receiver)
             self._pending[sent] = source, partial(self._sent, call)
-        if not moves:
+        if not asked:
             self._start(call)
 
-    def _sent(self, call: _Infer, parcels: dict[int, Any]) -> list[Event]:
-        for receiver, parcel in parcels.items():
-            call.parcels[receiver].append(parcel)
+    def _sent(self, call: _Infer, parcels: dict[int, list[Any]]) -> list[Event]:
+        for receiver, some in parcels.items():
+            call.parcels[receiver] += some
         call.waiting -= 1
         if not call.waiting:
             self._start(call)
@@ -133,8 +156,9 @@ class RayExecutor:
     def _start(self, call: _Infer) -> None:
         for rank in self.group.instances[call.instance]:
             mine = [sample.id for sample in call.samples if sample.rank == rank]
+            once = {id(reference): reference for reference in call.parcels[rank]}
             started = self.group.call_infer(
-                rank, call.stage, call.instance, mine, call.parcels[rank]
+                rank, call.stage, call.instance, mine, call.arriving[rank], list(once.values())
             )
             self._pending[started] = rank, self._inferred
 
@@ -158,8 +182,15 @@ class RayExecutor:
             return []
         return self._answers.pop(answer.instance)
 
-    def _advanced(self, answer: Advanced) -> list[Event]:
+    def _known(self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]) -> None:
+        if published.reference is not None:
+            for sample in ids:
+                self._published[sample] |= dict.fromkeys(fields, published.reference)
+
+    def _advanced(self, published: Published) -> list[Event]:
         """One event for an instance: every rank's finished samples, every place's parked state."""
+        answer: Advanced = published.event
+        self._known(published, [f.id for f in answer.finished], ("tokens", "log_probs"))
         answers: list[Advanced] = self._all(answer)
         if not answers:
             return []
@@ -171,8 +202,10 @@ class RayExecutor:
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
         return [replace(answer, finished=tuple(finished), parked=tuple(parked), work=slowest)]
 
-    def _inferred(self, answer: Computed) -> list[Event]:
+    def _inferred(self, published: Published) -> list[Event]:
         """One event for an instance: each rank has the results of its own samples."""
+        answer: Computed = published.event
+        self._known(published, answer.ids, answer.tensors)
         answers: list[Computed] = self._all(answer)
         if not answers:
             return []
@@ -217,6 +250,8 @@ class RayExecutor:
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Let the ranks forget samples."""
+        for sample in ids:
+            self._published.pop(sample, None)
         self.group.release(tuple(ids))
 
     def _move(

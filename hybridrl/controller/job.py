@@ -129,11 +129,12 @@ class Job:
     ) -> None:  # fmt: skip
         rollout = self.config.rollout
         self.telemetry.phase(name, steps, self.step)
-        self.group.begin(graph, optim, steps * updates_per_step)
+        kind = self.config.schedule if name == "rl" else Schedule.serial
+        moves = kind is not Schedule.serial and self.executor.has_passes(graph)
+        self.group.begin(graph, optim, steps * updates_per_step, moves)
         sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
         )
-        kind = self.config.schedule if name == "rl" else Schedule.serial
         schedule = make_schedule(
             self.config, kind, graph, self.executor, self.prompts, sampling, prompts_per_step
         )

@@ -142,10 +142,13 @@ class WorkerGroup:
             return str(Path(self._logs) / Path(file).name)
         return file
 
-    def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> None:
-        """Make a recipe's roles and a fresh optimizer on every rank."""
+    def begin(self, graph: Graph, optim: OptimConfig, total_updates: int, publishes: bool) -> None:
+        """Make a recipe's roles and a fresh optimizer on every rank.
+
+        With `publishes` ranks put what they make into the data plane at once: samples may move.
+        """
         self._roles = list(dict.fromkeys(["actor", "reward", *graph.roles]))
-        self.gather(self._group.begin(graph.on_ranks(), optim, total_updates))
+        self.gather(self._group.begin(graph.on_ranks(), optim, total_updates, publishes))
 
     def enter(self, phase: Phase) -> list[dict[str, Any]]:
         """Change phase everywhere; answers with each rank's weight-switch accounting."""
@@ -216,10 +219,17 @@ class WorkerGroup:
         return self._ranks[rank].send({to: tuple(ids) for to, ids in moves.items()})[0]
 
     def call_infer(
-        self, rank: int, stage: Stage, instance: int, ids: Sequence[SampleId], parcels: list[Any]
+        self,
+        rank: int,
+        stage: Stage,
+        instance: int,
+        ids: Sequence[SampleId],
+        arriving: Sequence[SampleId],
+        parcels: Sequence[Any],
     ) -> Any:
         """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
-        return self._ranks[rank].infer(stage, instance, tuple(ids), tuple(parcels))[0]
+        infer = self._ranks[rank].infer
+        return infer(stage, instance, tuple(ids), tuple(arriving), tuple(parcels))[0]
 
 
 def _line(error: Exception) -> str:

@@ -51,6 +51,17 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """An event, and a reference to the tensors that its samples got, for whom they move to.
+
+    So a move need not wait for this rank, which may be decoding. None where nothing is published.
+    """
+
+    event: Any
+    reference: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateShare:
     """This rank's part of an update.
 
@@ -85,6 +96,7 @@ class RankWorker:
         self.roles: dict[str, Role] = {}
         self.scorers: dict[str, InstanceScorer] = {}
         self.inferring: str | None = None
+        self.publishes = False
         self._spans: list[Span] = []
 
     # -- life --------------------------------------------------------------------------------
@@ -133,11 +145,13 @@ class RankWorker:
             self.roles["reward"] = RewardModel(config, self.tokenizer, self.store)
 
     @dispatch(Dispatch.SAME)
-    def begin(self, graph: Graph, optim: OptimConfig, total_updates: int) -> Reply:
+    def begin(self, graph: Graph, optim: OptimConfig, total_updates: int, publishes: bool) -> Reply:
         """Make the roles that a recipe needs and start a fresh optimizer.
 
-        A frozen copy has the actor's weights of this moment.
+        A frozen copy has the actor's weights of this moment. With `publishes` a rank puts what it
+        makes into the data plane at once, since samples may move.
         """
+        self.publishes = publishes
         self.actor.train_engine.reset_optimizer(optim, total_updates)
         for name in graph.roles:
             if name in self.roles or name in self.scorers:
@@ -206,7 +220,15 @@ class RankWorker:
             seconds = work.seconds + fetch_s + put_s
             work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
         value = Advanced(instance, self.actor.unfinished, tuple(finished), tuple(sent), work=work)
-        return self._reply(value)
+        made = [event.id for event in finished]
+        return self._reply(self._published(value, made, ("tokens", "log_probs"), with_items=True))
+
+    def _published(
+        self, event: Any, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False
+    ) -> Published:
+        if not (self.publishes and ids and fields):
+            return Published(event)
+        return Published(event, self.data_plane.put(self.store.pack(ids, fields, with_items)))
 
     def _departing(self, samples: dict[SampleId, ParkedSample]) -> dict[int, dict[SampleId, Any]]:
         """References by place and sample: one each where keys and values go along."""
@@ -271,26 +293,31 @@ class RankWorker:
 
     @dispatch(Dispatch.SAME)
     def send(self, moves: dict[int, tuple[SampleId, ...]]) -> Reply:
-        """Put whole samples into the data plane for other ranks: a reference for each."""
+        """Put whole samples into the data plane for other ranks: references for each."""
         with self._span("export"):
             sent = {
-                rank: self.data_plane.put(self.store.take_whole(ids)) for rank, ids in moves.items()
+                rank: [self.data_plane.put(parcel) for parcel in self.store.take_whole(ids)]
+                for rank, ids in moves.items()
             }
         return self._reply(sent)
 
     @dispatch(Dispatch.SAME)
     def infer(
-        self, stage: Stage, instance: int, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
+        self,
+        stage: Stage,
+        instance: int,
+        ids: tuple[SampleId, ...],
+        arriving: tuple[SampleId, ...],
+        parcels: tuple[Any, ...],
     ) -> Reply:
         """Run a forward-only stage with the other ranks of the instance; `ids` are this rank's.
 
-        `parcels` are references of samples that come from other instances.
+        Those of them that are `arriving` from other instances are, among others, in `parcels`.
         """
         if parcels:
             with self._span("fetch"):
-                for arrived in self.data_plane.get(list(parcels)):
-                    for parcel in arrived:
-                        self.store.accept(parcel)
+                for parcel in self.data_plane.get(list(parcels)):
+                    self.store.accept(parcel, frozenset(arriving))
         assert stage.role is not None
         start = time.perf_counter()
         with self._span(stage.name):
@@ -298,7 +325,8 @@ class RankWorker:
             self._take_up(stage.role)
             made, tensors = self.scorers[stage.role].compute(stage, ids)
         seconds = time.perf_counter() - start
-        return self._reply(Computed(stage.name, ids, made, tensors, instance, seconds))
+        value = Computed(stage.name, ids, made, tensors, instance, seconds)
+        return self._reply(self._published(value, ids, tensors))
 
     def _take_up(self, role: str | None) -> None:
         """Have the weights of one forward-only role in place, or of none."""

@@ -1,7 +1,7 @@
 """The samples of one rank: their tensors, and how they are packed to travel."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,11 @@ class Parcel:
 
 
 class SampleStore:
-    """Samples by id. A sample lives on one rank; `take` hands it out, `accept` brings it in."""
+    """Samples by id. A sample lives on one rank; `take` hands it out, `accept` brings it in.
+
+    What was published for others (`pack`) may have gone on elsewhere: then the copy here is old,
+    and nobody asks for it until `drop`.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[SampleId, StoredSample] = {}
@@ -67,9 +71,11 @@ class SampleStore:
         for id in ids:
             self._samples.pop(id, None)
 
-    def take(self, ids: Sequence[SampleId], fields: Sequence[str]) -> Parcel:
-        """Pack `fields` of `ids` (without the items) and forget the samples."""
-        samples = [self._samples.pop(id) for id in ids]
+    def pack(
+        self, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False
+    ) -> Parcel:
+        """Pack `fields` of `ids`, and if wanted the items; the samples stay."""
+        samples = [self._samples[id] for id in ids]
         columns = {name: [s.tensors[name] for s in samples] for name in fields}
         empty = torch.zeros(0)
         return Parcel(
@@ -79,7 +85,14 @@ class SampleStore:
                 name: torch.cat(tensors or [empty]).numpy() for name, tensors in columns.items()
             },
             sizes={name: tuple([t.numel() for t in tensors]) for name, tensors in columns.items()},
+            items=tuple(s.item for s in samples) if with_items else (),
         )
+
+    def take(self, ids: Sequence[SampleId], fields: Sequence[str]) -> Parcel:
+        """Pack `fields` of `ids` (without the items) and forget the samples."""
+        parcel = self.pack(ids, fields)
+        self.drop(ids)
+        return parcel
 
     def take_whole(self, ids: Sequence[SampleId]) -> list[Parcel]:
         """Pack samples with all that is known of them and forget them: a parcel per set of fields.
@@ -89,31 +102,33 @@ class SampleStore:
         by_fields: dict[tuple[str, ...], list[SampleId]] = {}
         for id in ids:
             by_fields.setdefault(tuple(sorted(self._samples[id].tensors)), []).append(id)
-        return [
-            replace(parcel, items=items)
-            for fields, alike in by_fields.items()
-            for items in [tuple(self._samples[id].item for id in alike)]
-            for parcel in [self.take(alike, fields)]
-        ]
+        parcels = [self.pack(alike, fields, True) for fields, alike in by_fields.items()]
+        self.drop(ids)
+        return parcels
 
-    def accept(self, parcel: Parcel) -> None:
-        """Unpack what another rank sent.
+    def accept(self, parcel: Parcel, only: Collection[SampleId] | None = None) -> None:
+        """Unpack what another rank sent, or `only` some of its samples.
 
-        The tensors share the parcel's memory, which a store may hand out to several readers: as
-        everywhere in a sample, a new value is a new tensor, and none is written in place.
+        Fields of a sample that is here already are added to it: samples may come in several
+        parcels, and back to where an old copy lies. The tensors share the parcel's memory, which a
+        store may hand out to several readers: as everywhere in a sample, a new value is a new
+        tensor, and none is written in place.
         """
         # DLPack, unlike from_numpy, takes a read-only array without a warning.
         columns = [
             from_dlpack(column).split(parcel.sizes[name]) for name, column in parcel.columns.items()
         ]
         rows = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
-        names, held = tuple(parcel.columns), len(self._samples)
+        names = tuple(parcel.columns)
         items = parcel.items or (None,) * len(parcel.ids)
-        arrived = zip(
-            (SampleId(*id) for id in parcel.ids), parcel.response_tokens, items, rows, strict=True
-        )
-        self._samples.update(
-            (id, StoredSample(response_tokens, item, dict(zip(names, row, strict=True))))
-            for id, response_tokens, item, row in arrived
-        )
-        assert len(self._samples) == held + len(parcel.ids), "a sample of the parcel is stored"
+        for plain, response_tokens, item, row in zip(
+            parcel.ids, parcel.response_tokens, items, rows, strict=True
+        ):
+            id = SampleId(*plain)
+            if only is not None and id not in only:
+                continue
+            sample = self._samples.get(id)
+            if sample is None:
+                sample = self._samples[id] = StoredSample(response_tokens, item)
+            sample.tensors.update(zip(names, row, strict=True))
+            sample.item = sample.item if item is None else item

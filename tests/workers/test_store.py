@@ -107,12 +107,42 @@ def test_what_was_packed_is_no_longer_the_sender_s_memory() -> None:
     assert parcel.columns["tokens"].min() >= 0
 
 
-def test_a_sample_that_is_here_already_is_a_bug() -> None:
+def test_a_sample_that_is_made_twice_is_a_bug() -> None:
     source, samples = filled([(1, 2)])
     (id,) = samples
-    parcel = source.take([id], FIELDS)
-    source.add(id, sample(1, 2))
     with pytest.raises(AssertionError, match="stored already"):
         source.add(id, sample(1, 2))
-    with pytest.raises(AssertionError, match="stored"):
-        source.accept(parcel)
+
+
+def test_what_is_published_stays_and_comes_in_parts() -> None:
+    """Tokens from the rank that made them, a later field from another, one sample of several."""
+    source, samples = filled([(1, 2), (3, 4)])
+    first, second = samples
+    parcel = through_a_store(source.pack(list(samples), ("tokens",), with_items=True))
+    assert len(source) == 2
+    between, destination = SampleStore(), SampleStore()
+    between.accept(parcel)
+    between[second].tensors["late"] = torch.tensor([0.5])
+    late = through_a_store(between.pack([second], ("late",)))
+    for part in (parcel, late):
+        destination.accept(part, only=[second])
+    assert len(destination) == 1
+    assert torch.equal(destination[second].tensors["tokens"], samples[second].tensors["tokens"])
+    assert destination[second].tensors["late"].item() == 0.5
+    assert destination[second].item is not None
+    source.accept(late, only=[second])  # back to where an old copy lies
+    assert source[second].tensors.keys() >= {"tokens", "log_probs", "late"}
+    assert first not in destination._samples
+
+
+def test_whole_samples_travel_with_all_that_each_has() -> None:
+    source, samples = filled([(1, 2), (3, 4)])
+    first, second = samples
+    source[second].tensors["late"] = torch.tensor([0.5])
+    destination = SampleStore()
+    for parcel in source.take_whole([first, second]):
+        destination.accept(through_a_store(parcel))
+    assert len(source) == 0
+    assert "late" in destination[second].tensors
+    assert "late" not in destination[first].tensors
+    assert destination[first].item is not None
