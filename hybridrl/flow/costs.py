@@ -17,6 +17,7 @@ UNLIMITED = 2**31 - 1
 
 _CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
 _ENOUGH_CALLS = 8
+_LONG_PREFILL = 128  # tokens; shorter ones cost what it takes to begin
 _DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain them alone
 
 
@@ -25,16 +26,17 @@ class Costs:
     """Seconds of work on one instance.
 
     A call of an instance that decodes takes `call_s` and, for each step with r rows that hold k
-    cached tokens in all, `step_s + row_s * r + cached_token_s * k`, and `prefill_token_s` for each
-    prompt token that is computed. A forward-only stage takes `stage_call_s[name]` a call and
-    `token_s[name]` a token. Numbers that nobody has measured are 0, so that what might be cheap is
-    tried once.
+    cached tokens in all, `step_s + row_s * r + cached_token_s * k`; for each sample that begins or
+    resumes `admit_s`, and `prefill_token_s` for each token that is computed without being drawn. A
+    forward-only stage takes `stage_call_s[name]` a call and `token_s[name]` a token. Numbers that
+    nobody has measured are 0, so that what might be cheap is tried once.
     """
 
     step_s: float
     row_s: float = 0.0
     cached_token_s: float = 0.0
     prefill_token_s: float = 0.0
+    admit_s: float = 0.0
     call_s: float = 0.0
     token_s: Mapping[str, float] = field(default_factory=dict)
     stage_call_s: Mapping[str, float] = field(default_factory=dict)
@@ -123,12 +125,14 @@ class CostMeter:
         rows_summed: int,
         prefill_tokens: int = 0,
         cached_summed: int = 0,
+        admitted: int = 0,
     ) -> None:
-        """A call of an instance has run `steps` decode steps.
+        """A call of an instance has run `steps` decode steps; `admitted` samples began or resumed.
 
         `rows_summed` and `cached_summed` are rows, and the tokens they hold, summed over the steps.
         """
-        self._add("advance", seconds, steps, rows_summed, cached_summed, prefill_tokens, 1)
+        work = (steps, rows_summed, cached_summed, prefill_tokens, admitted, 1)
+        self._add("advance", seconds, *work)
 
     def saw_compute(self, stage: str, seconds: float, tokens: int) -> None:
         """A forward-only stage has run on samples of so many tokens together."""
@@ -166,7 +170,7 @@ class CostMeter:
         return self._costs
 
     def _fitted(self) -> Costs:
-        step, row, cached, prefill, call = self._fit("advance", 5)
+        step, row, cached, prefill, admit, call = self._decoding()
         stages = [kind.removeprefix("compute:") for kind in self._seen if ":" in kind]
         computed = {stage: self._fit(f"compute:{stage}", 2) for stage in sorted(stages)}
         kv_token, kv_call = self._fit("kv", 2)
@@ -175,6 +179,7 @@ class CostMeter:
             row_s=row,
             cached_token_s=cached,
             prefill_token_s=prefill,
+            admit_s=admit,
             call_s=call,
             token_s={stage: token for stage, (token, _) in computed.items()},
             stage_call_s={stage: fixed for stage, (_, fixed) in computed.items()},
@@ -185,6 +190,21 @@ class CostMeter:
             train_switch_s=self._fit("train_switch", 1)[0],
             round_trip_s=self._fit("round_trip", 1)[0],
         )
+
+    def _decoding(self) -> list[float]:
+        """Costs of decode steps, rows, cached tokens, prefilled tokens, admissions and calls.
+
+        Until prefills of some length were seen, a token of one is taken to cost what a row of a
+        decode step does: short prompts would make recomputing a long response seem dear.
+        """
+        calls = np.array(self._seen["advance"], dtype=np.float64)
+        work, seconds = calls[:, 1:], calls[:, 0]
+        if work[:, 3].max() >= _LONG_PREFILL:
+            return robust_fit(work, seconds, per_call=True)
+        together = np.delete(work, 3, axis=1)
+        together[:, 1] += work[:, 3]
+        found = robust_fit(together, seconds, per_call=True)
+        return [*found[:3], found[1], *found[3:]]
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         """Plain numbers: for each kind of call [seconds, what it did ...]."""
@@ -235,7 +255,7 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[fl
 def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.ndarray:
     """Least squares with x >= 0, exactly: the best of all sets of kinds that have no negative cost.
 
-    At most five kinds, so at most 31 small systems. A trace of ridge makes the answer unique.
+    At most six kinds, so at most 63 small systems. A trace of ridge makes the answer unique.
     """
     num = rows.shape[1]
     gram = rows.T @ rows

@@ -117,9 +117,9 @@ class Finished:
 class Work:
     """What a call of an instance did, for the cost model.
 
-    `rows` sums the samples over the decode steps, `cached` the tokens that they attended to;
-    `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
-    whole.
+    `admitted` samples began or resumed; `rows` sums the samples over the decode steps, `cached` the
+    tokens that they attended to; `kv_tokens` are those whose keys and values were packed or
+    unpacked, in `kv_seconds` of the whole.
     """
 
     seconds: float = 0.0
@@ -129,6 +129,7 @@ class Work:
     prefill_tokens: int = 0
     kv_tokens: int = 0
     kv_seconds: float = 0.0
+    admitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,7 @@ class Actor:
             cached=after.cached_tokens - before.cached_tokens,
             prefill_tokens=(after.prefill_tokens + after.replayed_tokens)
             - (before.prefill_tokens + before.replayed_tokens),
+            admitted=sum(len(c.ids) for c in commands if not isinstance(c, Park)),
             kv_tokens=kv_tokens,
             kv_seconds=kv_seconds,
         )

@@ -15,6 +15,7 @@ TRUE = Costs(
     row_s=2e-4,
     cached_token_s=1e-6,
     prefill_token_s=5e-5,
+    admit_s=5e-4,
     call_s=3e-3,
     token_s={"reference": 2e-5, "reward": 4e-5},
     stage_call_s={"reference": 2e-3, "reward": 0.0},
@@ -48,7 +49,8 @@ def watched(noise: float = 0.03, outliers: float = 0.0, num: int = 300) -> CostM
     for s, r, p, c in zip(*(x.tolist() for x in calls(draw, num)), strict=True):
         c = round(c * draw.uniform(0.2, 3))
         seconds = TRUE.call_s + TRUE.decode(r / s, s, c / s) + TRUE.prefill_token_s * p
-        meter.saw_advance(seen(seconds), s, r, p, c)
+        admitted = int(draw.integers(0, 65))
+        meter.saw_advance(seen(seconds + TRUE.admit_s * admitted), s, r, p, c, admitted)
         tokens = int(draw.integers(10, 5000))
         for stage in TRUE.token_s:
             meter.saw_compute(stage, seen(TRUE.compute(stage, tokens)), tokens)
@@ -99,7 +101,7 @@ def test_calls_that_are_all_alike_are_predicted() -> None:
     assert found is not None
     assert found.call_s + found.decode(8, 10, 80) == pytest.approx(0.05, rel=1e-4)
     assert found.compute("reference", 500) == pytest.approx(0.01, rel=1e-4)
-    assert found.prefill_token_s == 0, "nothing was prefilled"
+    assert found.prefill_token_s == found.row_s, "nothing was prefilled"
 
 
 def test_smaller_calls_are_not_as_dear_as_large_ones() -> None:
@@ -215,3 +217,18 @@ def test_any_calls_give_costs_that_are_finite(
     found = meter.costs()
     assert found is not None
     assert Costs.from_json(found.to_json()) == found
+
+
+def test_short_prompts_do_not_make_recomputing_seem_dear() -> None:
+    """A sample takes half a millisecond to begin; its prompt of seven tokens is not the reason."""
+    draw = np.random.default_rng(1)
+    meter = CostMeter()
+    for _ in range(100):
+        steps, begun = int(draw.integers(1, 65)), int(draw.integers(0, 33))
+        rows = steps * int(draw.integers(1, 33))
+        seconds = 1e-3 * steps + 1e-4 * rows + 5e-4 * begun
+        meter.saw_advance(seconds, steps, rows, 7 * begun // 8, 0, begun)
+    found = meter.costs()
+    assert found is not None
+    assert found.prefill_token_s == pytest.approx(1e-4, rel=0.1)
+    assert found.admit_s == pytest.approx(5e-4, rel=0.3)

@@ -191,8 +191,8 @@ class Schedule(ABC):
             start = self.executor.clock.now()
             with self._span(f"to_{phase.value}"):
                 self.executor.enter(phase)
-            if phase is Phase.GENERATE:
-                self.meter.saw_switch(self.executor.clock.now() - start)
+            saw = self.meter.saw_switch if phase is Phase.GENERATE else self.meter.saw_train_switch
+            saw(self.executor.clock.now() - start)
             self._phase = phase
 
     def _begin_samples(self, stage: Stage, pulled: Sequence[Prompt]) -> list[list[Sample]]:
@@ -279,6 +279,7 @@ def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample
         work.rows,
         work.prefill_tokens,
         work.cached,
+        work.admitted,
     )
     if work.kv_tokens:  # one end of two
         meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)

@@ -37,11 +37,13 @@ class Limits:
     """What bounds an instance, and how the tail moves.
 
     An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
-    forward pass. `stale_kv` lets a sample go on with keys and values of older weights.
+    forward pass, about `call_s` seconds one call that decodes (fewer steps than are allowed while
+    the batch is large): what has finished is known only at the end of a call. `stale_kv` lets a sample go on with keys and values of older weights.
     """
 
     max_held: int
     chunk_tokens: int
+    call_s: float = 0.25
     migration: Migration = Migration.auto
     stale_kv: bool = False
 
@@ -110,7 +112,7 @@ class Overlap:
         self._queue: list[SampleId] = []
         self._held: dict[int, dict[SampleId, None]] = defaultdict(dict)
         self._inbox: dict[int, list[Command]] = defaultdict(list)
-        self._in_flight: dict[int, str] = {}  # instance -> "generate" or the stage that it runs
+        self._in_flight: dict[int, float] = {}  # instance -> when its call was sent
         self._leaving: set[int] = set()
         self._keepers: frozenset[int] = frozenset()
         self._spare: dict[str, dict[SampleId, Sample]] = {}
@@ -118,6 +120,7 @@ class Overlap:
         self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
         self._last_stage: dict[int, str] = {}
         self._longest = 0
+        self._equal_rounds = False
         self._stopped: dict[SampleId, Parked | None] | None = None  # once all are to stop
         self._times: dict[str, list[float]] = {}
         for stage in dataflow.computes:
@@ -211,6 +214,7 @@ class Overlap:
         So what is finished by then depends on decode steps alone, never on time. Forward passes
         wait.
         """
+        self._equal_rounds = True
         while (self._queue or any(self._held.values())) and not enough():
             self._decode()
             while self._in_flight:
@@ -266,7 +270,8 @@ class Overlap:
 
     def _advanced(self, event: Advanced) -> dict[int, None]:
         instance = event.instance
-        del self._in_flight[instance]
+        passed = self.executor.clock.now() - self._in_flight.pop(instance)
+        self.meter.saw_round_trip(max(0.0, passed - event.work.seconds))
         learn(self.meter, event)
         for finished in event.finished:
             del self._held[instance][finished.id]
@@ -334,9 +339,17 @@ class Overlap:
         commands = self._inbox.pop(instance, [])
         if instance in self._leaving:
             commands.append(Park(tuple(self._held[instance]), self._with_kv()))
-        self._in_flight[instance] = "generate"
+        self._in_flight[instance] = self.executor.clock.now()
         stops = any(isinstance(command, Park) for command in commands)
-        self.executor.advance(instance, commands, 0 if stops else self.decode_steps)
+        self.executor.advance(instance, commands, 0 if stops else self._steps(instance))
+
+    def _steps(self, instance: int) -> int:
+        """Decode steps of the next call."""
+        costs = self.meter.costs()
+        if self._equal_rounds or costs is None:
+            return self.decode_steps
+        step_s = costs.decode(len(self._held[instance]), 1)
+        return max(1, min(self.decode_steps, round(self.limits.call_s / max(step_s, 1e-9))))
 
     # -- migration -----------------------------------------------------------------------------
 
@@ -395,7 +408,8 @@ class Overlap:
             for sample in samples:
                 del self._spare[stage.name][sample.id]
             self._begin(stage, samples)
-            self._in_flight[instance] = self._last_stage[instance] = stage.name
+            self._last_stage[instance] = stage.name
+            self._in_flight[instance] = self.executor.clock.now()
             self.executor.infer(stage, instance, samples)
 
     def _next_stage(self, instance: int) -> Stage | None:
