@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.config.compose import register, to_config
 from hybridrl.controller import job
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
@@ -67,6 +69,12 @@ def troubled(prompt, response, answer, item):
     if kind == 1:
         time.sleep(600)
     return kind / 7
+
+
+def sleepy(prompt, response, answer, item):
+    if len(response) <= 2:
+        time.sleep(600)
+    return len(response) / 48
 
 
 def gap(sampled, trained):
@@ -176,10 +184,14 @@ def cluster() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A job that has ended: its directory and the results of its steps."""
+    """A job that has ended: its directory, the results of its steps, what the ranks held then.
+
+    `stored` counts the samples on each rank after the last release.
+    """
 
     dir: Path
     steps: list[StepResult]
+    stored: list[int]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -199,17 +211,22 @@ def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., Tra
 
     def run(run_dir: Path, *overrides: object) -> Trained:
         results: list[StepResult] = []
+        stored: list[list[int]] = []
         record = job.Job._record
 
         def spy(self: job.Job, result: StepResult, seconds: float) -> None:
             results.append(result)
             record(self, result, seconds)
 
+        def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> None:
+            stored.append(self.gather(self._group.release(ids)))
+
         config = make_config(*overrides, f"cluster.address={cluster}", f"run.dir={run_dir}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(job.Job, "_record", spy)
+            patch.setattr(WorkerGroup, "release", count)
             job.train(config)
-        return Trained(run_dir, results)
+        return Trained(run_dir, results, stored[-1])
 
     return run
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 
 from hybridrl.config import Config, ConfigError, DataConfig, RolloutConfig
 from hybridrl.controller.schedules import samples_held
+from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.trace import read_spans
 
 FUSED = ["schedule=fused", "rollout.migration_threshold=12"]
 PASSES = ("reward", "reference_log_probs")
@@ -168,6 +171,55 @@ def test_old_policy(
         inside = {s.start < begins for s in early if s.step == step}
         assert inside == {dtype == "float32"}
     assert ("old_log_probs" in fetched_for(fused, ["old_log_probs"])) == (dtype == "float32")
+
+
+def test_a_reward_that_hangs_does_not_stop_its_rank(
+    train: Train, long_tail: list[str], user_code: Path, tmp_path: Path
+) -> None:
+    """The first samples to end are those whose verifier sleeps; their rank decodes meanwhile."""
+    settings = [setting for setting in long_tail if not setting.startswith("reward")]
+    reward = ["reward=function", f"reward.function={user_code}:sleepy", "reward.extract=null"]
+    steps = ["trainer.steps=1", "reward.timeout_s=1", "cluster.ranks=2"]
+    schedule = ["schedule=fused", "rollout.migration_threshold=0"]  # ranks decode to the end
+    run = train(tmp_path / "run", *settings, *reward, *schedule, *steps)
+    (line,) = run.metrics
+    hung = [s for s in run.steps[0].samples if s.scalars["reward_status"].startswith("timeout")]
+    assert line["reward_timeout"] == len(hung) > 0
+    assert all(sample.response_tokens <= 3 for sample in hung)
+    slices = [s for s in run.spans if s.lane.endswith("/beside") and s.end - s.start >= 1]
+    first = {slice_.lane: slice_ for slice_ in reversed(slices)}
+    assert first
+    for lane, slice_ in first.items():
+        rank = lane.removesuffix("/beside")
+        decoding = [s for s in run.spans if (s.lane, s.name) == (rank, "generate")]
+        begun = [s for s in decoding if slice_.start < s.start and s.end < slice_.end]
+        assert len(begun) > 5
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_samples_move_ends_the_run(
+    command: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """One line, exit 1, no process left."""
+    steps = ["trainer.steps=2000", "rollout.migration=kv", "run.dir=killed", "cluster.ranks=2"]
+    settings = [s for s in long_tail if not s.startswith("trainer.steps")]
+    run = command(*settings, *FUSED, *steps)
+    metrics, trace = (tmp_path / "killed" / name for name in ("metrics.jsonl", "trace.json"))
+
+    def moving() -> bool:
+        """A sample has arrived in a step that has not ended."""
+        done = len([line for line in read_lines(metrics) if "loss" in line])
+        return done > 1 and any(s.name == "fetch" and s.step > done for s in read_spans(trace))
+
+    run.wait_for(moving)
+    victim = next(p for p in run.alive() if p.name().startswith("ray::RankWorker"))
+    victim.send_signal(signal.SIGKILL)
+    code, out, err = run.end(timeout=20)
+    assert (code, out, run.left) == (1, "", [])
+    assert err.splitlines()[-1].startswith("hybridrl: rank ")
+    assert f"(pid {victim.pid}) failed: its process ended" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert json.loads((tmp_path / "killed" / "run.json").read_text())["state"] == "failed"
 
 
 def test_an_instance_holds_what_its_cache_and_its_batch_allow() -> None:
