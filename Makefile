@@ -62,6 +62,9 @@ bench-kernels: $(BIN)/.bench  ## kernels beside Liger's on a GPU, beside plain t
 bench-reshard: $(BIN)/.core  ## the weight switch against other ways to make it, on 4 and 8 processes
 	@$(BIN)/python scripts/bench/reshard.py
 
+bench-fusion: $(BIN)/.core  ## schedules fused and partial against serial, on a long-tailed task
+	@$(BIN)/python scripts/bench/fusion.py $(ARGS)
+
 lint: $(BIN)/.dev  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -73,4 +76,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench bench-kernels bench-reshard
+.PHONY: help cut-off install train train-smollm2 test test-slow test-gpu lint type fmt bench bench-kernels bench-reshard bench-fusion
