@@ -71,14 +71,16 @@ class _Tally:
     """The work of one call, added up."""
 
     def __init__(self) -> None:
-        self.steps = self.rows = self.cached = self.prefill = self.kv = self.kv_calls = 0
+        self.steps = self.rows = self.cached = self.prefill = self.admitted = 0
+        self.kv = self.kv_calls = 0
 
     def seconds(self, costs: Costs) -> tuple[float, float]:
         """Of the whole call, and of packing or unpacking keys and values, one end of two."""
         kv = (costs.kv_token_s * self.kv + costs.kv_call_s * self.kv_calls) / 2
         decode = self.steps * costs.step_s + self.rows * costs.row_s
         cached = self.cached * costs.cached_token_s
-        return costs.call_s + decode + cached + self.prefill * costs.prefill_token_s + kv, kv
+        begun = self.prefill * costs.prefill_token_s + self.admitted * costs.admit_s
+        return costs.call_s + decode + cached + begun + kv, kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,16 @@ class SimulatedExecutor:
             self._admit(server, tally)
             finished += self._decode(server, num_decode_steps - tally.steps, tally)
         seconds, kv = tally.seconds(self.costs)
-        work = Work(seconds, tally.steps, tally.rows, tally.cached, tally.prefill, tally.kv, kv)
+        work = Work(
+            seconds,
+            tally.steps,
+            tally.rows,
+            tally.cached,
+            tally.prefill,
+            tally.kv,
+            kv,
+            tally.admitted,
+        )
         running = len(server.running) + len(server.waiting)
         done = tuple(
             Finished(row.id, instance, row.prompt, row.made, "stop", tuple(row.spans))
@@ -216,6 +227,7 @@ class SimulatedExecutor:
         restored = False
         while server.waiting and len(server.running) < self.max_running:
             row = server.waiting.popleft()
+            tally.admitted += 1
             tally.prefill += row.prefill
             tally.kv += row.restore
             restored |= row.restore > 0

@@ -69,6 +69,7 @@ def test_a_call_takes_what_its_work_costs() -> None:
         row_s=0.1,
         cached_token_s=1e-3,
         prefill_token_s=0.01,
+        admit_s=0.04,
         call_s=0.5,
         switch_s=7.0,
         round_trip_s=0.25,
@@ -79,7 +80,8 @@ def test_a_call_takes_what_its_work_costs() -> None:
     # Three steps of two rows and one of B's; cached: 10, 11, 12 of each, then 13 of B.
     assert (event.work.decode_steps, event.work.rows, event.work.cached) == (4, 7, 2 * 33 + 13)
     assert event.work.prefill_tokens == 20
-    seconds = 0.5 + 4 + 0.7 + 0.079 + 0.2
+    assert event.work.admitted == 2
+    seconds = 0.5 + 4 + 0.7 + 0.079 + 0.2 + 0.08
     assert event.work.seconds == pytest.approx(seconds)
     assert simulated.clock.now() == pytest.approx(7 + seconds + 0.25)
     assert [f.id for f in event.finished] == [A]
