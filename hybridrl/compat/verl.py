@@ -84,13 +84,13 @@ def worker_class(cls: type, *args: Any, **kwargs: Any) -> type:
         Worker.__init__(self)
         self.worker = cls(self.rank, self.world_size, *args, **kwargs)
 
-    methods: dict[str, Any] = {
-        name: register(dispatch_mode=_DISPATCH[mode], blocking=False)(_forward(name))
-        for name, mode in dispatched_methods(cls).items()
-    }
-    for name in methods:
+    methods: dict[str, Any] = {}
+    for name, mode in dispatched_methods(cls).items():
+        method = _forward(name)
         if runs_beside(cls, name):
-            methods[name] = ray.method(concurrency_group=_BESIDE)(methods[name])
+            # The innermost function: Ray looks behind every wrapper for a method's group.
+            method = ray.method(concurrency_group=_BESIDE)(method)
+        methods[name] = register(dispatch_mode=_DISPATCH[mode], blocking=False)(method)
     return type(cls.__name__, (Worker,), {"__init__": init, **methods})
 
 
