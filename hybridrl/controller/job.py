@@ -20,7 +20,7 @@ from hybridrl.controller.prepare import Prepared, prepare
 from hybridrl.controller.schedules import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
-from hybridrl.flow import Graph
+from hybridrl.flow import Graph, Kind
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
@@ -144,7 +144,7 @@ class Job:
             result = schedule.run_step(self.step)
             self._record(result, time.time() - start)
             if costs := schedule.meter.costs():
-                self.telemetry.costs({"costs": costs.to_json(), **self._machine()})
+                self.telemetry.costs({"costs": costs.to_json(), **self._machine(graph)})
             last = self.step == self.config.warm_start.steps + self.config.trainer.steps
             if name == "rl" and not last:
                 self._evaluate_and_save()
@@ -152,9 +152,11 @@ class Job:
         if left:
             self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
 
-    def _machine(self) -> dict[str, int]:
+    def _machine(self, graph: Graph) -> dict[str, Any]:
         """What the planner must know besides costs to replay the run."""
+        computes = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
         return {
+            "scopes": {stage.name: self.executor.scope(stage).value for stage in computes},
             "num_instances": len(self.executor.instances),
             "max_held": samples_held(self.config),
             "decode_steps": self.config.rollout.decode_steps,

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ UNLIMITED = 2**31 - 1
 
 _CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
 _ENOUGH_CALLS = 8
-_LONG_PREFILL = 128  # tokens; shorter ones cost what it takes to begin
+_REFIT_CALLS = 64
+_LONG_PREFILL = 64  # tokens a sample; shorter ones cost what it takes to begin
 _DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain them alone
 
 
@@ -161,11 +161,13 @@ class CostMeter:
     def costs(self) -> Costs | None:
         """What the calls tell; None until enough decoding was seen.
 
-        Fitted again when an eighth of what is kept is new, since a fit takes milliseconds.
+        Fitted again when an eighth of what is kept is new, and not for a few calls, since a fit
+        takes many milliseconds.
         """
         if len(self._seen.get("advance", ())) < _ENOUGH_CALLS:
             return None
-        if self._costs is None or 8 * self._num_new >= sum(map(len, self._seen.values())):
+        enough = max(_REFIT_CALLS, sum(map(len, self._seen.values())) // 8)
+        if self._costs is None or self._num_new >= enough:
             self._costs, self._num_new = self._fitted(), 0
         return self._costs
 
@@ -199,7 +201,7 @@ class CostMeter:
         """
         calls = np.array(self._seen["advance"], dtype=np.float64)
         work, seconds = calls[:, 1:], calls[:, 0]
-        if work[:, 3].max() >= _LONG_PREFILL:
+        if (work[:, 3] >= _LONG_PREFILL * np.maximum(1, work[:, 4])).any():
             return robust_fit(work, seconds, per_call=True)
         together = np.delete(work, 3, axis=1)
         together[:, 1] += work[:, 3]
@@ -253,23 +255,34 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[fl
 
 
 def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.ndarray:
-    """Least squares with x >= 0, exactly: the best of all sets of kinds that have no negative cost.
+    """Least squares with x >= 0, by the active set (Lawson and Hanson 1974, chapter 23).
 
-    At most six kinds, so at most 63 small systems. A trace of ridge makes the answer unique.
+    A trace of ridge makes the answer unique.
     """
-    num = rows.shape[1]
     gram = rows.T @ rows
-    gram += np.eye(num) * (1e-9 * max(np.trace(gram), 1e-30))
+    gram += np.eye(len(gram)) * (1e-9 * max(np.trace(gram), 1e-30))
     if per_call:
         gram[-1, -1] *= 1 + _DOUBT
     right = rows.T @ wanted
-    best, least = np.zeros(num), 0.0
-    for size in range(1, num + 1):
-        for kinds in combinations(range(num), size):
-            chosen = list(kinds)
-            x = np.linalg.solve(gram[np.ix_(chosen, chosen)], right[chosen])
-            loss = -float(right[chosen] @ x)  # less the constant |wanted|^2
-            if loss < least and (x >= 0).all():
-                best, least = np.zeros(num), loss
-                best[chosen] = x
-    return best
+    found = np.zeros(len(gram))
+    used = found > 0
+    for _ in range(4 * len(gram)):  # ends sooner but for rounding
+        slope = np.where(used, -np.inf, right - gram @ found)
+        if slope.max() <= 1e-12 * np.abs(right).max():
+            break
+        used[slope.argmax()] = True
+        while True:
+            kinds = np.flatnonzero(used)
+            best = np.zeros_like(found)
+            best[kinds] = np.linalg.solve(gram[np.ix_(kinds, kinds)], right[kinds])
+            negative = used & (best <= 0)
+            if not negative.any():
+                found = best
+                break
+            # As far towards the best as none is below 0; what gets there is left out.
+            share = found[negative] / (found[negative] - best[negative])
+            found = found + share.min() * (best - found)
+            stopped = np.flatnonzero(negative)[share <= share.min()]
+            found[stopped] = 0.0
+            used[stopped] = False
+    return found

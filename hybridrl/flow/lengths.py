@@ -5,7 +5,6 @@ are spread, so that the last one ends soon. Nothing here depends on time, only o
 and in which order; so a resumed run dispatches as the uninterrupted one.
 """
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -261,13 +260,14 @@ def dispatch(
     num_instances: int,
     room: int | Sequence[int],
     loads: Sequence[float] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Deal samples to instances: longest first, each to the instance with the fewest tokens.
+    """Deal samples, or groups of them, to instances: longest first, to the one with fewest tokens.
 
-    `predicted` are tokens of each sample; `room` how many samples an instance takes (one number, or
-    one each); `loads` tokens that the instances have in flight already. Gives the samples' indices
-    for each instance in order of dispatch, and those that did not fit, longest first, which follow
-    as room is made.
+    `predicted` are tokens of each; `sizes` how many samples it is (1 each); `room` how many samples
+    an instance takes (one number, or one each); `loads` tokens that the instances have in flight
+    already. Gives the indices for each instance in order of dispatch, and those that fit nowhere,
+    longest first.
 
     Longest-processing-time-first: unless room runs out, the fullest instance has at most
     4/3 - 1/(3m) of the least that is possible on m instances (Graham 1969). Ties go by index.
@@ -275,15 +275,17 @@ def dispatch(
     Example: [5, 9, 4, 4] on two instances gives [[1, 3], [0, 2]]: 9 + 4 and 5 + 4 tokens.
     """
     rooms = [room] * num_instances if isinstance(room, int) else list(room)
-    heap = [(load, i) for i, load in enumerate(loads or [0.0] * num_instances) if rooms[i] > 0]
-    heapq.heapify(heap)
+    tokens = list(loads or [0.0] * num_instances)
     dealt: list[list[int]] = [[] for _ in range(num_instances)]
-    order = sorted(range(len(predicted)), key=lambda i: (-predicted[i], i))
-    for n, index in enumerate(order):
-        if not heap:
-            return dealt, order[n:]
-        load, instance = heapq.heappop(heap)
+    left = []
+    for index in sorted(range(len(predicted)), key=lambda i: (-predicted[i], i)):
+        size = sizes[index] if sizes else 1
+        able = [i for i in range(num_instances) if rooms[i] >= size]
+        if not able:
+            left.append(index)
+            continue
+        instance = min(able, key=lambda i: (tokens[i], i))
         dealt[instance].append(index)
-        if len(dealt[instance]) < rooms[instance]:
-            heapq.heappush(heap, (load + predicted[index], instance))
-    return dealt, []
+        tokens[instance] += predicted[index]
+        rooms[instance] -= size
+    return dealt, left

@@ -166,10 +166,17 @@ class FusedSchedule(Schedule):
         lengths = self.knowledge.forecast.sample(num_samples)
         if costs is None or not lengths:
             return Gathering(0, 0)
-        passes = [s for s in dataflow.computes if self._scope(s) is Scope.INSTANCE]
-        inference = sum(costs.token_s.get(stage.name, 0.0) for stage in passes)
+        passes = [s.name for s in dataflow.computes if self._scope(s) is Scope.INSTANCE]
+        chunk = max(1, self.limits.chunk_tokens // 8)
+        inference = sum(costs.compute(name, chunk) for name in passes) / chunk
+        prompts = [len(self.knowledge.key_of(prompt).prompt_ids) for _, prompt in self._pulled]
         found = best_gathering(
-            lengths, len(self.executor.instances), costs, inference, self.limits.max_held
+            lengths,
+            len(self.executor.instances),
+            costs,
+            inference,
+            self.limits.max_held,
+            sum(prompts) / max(1, len(prompts)),
         )
         self._metrics["samples/migration_threshold"] = float(found.threshold)
         return found

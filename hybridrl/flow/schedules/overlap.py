@@ -37,8 +37,9 @@ class Limits:
     """What bounds an instance, and how the tail moves.
 
     An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
-    forward pass, about `call_s` seconds one call that decodes (fewer steps than are allowed while
-    the batch is large): what has finished is known only at the end of a call. `stale_kv` lets a sample go on with keys and values of older weights.
+    forward pass. A call that decodes is to last about `call_s` seconds, with fewer steps than are
+    allowed while the batch is large, since what has finished is known only at its end. `stale_kv`
+    lets a sample go on with keys and values of older weights.
     """
 
     max_held: int
@@ -75,9 +76,9 @@ class Overlap:
 
     Migration: when at most `gathering.threshold` samples are left, `gather` names the instances
     that keep theirs. The others are `leaving`: the next call parks what they hold, and each parked
-    sample resumes on the keeper with the most room. Nothing else is gathered until all have
-    arrived. So an instance that was left holds nothing more, and a sample moves at most once for
-    each instance.
+    sample resumes on the keeper with the most room. This happens once in a round, as the model
+    that chooses the threshold has it: to gather ever denser would slow the tail for instances that
+    have nothing left to do.
 
     Death: what an instance held, and what lay on it, is made again on the others. Its tokens are
     the same, since they follow from the sample's identity.
@@ -160,17 +161,32 @@ class Overlap:
         self._stamp(job.stage)
 
     def _deal(self) -> None:
-        """Give instances of what waits in the driver, as far as they have room."""
+        """Give instances of what waits in the driver, as far as they have room.
+
+        Groups stay together where they can: their samples are about as long, so that spread over
+        all instances each would decode as long as the longest, and they share a prompt.
+        """
         able = [instance for instance in self._alive if instance not in self._leaving]
         room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
         if not self._queue or not any(room):
             return
-        loads = [sum(self._jobs[id].tokens for id in self._held[instance]) for instance in able]
-        ids = self._queue
-        given, left = dispatch([self._jobs[id].tokens for id in ids], len(able), room, loads)
-        for instance, mine in zip(able, given, strict=True):
-            self._give(instance, [ids[i] for i in mine])
-        self._queue = [ids[i] for i in left]
+        groups: dict[tuple[str, int], list[SampleId]] = {}
+        for id in self._queue:
+            groups.setdefault((self._makers[id].name, id.prompt), []).append(id)
+        units = list(groups.values())
+        if len(units) < len(able):
+            units = [[id] for id in self._queue]
+        self._queue = []
+        for parts in (units, None):  # what does not fit as a whole is dealt one by one
+            units = parts or [[id] for unit in units for id in unit]
+            tokens = [sum(self._jobs[id].tokens for id in unit) for unit in units]
+            loads = [sum(self._jobs[id].tokens for id in self._held[i]) for i in able]
+            room = [max(0, self.limits.max_held - len(self._held[i])) for i in able]
+            given, left = dispatch(tokens, len(able), room, loads, [len(unit) for unit in units])
+            for instance, mine in zip(able, given, strict=True):
+                self._give(instance, [id for i in mine for id in units[i]])
+            units = [units[i] for i in left]
+        self._queue = [id for unit in units for id in unit]
 
     def _give(self, instance: int, ids: Sequence[SampleId]) -> None:
         """Samples of one prompt that come together share what is cached of it."""
@@ -354,14 +370,15 @@ class Overlap:
     # -- migration -----------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Begin a migration where there are few samples left and some instance can be freed."""
+        """Begin the migration when there are few samples left and some instance can be freed."""
         held = {instance: len(ids) for instance, ids in self._held.items() if ids}
-        if self._leaving or self._queue or any(self._inbox.values()):
+        if self._keepers or self._queue or any(self._inbox.values()):
             return
         if sum(held.values()) <= self.gathering.threshold:
             most = min(self.limits.max_held, self.gathering.cap)
-            self._keepers = gather(held, most)
-            self._leaving = held.keys() - self._keepers
+            keepers = gather(held, most)
+            if len(keepers) < len(held):
+                self._keepers, self._leaving = keepers, held.keys() - keepers
 
     def _parked(self, source: int, parked: Parked) -> None:
         """Resume what `source` has parked on the instances that keep theirs, or put it by."""
@@ -422,16 +439,19 @@ class Overlap:
         return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
 
     def _chunk(self, instance: int, stage: Stage) -> list[Sample]:
-        """Half of an instance's share of what waits for `stage`, its own samples first.
+        """An instance's share of what waits for `stage`, its own samples first.
 
-        So the instances end together; but not so few tokens that the call itself counts.
+        Half of it while others decode, since they will take part later; but not so few tokens that
+        the call itself counts.
         """
         able = self._able(instance, stage.name)
-        share = sum(sample.tokens for sample in able) / (2 * len(self._alive))
+        decoding = self._num_unmade > 0
+        share = sum(sample.tokens for sample in able) / (len(self._alive) * (1 + decoding))
         least = self.limits.chunk_tokens / 8
         costs = self.meter.costs()
         if costs is not None and (per_token := costs.token_s.get(stage.name)):
-            least = min(least, 4 * costs.stage_call_s.get(stage.name, 0.0) / per_token)
+            call_s = costs.stage_call_s.get(stage.name, 0.0) + costs.round_trip_s
+            least = min(least, 10 * call_s / per_token)
         wanted = max(least, min(self.limits.chunk_tokens, share))
         chosen: list[Sample] = []
         for sample in sorted(able, key=lambda s: (not self._lies(s, instance), -s.tokens, s.id)):
