@@ -102,8 +102,7 @@ rewards = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+cases = given(
     seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
     num_instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     decode_steps=st.tuples(st.integers(1, 25), st.integers(1, 8)),
@@ -119,7 +118,9 @@ rewards = st.lists(
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=3),
 )
-def test_trains_on_what_serial_trains_on(
+
+
+def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
     take, lengths, rewards, finishes, hangs, deaths,
 ):  # fmt: skip
@@ -166,6 +167,10 @@ def test_trains_on_what_serial_trains_on(
             event("some move to be scored" if executor.num_moved else "none moves")
             event("some die" if len(executor.alive) < executor.num_instances else "none dies")
     assert seen[0] == seen[1]
+
+
+test_trains_on_what_serial_trains_on = settings(max_examples=300, deadline=None)(cases(check))
+test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000, deadline=None)(cases(check)))
 
 
 LENGTHS = (2, 7, 50, 60)

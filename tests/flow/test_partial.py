@@ -66,8 +66,7 @@ lengths = st.one_of(
 )
 
 
-@settings(max_examples=250, deadline=None)
-@given(
+cases = given(
     seed=st.integers(0, 2**16),
     num_instances=st.integers(1, 4),
     decode_steps=st.integers(1, 12),
@@ -84,7 +83,9 @@ lengths = st.one_of(
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=3),
 )
-def test_every_sample_leaves_once_and_none_too_old(
+
+
+def check(
     virtual_executor, seed, num_instances, decode_steps, k, prompts, staleness, extra, held,
     stale_kv, kind, lengths, rewards, finishes, hangs, deaths,
 ):  # fmt: skip
@@ -137,6 +138,12 @@ def test_every_sample_leaves_once_and_none_too_old(
     assert sorted(executor.released) == sorted(left)
     assert executor.parked <= set(unfinished)
     assert set(executor.parks_with_kv) <= {stale_kv}
+
+
+test_every_sample_leaves_once_and_none_too_old = settings(max_examples=250, deadline=None)(
+    cases(check)
+)
+test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000, deadline=None)(cases(check)))
 
 
 @given(
