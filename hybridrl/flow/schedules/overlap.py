@@ -357,7 +357,9 @@ class Overlap:
             commands.append(Park(tuple(self._held[instance]), self._with_kv()))
         self._in_flight[instance] = self.executor.clock.now()
         stops = any(isinstance(command, Park) for command in commands)
-        self.executor.advance(instance, commands, 0 if stops else self._steps(instance))
+        # Under pipeline parallelism what has its last token already is handed out by one more step;
+        # else nothing is left to decode.
+        self.executor.advance(instance, commands, 1 if stops else self._steps(instance))
 
     def _steps(self, instance: int) -> int:
         """Decode steps of the next call."""
