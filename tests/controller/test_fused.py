@@ -99,7 +99,7 @@ def test_fused_trains_on_what_serial_trains_on(
 
 
 def test_forward_passes_run_while_others_generate(run_of: Callable[[str], Any]) -> None:
-    """In every step a freed rank works before the last call of another's generation.
+    """In every step a freed rank works before the last call of another's generation begins.
 
     Which of the passes come that early depends on time; over the steps both do.
     """
@@ -111,7 +111,7 @@ def test_forward_passes_run_while_others_generate(run_of: Callable[[str], Any]) 
 
 
 def overlapped(run: Any, step: int) -> set[str]:
-    """Forward passes that began on a rank before another rank's generation had ended."""
+    """Forward passes that began on a rank before the last generating call of another did."""
     spans = [s for s in run.spans if s.step == step and s.lane in ("rank 0", "rank 1")]
     updated = max(s.end for s in spans if s.name == "update")
     spans = [s for s in spans if s.start < updated]  # not the evaluation at the end
@@ -119,7 +119,7 @@ def overlapped(run: Any, step: int) -> set[str]:
     others = {"rank 0": "rank 1", "rank 1": "rank 0"}
     passes = [s for s in spans if s.name in PASSES]
     assert {s.name for s in passes} == {*PASSES}
-    return {s.name for s in passes if s.end < last[others[s.lane]]}
+    return {s.name for s in passes if s.start < last[others[s.lane]]}
 
 
 LAYOUTS = {
