@@ -64,11 +64,13 @@ class _Parser(argparse.ArgumentParser):
 class Measured:
     """What a recorded run took: seconds of the median step, and of how many.
 
-    The costs that are learned from a run are those of undisturbed calls, as the median is.
+    The costs that are learned from a run are those of undisturbed calls, as the median is. A run of
+    a few steps has learned none (`has_costs`).
     """
 
     step_s: float
     num_steps: int
+    has_costs: bool
 
 
 def run(args: Sequence[str], tell: Progress) -> Printed:
@@ -164,7 +166,8 @@ def _measured(run: Path) -> Measured | None:
         return None
     seconds = [row["step_s"] for row in found if row.get("phase") == "rl" and "step_s" in row]
     steady = seconds[1:] or seconds
-    return Measured(median(steady), len(steady)) if steady else None
+    has_costs = (run / "costs.json").is_file()
+    return Measured(median(steady), len(steady), has_costs) if steady else None
 
 
 def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -201,6 +204,10 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         lines.append(
             f"the run took {measured.step_s:.4g} s a step, the median of {measured.num_steps}"
         )
+        if not measured.has_costs:
+            lines.append(
+                "the run was too short to measure costs: these are of --costs, or of an 8b"
+            )
     return lines
 
 
