@@ -519,7 +519,11 @@ def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
     assert len({len(line) for line in lines}) == 1
     assert "2 prompts x 2 samples a step on 2 instances" in remarks[0]
     assert remarks[-1] == "the run took 1 s a step, the median of 3"
-    assert json.loads(json.dumps(record))["measured"] == {"step_s": 1.0, "num_steps": 3, "has_costs": True}
+    assert json.loads(json.dumps(record))["measured"] == {
+        "step_s": 1.0,
+        "num_steps": 3,
+        "has_costs": True,
+    }
     assert record["bound_s"] <= min(o["front_s"] for o in record["schedules"][:4])
 
 
