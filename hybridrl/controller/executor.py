@@ -225,7 +225,7 @@ class RayExecutor:
         fields = dict(stage.options["fields"])
         atom = stage.options.get("atom", 1)
         ranks = assign_ranks(samples, self.group.size, atom, move=self.config.strict)
-        parcels = self._move(samples, ranks, ("tokens", *fields.values()))
+        parcels = self._move(samples, ranks)
         wanted = {
             sample.id: {
                 field: float(sample.scalars[field])
@@ -254,10 +254,11 @@ class RayExecutor:
             self._published.pop(sample, None)
         self.group.release(tuple(ids))
 
-    def _move(
-        self, samples: Sequence[Sample], ranks: Sequence[int], fields: tuple[str, ...]
-    ) -> list[list[Any]]:
-        """Have samples sent to the ranks that train them; returns references by receiver."""
+    def _move(self, samples: Sequence[Sample], ranks: Sequence[int]) -> list[list[Any]]:
+        """Have samples sent to the ranks that train them; returns references by receiver.
+
+        With all tensors that every one of them has: another update may read others than this one.
+        """
         size = self.group.size
         moves: list[list[list[SampleId]]] = [[[] for _ in range(size)] for _ in range(size)]
         for sample, rank in zip(samples, ranks, strict=True):
@@ -265,14 +266,17 @@ class RayExecutor:
                 moves[sample.rank][rank].append(sample.id)
         incoming: list[list[Any]] = [[] for _ in range(size)]
         if any(ids for row in moves for ids in row):
-            tensors = tuple(f for f in dict.fromkeys(fields) if f in samples[0].tensors)
+            common = set.intersection(*(sample.tensors for sample in samples))
+            tensors = tuple(sorted(common))
             sent = self.group.export([tuple(map(tuple, row)) for row in moves], tensors)
             for row in sent:
                 for rank, parcel in enumerate(row):
                     if parcel is not None:
                         incoming[rank].append(parcel)
             for sample, rank in zip(samples, ranks, strict=True):
-                sample.rank = rank
+                if sample.rank != rank:
+                    sample.rank = rank
+                    sample.tensors &= common
         return incoming
 
 

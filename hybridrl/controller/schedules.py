@@ -66,9 +66,12 @@ def key_of(item: Item) -> PromptKey:
 
 
 def samples_held(config: Config) -> int:
-    """Samples that decode together on an instance, whatever their lengths: KV cache and batch."""
+    """Samples that decode together on an instance, whatever their lengths: KV cache and batch.
+
+    At least one: that one fits is checked for the prompts that there are, not for the longest.
+    """
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     blocks = -(-longest // rollout.block_size)
-    cached = -(-rollout.kv_cache_tokens // rollout.block_size) // blocks
+    cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
     return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running

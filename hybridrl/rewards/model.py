@@ -25,6 +25,8 @@ def check_reward_model(config: Config, actor_path: str, tokenizer: PreTrainedTok
     tokens, up to the longest sample, in generation's layout.
     """
     path = str(config.reward.model)
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        raise _refused(path, "a directory that exists, or a hub name")
     try:
         model = load_config(path)
         check_supported(model)

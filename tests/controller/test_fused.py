@@ -228,6 +228,10 @@ def test_an_instance_holds_what_its_cache_and_its_batch_allow() -> None:
     assert samples_held(Config(data=data, rollout=RolloutConfig(**sizes))) == 7
     cached = RolloutConfig(**sizes, kv_cache_tokens=160)
     assert samples_held(Config(data=data, rollout=cached)) == 3  # 10 blocks; 33 tokens need three
+    small = RolloutConfig(
+        **sizes, kv_cache_tokens=32
+    )  # holds one, if its prompt is not the longest
+    assert samples_held(Config(data=data, rollout=small)) == 1
 
 
 def test_a_threshold_that_cannot_work_is_refused() -> None:

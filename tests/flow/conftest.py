@@ -80,6 +80,7 @@ class VirtualExecutor:
         self._spans: dict[SampleId, list[Span]] = {}
         self._busy: set[int] = set()
         self._on: Counter[SampleId] = Counter()
+        self._arriving: set[SampleId] = set()
         self.parked: set[SampleId] = set()
         self.most_held = [0] * num_instances
 
@@ -173,6 +174,7 @@ class VirtualExecutor:
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         assert self.scope(stage) is not Scope.INSTANCE
+        assert self._arriving.isdisjoint(s.id for s in samples), "started before it has arrived"
         for rank in sorted(self.alive):
             self._compute(stage, [s for s in samples if s.rank == rank], rank, None)
 
@@ -185,6 +187,7 @@ class VirtualExecutor:
             if sample.rank != instance:
                 assert not self._on[sample.id], "moved while something runs on it"
                 sample.rank = self._where[sample.id] = instance
+                self._arriving.add(sample.id)
                 self.num_moved += 1
         self.infers.append((stage.name, instance, tuple(s.id for s in samples)))
         self._compute(stage, samples, instance, instance)
@@ -211,6 +214,7 @@ class VirtualExecutor:
             self._busy.remove(event.instance)
         if isinstance(event, Computed):
             self._on.subtract(event.ids)
+            self._arriving.difference_update(event.ids)
             if event.instance is not None:
                 self._busy.remove(event.instance)
         return [event]
@@ -222,6 +226,7 @@ class VirtualExecutor:
         for id in [id for id, where in self._where.items() if where == instance]:
             del self._where[id], self.tensors[id]
             self._on[id] = 0
+            self._arriving.discard(id)
         kept = []
         for when, number, event in self._pending:
             match event:

@@ -85,7 +85,7 @@ class Overlap:
 
     Invariants: an instance has one call in flight, if any; a sample is unmade, held, parked on its
     way, or finished; `inbox` are the commands of an instance's next call, whose samples it holds
-    already; nothing moves that a stage runs on.
+    already; nothing moves that a stage runs on, and nothing starts on what moves.
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
     keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
@@ -119,6 +119,7 @@ class Overlap:
         self._spare: dict[str, dict[SampleId, Sample]] = {}
         self._running: dict[str, dict[SampleId, Sample]] = {}
         self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
+        self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
         self._last_stage: dict[int, str] = {}
         self._longest = 0
         self._equal_rounds = False
@@ -323,6 +324,7 @@ class Overlap:
             self._busy[sample.id] -= 1
         if event.instance is not None:
             del self._in_flight[event.instance]
+            self._moving.difference_update(event.ids)
         learn(self.meter, event, samples)
         return dict.fromkeys(sample.id.prompt for sample in samples)
 
@@ -338,9 +340,11 @@ class Overlap:
             stage = self._stage(name)
             if self.executor.scope(stage) is Scope.INSTANCE:
                 self._spare[name] |= {sample.id: sample for sample in samples}
-            elif samples:
-                self._begin(stage, samples)
-                self.executor.compute(stage, samples)
+                continue
+            here = [sample for sample in samples if sample.id not in self._moving]
+            if here:
+                self._begin(stage, here)
+                self.executor.compute(stage, here)
 
     def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
         self._stamp(stage)
@@ -427,6 +431,7 @@ class Overlap:
             for sample in samples:
                 del self._spare[stage.name][sample.id]
             self._begin(stage, samples)
+            self._moving |= {sample.id for sample in samples if not self._lies(sample, instance)}
             self._last_stage[instance] = stage.name
             self._in_flight[instance] = self.executor.clock.now()
             self.executor.infer(stage, instance, samples)
@@ -490,6 +495,7 @@ class Overlap:
                     self._busy[sample.id] -= 1
             sample.rank, sample.spans = -1, ()
             sample.tensors.clear()
+            self._moving.discard(sample.id)
             self._num_unmade += 1
         for sample in (*gone, *lay):
             self._restart(sample)

@@ -69,7 +69,7 @@ class PartialSchedule(FusedSchedule):
         check_partial(graph)
         assert 1 <= over_provision <= 1 + max_staleness
         self._open: dict[int, _Open] = {}
-        self._wanted = 0
+        self._wanted = self._version = 0
         self.over_provision, self.max_staleness = over_provision, max_staleness
         super().__init__(
             graph,
@@ -96,6 +96,7 @@ class PartialSchedule(FusedSchedule):
 
     def _begin(self, step: int) -> None:
         super()._begin(step)
+        self._began: dict[int, int] = {}  # the step in which each trained prompt's samples began
         for name in ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness"):
             self._metrics[f"samples/{name}"] = 0.0
 
@@ -121,12 +122,13 @@ class PartialSchedule(FusedSchedule):
         fresh = self._top_up(makers, dataflow)
         self._metrics["samples/resumed"] += sum(job.parked is not None for job in waiting)
         self._enter_for([*makers, *dataflow.computes])
+        self._version = self.executor.version
         overlap = self._overlap(dataflow, len(waiting) + len(fresh))
         overlap.adopt([*carried, *self._made])
         self._submit(overlap, [*waiting, *fresh])
         overlap.run_until(lambda: self._enough(dataflow))
         stopped = overlap.park(with_kv=self.limits.stale_kv)
-        self._metrics["samples/parked"] += len(stopped)
+        self._metrics["samples/parked"] += sum(parked is not None for parked in stopped.values())
         overlap.run()
         for id, parked in stopped.items():
             open_jobs = self._open[id.prompt].jobs
@@ -138,7 +140,7 @@ class PartialSchedule(FusedSchedule):
         jobs = [job for group in taken.values() for job in group.jobs.values()]
         self._made += jobs
         self._note(overlap, [job.sample for job in jobs])
-        self._note_versions(taken.values())
+        self._began |= {position: group.step for position, group in taken.items()}
         return self._taken(dataflow, positions)
 
     def _put_by(self, job: Job, parked: Parked | None) -> Job:
@@ -185,16 +187,16 @@ class PartialSchedule(FusedSchedule):
             for later in range(self.max_staleness + 1)
         )
 
-    def _note_versions(self, groups: Collection[_Open]) -> None:
-        """Tokens of older weights than the ones that are about to be trained."""
-        samples: list[Sample] = [job.sample for group in groups for job in group.jobs.values()]
-        spans = [span for sample in samples for span in sample.spans if span.trained]
-        old = sum(span.stop - span.start for span in spans if span.version < self.executor.version)
-        self._metrics["samples/off_policy_tokens"] += old
-        self._metrics["samples/trained_tokens"] += sum(s.stop - s.start for s in spans)
-        staleness = max((self._step - group.step for group in groups), default=0)
-        known = self._metrics["samples/staleness"]
-        self._metrics["samples/staleness"] = max(known, float(staleness))
+    def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:
+        """With the tokens of older weights among those trained, and the oldest sample's age."""
+        spans = [span for sample in used for span in sample.spans if span.trained]
+        made = [span for span in spans if span.version >= 0]  # not the dataset's own
+        old = sum(s.stop - s.start for s in made if s.version < self._version)
+        self._metrics["samples/off_policy_tokens"] = float(old)
+        self._metrics["samples/trained_tokens"] = float(sum(s.stop - s.start for s in spans))
+        ages = [self._step - self._began[sample.id.prompt] for sample in used]
+        self._metrics["samples/staleness"] = float(max(ages, default=0))
+        return super()._summary(used, num_dropped)
 
 
 def check_partial(graph: Graph) -> None:
