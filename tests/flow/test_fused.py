@@ -35,10 +35,14 @@ def all_kinds(flow: Flow, cfg: dict[str, Any]) -> None:
     samples = samples.map(sum, inputs=("log_probs",), scalars=("total",))
     samples = samples.map(lambda x: -x, inputs=("total",), scalars=("surprise",))
     samples = samples.join(greedy, prefix="greedy_")
+    if cfg.get("reference_first"):
+        samples = flow.reference.log_probs(samples)
     samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
     if "take" in cfg:
         samples = samples.take(**cfg["take"])
-    samples = flow.reference.log_probs(samples)
+    samples = samples.map(len, inputs=("tokens",), scalars=("size",), name="size")
+    if not cfg.get("reference_first"):
+        samples = flow.reference.log_probs(samples)
     samples = samples.map(
         lambda new, old: sum(new) - sum(old),
         inputs=("reference_log_probs", "log_probs"),
@@ -112,6 +116,7 @@ cases = given(
     k=st.integers(1, 4),
     prompts=st.integers(1, 6),
     take=st.booleans(),
+    reference_first=st.booleans(),
     lengths=lengths,
     rewards=rewards,
     finishes=st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
@@ -122,10 +127,11 @@ cases = given(
 
 def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
-    take, lengths, rewards, finishes, hangs, deaths,
+    take, reference_first, lengths, rewards, finishes, hangs, deaths,
 ):  # fmt: skip
     """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts."""
-    cfg = {"k": k} | ({"take": {"num_groups": 2, "max_rounds": 3}} if take else {})
+    cfg = {"k": k, "reference_first": reference_first}
+    cfg |= {"take": {"num_groups": 2, "max_rounds": 3}} if take else {}
     seen = []
     for fused in (False, True):
         mortal = {n: who for n, who in deaths.items() if fused and who < num_instances[True] - 1}
@@ -207,6 +213,18 @@ def test_no_instance_is_given_more_than_it_can_hold(virtual_executor, max_held):
     assert 4 < max(executor.most_held) <= max_held
 
 
+def test_nothing_starts_on_a_sample_that_is_on_its_way(virtual_executor):
+    """The reference comes before the filter: a sample may move while its group is scored."""
+    moved = 0
+    for seed in range(60):
+        executor = virtual_executor(3, seed, lambda id: 2 + 2 * id.k if id.prompt < 2 else 1)
+        executor.reward_of = lambda id: (float(id.k), "ok")
+        graph = all_kinds.build({"k": 4, "reference_first": True})
+        make(executor, graph, prompts=3, chunk=8, decode_steps=2).run_step(0)
+        moved += executor.num_moved
+    assert moved > 60
+
+
 def test_score_starts_before_the_last_sample_has_finished(virtual_executor):
     _, result = tail_of_two(virtual_executor, threshold=0)
     spans = {span.name: span for span in result.spans}
@@ -224,6 +242,7 @@ def test_early_stages_read_only_what_is_there(virtual_executor):
         "map",
         "join_greedy",
         "spread",
+        "size",
         "reference_log_probs",
         "gap",
     ]
