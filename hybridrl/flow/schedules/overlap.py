@@ -107,8 +107,6 @@ class Overlap:
         self.num_migrated = self.num_restarted = 0
         self._alive = list(executor.instances)
         self._jobs: dict[SampleId, Job] = {}
-        self._makers: dict[SampleId, Stage] = {}
-        self._samples: dict[SampleId, Sample] = {}
         self._num_unmade = 0
         self._queue: list[SampleId] = []
         self._held: dict[int, dict[SampleId, None]] = defaultdict(dict)
@@ -151,9 +149,7 @@ class Overlap:
 
     def adopt(self, jobs: Sequence[Job]) -> None:
         """Know of samples that an earlier round has made: stages may still run on them."""
-        for job in jobs:
-            id = job.sample.id
-            self._jobs[id], self._samples[id], self._makers[id] = job, job.sample, job.stage
+        self._jobs |= {job.sample.id: job for job in jobs}
 
     def _expect(self, job: Job) -> None:
         assert job.sample.rank < 0, f"{job.sample.id} is made already"
@@ -173,7 +169,7 @@ class Overlap:
             return
         groups: dict[tuple[str, int], list[SampleId]] = {}
         for id in self._queue:
-            groups.setdefault((self._makers[id].name, id.prompt), []).append(id)
+            groups.setdefault((self._jobs[id].stage.name, id.prompt), []).append(id)
         units = list(groups.values())
         if len(units) < len(able):
             units = [[id] for id in self._queue]
@@ -296,7 +292,7 @@ class Overlap:
             self._parked(instance, parked)
         for id in event.lost:
             del self._held[instance][id]
-            self._restart(self._samples[id])
+            self._restart(self._jobs[id].sample)
         arriving = sum(len(c.ids) for c in self._inbox[instance] if not isinstance(c, Park))
         assert event.running == len(self._held[instance]) - arriving, event
         if not self._held[instance]:
@@ -306,7 +302,7 @@ class Overlap:
     def _finish(self, events: Iterable[Finished]) -> dict[int, None]:
         prompts: dict[int, None] = {}
         for event in events:
-            maker, sample = self._makers[event.id], self._samples[event.id]
+            maker, sample = self._jobs[event.id].stage, self._jobs[event.id].sample
             record_finished(maker, sample, event)
             self._num_unmade -= 1
             self._longest = max(self._longest, sample.tokens)
@@ -486,8 +482,9 @@ class Overlap:
         self._in_flight.pop(instance, None)
         self._leaving.discard(instance)
         self._inbox.pop(instance, None)
-        gone = [self._samples[id] for id in self._held.pop(instance, {})]
-        lay = [s for s in self._samples.values() if s.rank >= 0 and self._lies(s, instance)]
+        gone = [self._jobs[id].sample for id in self._held.pop(instance, {})]
+        made = [job.sample for job in self._jobs.values() if job.sample.rank >= 0]
+        lay = [sample for sample in made if self._lies(sample, instance)]
         for sample in lay:
             for name in self._running:
                 self._spare[name].pop(sample.id, None)
