@@ -7,6 +7,7 @@ the sum behind a row-parallel product and the look-up in a vocabulary of which a
 """
 
 import copy
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,6 +100,42 @@ class GenParallel:
         if self.tp > 1:
             dist.all_reduce(x, group=self.tp_group)
         return x
+
+
+class StageLink:
+    """Hidden states on their way between the pipeline stages of an instance.
+
+    They are sent without waiting, so that a stage computes while its messages are underway: at most
+    `pp` of them, kept until they have left.
+    """
+
+    def __init__(self, parallel: GenParallel) -> None:
+        self._parallel = parallel
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def receive(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Hidden states [tokens, features] of the stage before."""
+        hidden = torch.empty(shape, dtype=dtype, device=device)
+        source = self._parallel.pp_peers[self._parallel.pp_rank - 1]
+        dist.recv(hidden, group=self._parallel.pp_group, group_src=source)
+        return hidden
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Hidden states [tokens, features] to the stage behind."""
+        if len(self._sending) == self._parallel.pp:
+            self._sending.popleft()[0].wait()
+        hidden = hidden.contiguous()
+        target = self._parallel.pp_peers[self._parallel.pp_rank + 1]
+        work = dist.isend(hidden, group=self._parallel.pp_group, group_dst=target)
+        assert work is not None
+        self._sending.append((work, hidden))
+
+    def flush(self) -> None:
+        """Return when all that was sent has left."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
 
 
 class RowLinear(nn.Module):

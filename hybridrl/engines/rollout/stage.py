@@ -5,7 +5,6 @@ to all others; both without waiting, so that a stage computes while its messages
 tensor-parallel ranks one draws and tells the others, so that they cannot disagree.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,7 @@ from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
 from hybridrl.models.paged_attention import KVPool, PagedBatch
-from hybridrl.models.shard import GenParallel, local_model, own_layers
+from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 
 
 @dataclass(slots=True)
@@ -77,8 +76,7 @@ class Stage:
         self._kv_heads = attention.k_proj.weight.shape[0] // self._head_dim
         self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
         self.aliases = set(self.model.state_dict()) - set(self._shapes)
-        # Messages to the stage behind, kept until they have left.
-        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._link = StageLink(parallel)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The rank's own tensors by state-dict name, tied ones once."""
@@ -86,8 +84,7 @@ class Stage:
 
     def free(self) -> None:
         """Give up the weights, when what was sent has arrived."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        self._link.flush()
         for parameter in self.model.parameters():
             parameter.data = torch.empty(0, dtype=self.dtype, device=self._device)
         if self.decoder is not None:
@@ -180,24 +177,12 @@ class Stage:
         if self.parallel.first:
             embedded: torch.Tensor = self.model.base_model.embed_tokens(token_ids)
             return embedded
-        hidden = torch.empty(
-            len(token_ids), self._hidden_size, dtype=self.dtype, device=self._device
-        )
-        source = self.parallel.pp_peers[self.parallel.pp_rank - 1]
-        dist.recv(hidden, group=self.parallel.pp_group, group_src=source)
-        return hidden
+        return self._link.receive((len(token_ids), self._hidden_size), self.dtype, self._device)
 
     def _pass_on(self, hidden: torch.Tensor) -> None:
         """Send hidden states to the stage behind; a message a lane may be underway."""
-        if self.parallel.last:
-            return
-        if len(self._sending) == self.parallel.pp:
-            self._sending.popleft()[0].wait()
-        hidden = hidden.contiguous()
-        target = self.parallel.pp_peers[self.parallel.pp_rank + 1]
-        work = dist.isend(hidden, group=self.parallel.pp_group, group_dst=target)
-        assert work is not None
-        self._sending.append((work, hidden))
+        if not self.parallel.last:
+            self._link.send(hidden)
 
     def _join(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Logits of all tp ranks side by side, less the padding, where tokens are drawn."""

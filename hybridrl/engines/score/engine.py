@@ -5,7 +5,6 @@ it can run while other instances still decode (RLHFuse, arXiv 2409.13221, sectio
 leaves the instance's `pp` x `tp` ranks.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -23,7 +22,7 @@ from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_local
 from hybridrl.models.packed_attention import NAME, choose_attention
-from hybridrl.models.shard import GenParallel, local_model
+from hybridrl.models.shard import GenParallel, StageLink, local_model
 
 Head = Callable[[torch.Tensor, PackedBatch, Sequence[TrainSequence]], torch.Tensor]
 """(hidden [tokens, features], row, its sequences) to the row's values, in the row's order."""
@@ -95,8 +94,7 @@ class ScoreEngine:
             classifier=classifier,
         )
         self._host: list[torch.Tensor] = []
-        # Messages to the stage behind, kept until they have left.
-        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._link = StageLink(parallel)
 
     # Weights
 
@@ -185,7 +183,7 @@ class ScoreEngine:
                 if self.parallel.last:
                     found.append(head(hidden, batch, [members[i] for i in batch.order]))
                 else:
-                    self._pass_on(hidden)
+                    self._link.send(hidden)
         values = self._told(found, sum(counts)).cpu().split([counts[i] for i in order])
         results = [torch.zeros(0)] * len(sequences)
         for index, value in zip(order, values, strict=True):
@@ -257,29 +255,14 @@ class ScoreEngine:
         if self.parallel.first:
             embedded: torch.Tensor = self.model.base_model.embed_tokens(ids)
             return embedded
-        size = (len(ids), self.config.hidden_size)
-        hidden = torch.empty(size, dtype=self.dtype, device=self.device)
-        source = self.parallel.pp_peers[self.parallel.pp_rank - 1]
-        dist.recv(hidden, group=self.parallel.pp_group, group_src=source)
-        return hidden
-
-    def _pass_on(self, hidden: torch.Tensor) -> None:
-        """Send hidden states to the stage behind, a bounded number of them at a time."""
-        if len(self._sending) == self.parallel.pp:
-            self._sending.popleft()[0].wait()
-        hidden = hidden.contiguous()
-        target = self.parallel.pp_peers[self.parallel.pp_rank + 1]
-        work = dist.isend(hidden, group=self.parallel.pp_group, group_dst=target)
-        assert work is not None
-        self._sending.append((work, hidden))
+        return self._link.receive((len(ids), self.config.hidden_size), self.dtype, self.device)
 
     def _told(self, found: list[torch.Tensor], size: int) -> torch.Tensor:
         """What the last stage has found, on all stages: `size` values."""
         values = torch.cat(found) if found else torch.empty(0, device=self.device)
         if self.parallel.pp == 1 or size == 0:
             return values
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        self._link.flush()
         if not self.parallel.last:
             values = torch.empty(size, device=self.device)
         last = self.parallel.pp_peers[-1]
