@@ -13,6 +13,7 @@ from hybridrl.algorithms import critic, losses
 from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.whiten import whitened
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,15 +83,11 @@ def add_token_rewards(flow: Flow, samples: Stream, cfg: PPOConfig) -> Stream:
 def add_advantages(samples: Stream, cfg: PPOConfig) -> Stream:
     """Advantages by GAE, whitened over the batch, and the returns that the critic learns."""
     samples = samples.map(
-        partial(estimate, gamma=cfg.gamma, lam=cfg.lam),
+        partial(critic.gae, gamma=cfg.gamma, lam=cfg.lam),
         inputs=("token_rewards", "values"),
         outputs=("raw_advantages", "returns"),
-        scalars=("num_tokens", "mean", "squares"),
     )
-    moments = ("num_tokens", "mean", "squares")
-    samples = samples.by_batch(critic.whitening, moments, ("batch_mean", "batch_scale"))
-    inputs = ("raw_advantages", "batch_mean", "batch_scale")
-    return samples.map(critic.whiten, inputs, ("advantages",))
+    return whitened(samples, "raw_advantages")
 
 
 def penalised(
@@ -99,11 +96,3 @@ def penalised(
     """Rewards of one response, and what it is away from the reference: for the record, in nats."""
     rewards = critic.token_rewards(reward, log_probs, reference, kl_coef, kl=kl)
     return rewards, (log_probs - reference).sum().item()
-
-
-def estimate(
-    rewards: torch.Tensor, values: torch.Tensor, *, gamma: float, lam: float
-) -> tuple[torch.Tensor, torch.Tensor, int, float, float]:
-    """Advantages and returns of one response, and the moments that whitening needs."""
-    advantages, returns = critic.gae(rewards, values, gamma=gamma, lam=lam)
-    return advantages, returns, *critic.moments(advantages)

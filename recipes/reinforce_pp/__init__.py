@@ -8,6 +8,7 @@ import torch
 from hybridrl.algorithms import advantages, critic, losses
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.whiten import whitened
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,21 +41,15 @@ def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
     against = "log_probs"
     if cfg.kl_coef:
         samples, against = flow.reference.log_probs(samples), "reference_log_probs"
-    samples = samples.map(
-        partial(to_go, kl_coef=cfg.kl_coef), (reward, "log_probs", against),
-        ("return_to_go",), scalars=("count", "mean", "squares"),
-    )  # fmt: skip
-    moments, whole = ("count", "mean", "squares"), ("batch_mean", "batch_scale")
-    samples = samples.by_batch(critic.whitening, moments, whole)
-    samples = samples.map(critic.whiten, ("return_to_go", *whole), ("advantages",))
+    function = partial(to_go, kl_coef=cfg.kl_coef)
+    samples = samples.map(function, (reward, "log_probs", against), ("return_to_go",))
+    samples = whitened(samples, "return_to_go")
     clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     flow.actor.update(samples, loss=losses.ClippedLoss(**clips, **stale))
 
 
 def to_go(
     reward: float, log_probs: torch.Tensor, reference: torch.Tensor, *, kl_coef: float
-) -> tuple[torch.Tensor, int, float, float]:
-    """Reward to go [response_tokens], undiscounted, and its moments for the whole batch's."""
-    rewards = critic.token_rewards(reward, log_probs, reference, kl_coef)
-    returns = critic.discounted(rewards)
-    return returns, *critic.moments(returns)
+) -> torch.Tensor:
+    """Reward to go [response_tokens], undiscounted."""
+    return critic.discounted(critic.token_rewards(reward, log_probs, reference, kl_coef))

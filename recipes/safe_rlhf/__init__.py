@@ -16,6 +16,7 @@ from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import add_old_log_probs
 from hybridrl.recipes.ppo import PPOConfig
+from hybridrl.recipes.whiten import whitened
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,12 +92,8 @@ def add_advantages(samples: Stream, cfg: SafeRLHFConfig) -> Stream:
         partial(estimate, gamma=cfg.gamma, lam=cfg.lam),
         inputs=("token_rewards", "values", "token_costs", "cost_values", "multiplier"),
         outputs=("raw_advantages", "returns", "cost_returns"),
-        scalars=("num_tokens", "mean", "squares"),
     )
-    moments = ("num_tokens", "mean", "squares")
-    samples = samples.by_batch(critic.whitening, moments, ("batch_mean", "batch_scale"))
-    inputs = ("raw_advantages", "batch_mean", "batch_scale")
-    return samples.map(critic.whiten, inputs, ("advantages",))
+    return whitened(samples, "raw_advantages")
 
 
 def penalised(
@@ -123,9 +120,8 @@ def estimate(
     *,
     gamma: float,
     lam: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, float, float]:
-    """Advantages and both returns of one response, and the moments that whitening needs."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Joined advantages of one response, and both returns."""
     of_reward, returns = critic.gae(rewards, values, gamma=gamma, lam=lam)
     of_cost, cost_returns = critic.gae(costs, cost_values, gamma=gamma, lam=lam)
-    advantages = with_cost(of_reward, of_cost, multiplier)
-    return advantages, returns, cost_returns, *critic.moments(advantages)
+    return with_cost(of_reward, of_cost, multiplier), returns, cost_returns
