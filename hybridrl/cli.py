@@ -26,6 +26,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a Slurm job                  hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
+  doctor   what will hurt a run on these machines  hybridrl doctor --help
 
 A run or a plan ends with one JSON line on stdout. Errors a user can mend are one line on stderr,
 exit 2."""
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "plan": _plan,
         "report": _report,
         "new-recipe": _new_recipe,
+        "doctor": _doctor,
         **{name: partial(_slurm, name) for name in ("submit", "status", "logs", "cancel")},
     }
     if not args or args[0] in ("-h", "--help"):
@@ -230,6 +232,40 @@ def _report(args: list[str]) -> None:
     if len(args) != 1:
         _fail("report: wanted one run directory", 2)
     print(render(Path(args[0])))
+
+
+def _doctor(args: list[str]) -> None:
+    """Look at the machines of a run and say what will hurt it."""
+    from rich.console import Console
+
+    from hybridrl.cluster import commands, doctor
+    from hybridrl.cluster.slurm import SlurmError
+    from hybridrl.config import ClusterKind, compose
+
+    if {"-h", "--help"} & set(args):
+        print(doctor.USAGE)
+        return
+    compose.register()
+    overrides = compose.take_recipe_paths([arg for arg in args if arg != "--json"])
+    options = compose.parse_arguments(overrides)
+    config = compose.check(options.overrides, options.config_dir)
+    run_dir = Path(compose.run_directory(options.overrides, options.config_dir))
+    if config.cluster.kind is ClusterKind.slurm and not doctor.inside_a_job():
+        try:
+            output, code = commands.examine_nodes(config.cluster, doctor.existing(run_dir), args)
+        except SlurmError as error:
+            _fail(str(error), 1)
+        print(output, end="")
+        sys.exit(code)
+    with Console(stderr=True).status("looking around"):
+        report = doctor.examine(config, doctor.existing(run_dir))
+    if "--json" in args:
+        print(json.dumps(report.record()))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        console.width = max(120, console.width)  # without a terminal it takes 80
+        console.print(doctor.shown(report))
+    sys.exit(0 if report.works else 1)
 
 
 def _new_recipe(args: list[str]) -> None:

@@ -17,7 +17,7 @@ class Batch:
 
     `directory` is the run's, or a sweep's, whose task number k has the directory `k` in it. `tasks`
     are each task's own overrides: one task, without any, is a single run. `options` are what
-    follows `hybridrl train` in all of them.
+    follows `hybridrl train` (or another `command`) in all of them.
     """
 
     cluster: ClusterConfig
@@ -26,6 +26,7 @@ class Batch:
     options: tuple[str, ...]
     tasks: tuple[tuple[str, ...], ...] = ((),)
     sweep: bool = False
+    command: str = "train"
 
     @property
     def script(self) -> Path:
@@ -49,7 +50,7 @@ class Batch:
         lines = ["#!/bin/bash", f"# By hand: sbatch {shlex.quote(str(self.script))}"]
         lines += [f"#SBATCH {option}" for option in self._directives()]
         lines += ["", "set -e", *self.cluster.setup]
-        command = [f"exec {shlex.quote(sys.executable)} -P -m hybridrl.cli train"]
+        command = [f"exec {shlex.quote(sys.executable)} -P -m hybridrl.cli {self.command}"]
         command += [shlex.quote(option) for option in self.options]
         targets = [f"run.dir={_hydra_value(str(path))}" for path in self.run_dirs]
         if self.sweep:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridrl.cluster import slurm
 from hybridrl.cluster.batch import Batch
-from hybridrl.config import ClusterKind, Config, ConfigError, RunConfig, compose
+from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
 
 SUBMIT_USAGE = """usage: hybridrl submit [--dry-run] cluster=slurm cluster.gpus_per_node=N ...
        hybridrl submit -m ... KEY=A,B        a sweep, as one job array
@@ -118,6 +118,29 @@ def _submit(batch: Batch) -> str:
         for number, run_dir in enumerate(batch.run_dirs):
             (run_dir / "slurm" / "job").write_text(f"{job}_{number}\n")
     return job
+
+
+def examine_nodes(cluster: ClusterConfig, place: Path, args: Sequence[str]) -> tuple[str, int]:
+    """Run `hybridrl doctor ARGS` as a job and wait: what it has printed, and its exit code.
+
+    Its script and its log are below `place` meanwhile. Raises SlurmError when it is refused.
+    """
+    slurm.check_partition(cluster)
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=place) as folder:
+        batch = Batch(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
+        batch.script.parent.mkdir()
+        batch.script.write_text(batch.text())
+        job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
+        try:
+            while _lives(job):
+                time.sleep(_POLL_S)
+        except BaseException:
+            slurm.call("scancel", job)
+            raise
+        (found,) = slurm.jobs(job)
+        log = batch.log(job)
+        text = log.read_text() if log.is_file() else f"{_state(job, Path(folder))}\n"
+        return text, int(found["ExitCode"].partition(":")[0])
 
 
 def status(args: Sequence[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from hybridrl.config import ClusterConfig, ClusterKind, ConfigError
 __all__ = ["RayStartError", "check_ranks", "ranks_placement", "ray_runtime"]
 
 # A rank of a tiny model on CPU, measured: torch, transformers, verl and Ray, all imported.
-_RANK_BYTES = 0.6 * 2**30
+RANK_BYTES = int(0.6 * 2**30)
 _CONNECT_S = 5.0
 
 
@@ -39,8 +39,8 @@ def check_ranks(config: ClusterConfig) -> None:
         most, why = torch.cuda.device_count(), "the GPUs of this machine"
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        most = max(1, int(memory // _RANK_BYTES))
-        why = f"at {_RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"
+        most = max(1, int(memory // RANK_BYTES))
+        why = f"at {RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"
     if config.ranks > most:
         raise ConfigError("cluster.ranks", config.ranks, f"at most {most} ({why})")
 

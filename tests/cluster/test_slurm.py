@@ -40,12 +40,12 @@ def test_the_page_does_what_it_says(jobs: Any, tiny: list[str]) -> None:
     """Every command of docs/clusters.md, its runs made small: followed, listed, swept."""
     page = (ROOT / "docs/clusters.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         if "submitit" in block:
             continue  # a test of its own, below
         for line in block.splitlines():
-            small = tiny if line.startswith("hybridrl submit") else []
+            small = tiny if line.startswith(("hybridrl submit", "hybridrl doctor")) else []
             ranks = ["cluster.ranks=2"] if "nodes=2" in line else ["cluster.ranks=1"]
             args = [*shlex.split(line)[1:], *small, *(ranks if small else [])]
             done = jobs.shell(*args)
@@ -65,6 +65,23 @@ def test_the_page_does_what_it_says(jobs: Any, tiny: list[str]) -> None:
     listed = [f"{job}_{task}  COMPLETED (exit 0)  runs/seeds/{task}" for task in range(4)]
     assert list(commands.status(["runs/seeds"])) == listed
     assert jobs.left() == []
+
+
+def test_the_doctor_looks_at_both_nodes(jobs: Any, two: list[str]) -> None:
+    """From a login node: a job of its own, whose report comes back; nothing stays."""
+    done = jobs.shell("doctor", "--json", *two)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["works"], found["findings"]
+    assert sorted(machine["node"] for machine in found["machines"]) == ["n1", "n2"]
+    assert (sorted(found["node_of"]), found["hidden"]) == (["n1", "n2"], [])
+    assert {link["kind"] for link in found["links"]} == {"all_reduce", "send"}
+    assert {(disk["node"], disk["role"]) for disk in found["disks"]} == {
+        (node, role) for node in ("n1", "n2") for role in ("run.dir", "scratch")
+    }
+    assert all(abs(offset) < 1 for offset, _ in found["clocks"].values())  # it is one machine
+    assert jobs.left() == []
+    assert not list(jobs.folder.rglob("*"))
 
 
 def test_hydras_submitit_launcher(jobs: Any, small: list[str]) -> None:
