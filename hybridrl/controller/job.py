@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -104,6 +105,7 @@ class Job:
         self.group = WorkerGroup(ray, config, prepared.model_path, self._on_span, self._on_memory)
         described = self.group.setup()[0]
         telemetry.event("ranks", **described)
+        telemetry.nodes([asdict(machine) for machine in self.group.machines()])
         self.executor = RayExecutor(self.group, config, self._on_switch)
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
         evaluation = evaluation_graph(prepared.graph, config.eval.num_samples)

@@ -12,6 +12,7 @@ from hybridrl.controller.data_plane import RayDataPlane
 from hybridrl.flow.executor import Command, Phase
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
+from hybridrl.workers.machine import Machine
 from hybridrl.workers.memory import Memory
 from hybridrl.workers.rank import RankWorker, Reply, Span
 from hybridrl.workers.training import Training, UpdateShare
@@ -144,6 +145,11 @@ class WorkerGroup:
             for instance in range(number)
         ]
         return answers
+
+    def machines(self) -> list[Machine]:
+        """Every node once, as the first of its ranks sees it."""
+        answers: list[Machine] = self.gather(self._group.machine())
+        return list({machine.node: machine for machine in reversed(answers)}.values())[::-1]
 
     def _log(self, file: str) -> str:
         """Where a rank's log is after the run: a cluster of our own does not outlive it."""

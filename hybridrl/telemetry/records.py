@@ -100,6 +100,11 @@ def write_atomic(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Replace the file at `path` by `record` as indented JSON, in one step."""
+    write_atomic(path, json.dumps(plain(record), indent=2, allow_nan=False) + "\n")
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Give an `OSError` of a write, which knows but a number of the file, the file's path."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.telemetry.environment import essentials
 from hybridrl.telemetry.figures import charts, headline, lengths, memory, phases, tiles
 from hybridrl.telemetry.records import dump, write_atomic
 from hybridrl.telemetry.rundata import RunData, load
@@ -65,7 +66,7 @@ def gather(run: RunData) -> dict[str, Any]:
         "samples_note": note,
         "events": events(run),
         "config": run.config,
-        "environment": [[key, str(value)] for key, value in run.environment.items()],
+        "environment": [list(row) for row in essentials(run.environment)],
         "made": _clock(time.time()),
     }
 

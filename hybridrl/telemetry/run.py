@@ -3,11 +3,7 @@
 docs/telemetry.md lists the files and their keys.
 """
 
-import contextlib
-import importlib.metadata
-import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +12,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridrl.config.run import TelemetryConfig
+from hybridrl.telemetry.environment import capture
 from hybridrl.telemetry.progress import make_display
-from hybridrl.telemetry.records import JsonLines, parse, plain, write_atomic
+from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
 from hybridrl.telemetry.trace import Counter, Span, TraceFile, bubble_share, is_rank
-
-_PACKAGES = ("hybridrl", "torch", "transformers", "ray", "verl", "reasoning-gym")
 
 
 class Telemetry:
@@ -47,6 +42,7 @@ class Telemetry:
         self._offset = 0  # steps of the phases before this one, if steps count over all phases
         self._step_spans: list[Span] = []
         self._status: dict[str, Any] = {}
+        self._environment: dict[str, Any] = {}
         self._files: dict[str, JsonLines] = {}
         self._trace: TraceFile | None = None
         self._board: Any = None
@@ -56,6 +52,7 @@ class Telemetry:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._status = _begin(self.run_dir / "run.json", self._total_steps)
         self._write_status()
+        self._capture()
         self._trace = TraceFile(self.run_dir / "trace.json")
         if self._config.tensorboard:
             from tensorboard.summary import Writer  # a third of a second; and it is optional
@@ -161,10 +158,14 @@ class Telemetry:
         assert self._trace is not None, "memory outside of the context"
         self._trace.counter(Counter(lane, "memory", when, held))
 
+    def nodes(self, machines: Sequence[Mapping[str, Any]]) -> None:
+        """Record the machines of all nodes in environment.json; before the first step."""
+        self._environment["nodes"] = list(machines)
+        write_json(self.run_dir / "environment.json", self._environment)
+
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Record what work is measured to take, for `hybridrl plan schedule`; the newest counts."""
-        text = json.dumps(plain(costs), indent=2, allow_nan=False)
-        write_atomic(self.run_dir / "costs.json", text + "\n")
+        write_json(self.run_dir / "costs.json", costs)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record something that happened: `switch`, `bad_step`, `checkpoint`, `evaluation`, ..."""
@@ -182,8 +183,16 @@ class Telemetry:
         self._files[name].append(record)
 
     def _write_status(self) -> None:
-        text = json.dumps(plain(self._status), indent=2, allow_nan=False)
-        write_atomic(self.run_dir / "run.json", text + "\n")
+        write_json(self.run_dir / "run.json", self._status)
+
+    def _capture(self) -> None:
+        """Write environment.json; that of an earlier process is kept under another name."""
+        for old in sorted(self.run_dir.glob("environment*")):
+            old.rename(self.run_dir / f"earlier-{old.stat().st_mtime:.0f}-{old.name}")
+        self._environment, patches = capture()
+        for name, text in patches.items():
+            write_atomic(self.run_dir / name, text)
+        write_json(self.run_dir / "environment.json", self._environment)
 
     def _close(self) -> None:
         for file in self._files.values():
@@ -206,21 +215,4 @@ def _begin(path: Path, total_steps: int) -> dict[str, Any]:
         "total_steps": total_steps,
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "environment": _environment(),
-    }
-
-
-def _environment() -> dict[str, Any]:
-    """What the numbers of a run depend on: machine and versions, read without importing them."""
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        **versions,
     }

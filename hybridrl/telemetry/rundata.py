@@ -31,6 +31,7 @@ class RunData:
     name: str
     directory: str
     status: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
     metrics: dict[StepKey, dict[str, Any]] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -70,12 +71,6 @@ class RunData:
         last = ended if isinstance(ended, int | float) else max(times, default=None)
         return None if last is None or self.started is None else max(0.0, last - self.started)
 
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Machine and versions."""
-        environment = self.status.get("environment")
-        return environment if isinstance(environment, dict) else {}
-
     def key(self, record: dict[str, Any]) -> StepKey:
         """Where a record belongs."""
         phase, step = str(record.get("phase") or "rl"), _step(record)
@@ -104,6 +99,7 @@ def load(run_dir: Path) -> RunData:
         name=run_dir.resolve().name,
         directory=str(run_dir),
         status=status,
+        environment=_read_json(run_dir / "environment.json"),
         events=read_lines(run_dir / "events.jsonl"),
         samples=read_lines(run_dir / "samples.jsonl"),
         lengths=read_lines(run_dir / "lengths.jsonl"),

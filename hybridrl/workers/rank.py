@@ -23,6 +23,8 @@ from hybridrl.workers.actor import Actor, ParkedSample, grown
 from hybridrl.workers.build import RoleBuilder
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.machine import look_around
+from hybridrl.workers.meeting import meeting_place
 from hybridrl.workers.memory import Memory, measure_memory
 from hybridrl.workers.roles import Role, run_map
 from hybridrl.workers.scorers import InstanceScorer, ReferenceScorer
@@ -113,7 +115,7 @@ class RankWorker:
         may be another job's by then.
         """
         host = os.environ["MASTER_ADDR"]
-        self._store = _store(host, 0, listens=True)
+        self._store = meeting_place(host, 0, listens=True)
         return self._reply((host, self._store.port))
 
     @dispatch(Dispatch.SAME)
@@ -130,7 +132,7 @@ class RankWorker:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=self._store or _store(host, port, listens=False),
+            store=self._store or meeting_place(host, port, listens=False),
             rank=self.rank,
             world_size=self.world_size,
         )
@@ -152,6 +154,11 @@ class RankWorker:
                 **self.actor.describe(),
             }
         )
+
+    @dispatch(Dispatch.SAME)
+    def machine(self) -> Reply:
+        """What this rank runs on."""
+        return self._reply(look_around())
 
     @dispatch(Dispatch.SAME)
     def begin(self, graph: Graph, training: dict[str, Training], publishes: bool) -> Reply:
@@ -454,12 +461,6 @@ def kv_tokens_of(command: Command) -> int:
         return 0
     requests = [command.parked.state[sample].request for sample in command.ids]
     return sum(len(r.prompt_ids) + len(r.response_ids) for r in requests if r.kv is not None)
-
-
-def _store(host: str, port: int, *, listens: bool) -> Any:
-    """Where a process group meets; port 0 takes a free one."""
-    store = dist.TCPStore  # type: ignore[attr-defined]
-    return store(host, port, is_master=listens, wait_for_workers=False)
 
 
 def _log_file() -> str:

