@@ -1,9 +1,10 @@
 """Train every recipe on the demo's task and draw how held-out accuracy rises: `make curves`.
 
-Each recipe runs by its defaults on experiment=spell_tiny; runs stay in `runs/curves/`, and a
-recipe whose run is there already is only drawn. Writes docs/images/curves/RECIPE.png and prints a
-table. Reading: the line is greedy accuracy on 1,024 held-out words, from the end of the warm
-start.
+Each recipe runs by its defaults on experiment=spell_tiny, but for the settings in SETTINGS; runs
+stay in `runs/curves/`, and a recipe whose run is there already is only drawn. Writes
+docs/images/curves/RECIPE.png and prints a table. Reading: the line is greedy accuracy on 1,024
+held-out words (of `rm`: on as many held-out pairs), from the end of the warm start; dashed, for
+`safe_rlhf`, the mean cost of each step's samples.
 """
 
 import argparse
@@ -18,41 +19,64 @@ from hybridrl.telemetry.records import read_lines
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/images/curves"
-RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml"))
-# What a recipe needs besides its defaults: fine-tuning is what the warm start would be.
-MORE = {"sft": ["warm_start.steps=0", "trainer.optim.lr=2e-3"]}
+SETTINGS = {
+    # fine-tuning is what the warm start would be
+    "sft": ["warm_start.steps=0", "trainer.optim.lr=2e-3"],
+    # the teacher is what grpo has made, so that runs first
+    "distill": ["teacher.path={runs}/grpo-{steps}-{seed}/final"],
+    # those of recipes/safe_rlhf/README.md
+    "safe_rlhf": [
+        "recipe.multiplier=0.5", "recipe.multiplier_lr=0.3", "recipe.multiplier_max=1",
+        "recipe.kl_coef=0.2", "trainer.optim.lr=1e-4", "trainer.optim.schedule=constant",
+    ],
+    # as many samples a step as the others, from an eighth of the prompts
+    "brorl": ["recipe=grpo", "recipe.group_size=64", "trainer.prompts_per_step=4"],
+}  # fmt: skip
+"""What a curve needs besides `recipe=NAME` and the recipe's defaults."""
+FOLDERS = {path.parent.name for path in ROOT.glob("recipes/*/config.yaml")}
+RECIPES = ["grpo", *sorted((FOLDERS | set(SETTINGS)) - {"grpo"})]
 
 
-def train(recipe: str, steps: int, seed: int, folder: Path) -> None:
-    """Run a recipe, unless its run has ended already."""
+def train(recipe: str, steps: int, seed: int, runs: Path) -> Path:
+    """Run a recipe, unless its run has ended already; its run directory."""
+    folder = runs / f"{recipe}-{steps}-{seed}"
     record = folder / "run.json"
     if record.exists() and json.loads(record.read_text())["state"] == "finished":
-        return
+        return folder
+    more = [text.format(runs=runs, steps=steps, seed=seed) for text in SETTINGS.get(recipe, [])]
+    if not any(text.startswith("recipe=") for text in more):
+        more.append(f"recipe={recipe}")
     command = [
-        sys.executable, "-m", "hybridrl.cli", "train", "experiment=spell_tiny", f"recipe={recipe}",
+        sys.executable, "-m", "hybridrl.cli", "train", "experiment=spell_tiny", *more,
         f"trainer.steps={steps}", "trainer.save_every=0", "eval.every=5", f"run.seed={seed}",
         "telemetry.tensorboard=false", "telemetry.report=false", "telemetry.progress=false",
-        f"run.dir={folder}", *MORE.get(recipe, []),
+        f"run.dir={folder}",
     ]  # fmt: skip
     print(f"{recipe}: {steps} steps", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise SystemExit(f"curves: recipe={recipe} ended with exit code {done.returncode}")
+    return folder
 
 
-def curve(folder: Path) -> tuple[list[int], list[float]]:
-    """Steps of the recipe and held-out accuracies."""
-    lines = [line for line in read_lines(folder / "metrics.jsonl") if "eval_accuracy" in line]
-    first = lines[0]["step"]
-    return [line["step"] - first for line in lines], [line["eval_accuracy"] for line in lines]
+def curve(folder: Path, metric: str) -> tuple[list[int], list[float]]:
+    """Steps of the recipe that have the metric, and its values."""
+    lines = read_lines(folder / "metrics.jsonl")
+    first = next(line["step"] for line in lines if "eval_accuracy" in line)
+    found = [(line["step"] - first, line[metric]) for line in lines if metric in line]
+    steps, values = zip(*[pair for pair in found if pair[0] >= 0], strict=True)
+    return list(steps), list(values)
 
 
 def draw(recipe: str, folder: Path) -> None:
     """A small picture; prints the recipe's row."""
-    steps, accuracies = curve(folder)
+    steps, accuracies = curve(folder, "eval_accuracy")
     figure, axes = plt.subplots(figsize=(2.6, 1.3), dpi=120)
     axes.plot(steps, accuracies, color="#2a6fbb", linewidth=1.6)
-    axes.set_ylim(0, 1)
+    if recipe == "safe_rlhf":
+        axes.plot(*curve(folder, "cost_mean"), color="#bb5a2a", linewidth=1, linestyle="--")
+        axes.axhline(0, color="#bbbbbb", linewidth=0.6)
+    axes.set_ylim(-1 if recipe == "safe_rlhf" else 0, 1)
     axes.set_xlim(0, steps[-1])
     axes.tick_params(labelsize=6, length=2)
     axes.spines[["top", "right"]].set_visible(False)
@@ -82,9 +106,7 @@ def main() -> None:
         parser.error(f"unknown recipe {unknown[0]}: wanted one of {', '.join(RECIPES)}")
     print("| recipe | before | after | seconds |\n|---|---|---|---|")
     for recipe in args.recipes:
-        folder = args.runs.resolve() / f"{recipe}-{args.steps}-{args.seed}"
-        train(recipe, args.steps, args.seed, folder)
-        draw(recipe, folder)
+        draw(recipe, train(recipe, args.steps, args.seed, args.runs.resolve()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import multiprocessing
 import operator
 import shutil
+import signal
 import subprocess
 import sys
 import traceback
@@ -23,6 +24,9 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+# A shell's background job ignores it, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"]

@@ -74,11 +74,11 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
         return
     if config.address is not None:
         _check_address(config.address)
-        _use_token()
         with _ended(ray):
             try:
+                _use_token(ray, config.address)
                 ray.init(address=config.address, **options)
-            except (ConnectionError, ValueError) as error:
+            except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
                 raise _no_cluster(config.address, error) from error
             signals.reinstall()
             yield ray
@@ -139,13 +139,39 @@ def _check_address(address: str) -> None:
         raise _no_cluster(address, error) from error
 
 
-def _use_token() -> None:
-    """Show the token of `~/.ray` where there is one, as `ray start` does; `ray.init` does not."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
+def _use_token(ray: Any, address: str) -> None:
+    """Show Ray's token (`~/.ray/auth_token`, say) to a cluster that asks for one, and to no other.
+
+    Which it is depends on whether there was a token when it started, and it does not tell: shown a
+    token that it does not want it answers, and every actor dies before it begins.
+    """
     with contextlib.suppress(ImportError):  # since Ray 2.60
+        from ray._private import services
         from ray._private.authentication import authentication_token_setup as setup
 
-        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        os.environ.pop(setup.AUTH_MODE_ENV_VAR, None)
+        ray._raylet.Config.initialize("")
+        gcs = services.canonicalize_bootstrap_address_or_die(address)
+        with _no_stderr():  # where Ray prints a refusal
+            try:
+                ray._raylet.GcsClient(address=gcs)
+            except setup.AuthenticationError:
+                _refresh_token()
+                setup.ensure_token_if_auth_enabled(create_token_if_missing=False)
+                ray._raylet.GcsClient(address=gcs)
+
+
+@contextmanager
+def _no_stderr() -> Iterator[None]:
+    kept = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _refresh_token() -> None:

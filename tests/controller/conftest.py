@@ -181,8 +181,20 @@ def make_config() -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[str]:
-    """The address of a running Ray cluster with four CPUs, to be joined."""
+def cluster(start_cluster: Callable[..., Any]) -> Iterator[str]:
+    """The address of a running Ray cluster with four CPUs, to be joined; it knows no token."""
+    with start_cluster(RAY_AUTH_MODE="disabled") as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def start_cluster() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """`with start_cluster(**environment) as address` has a Ray cluster of its own."""
+    return _start_cluster
+
+
+@contextlib.contextmanager
+def _start_cluster(**environment: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -190,6 +202,7 @@ def cluster() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray") as temp, marked() as (env, processes):
         options = ["--num-cpus=4", "--include-dashboard=false", f"--temp-dir={temp}"]
         options += [f"--port={port}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        env |= environment
         try:
             subprocess.run(
                 [ray, "start", "--head", *options], env=env, check=True, capture_output=True
