@@ -29,7 +29,7 @@ settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
-PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
 
 
 class _ByValue:

@@ -108,6 +108,7 @@ def is_pure_layout(path: Path) -> bool:
         "execute.py",
         "layerwise.py",
         "dtensors.py",
+        "adapters.py",
     )
 
 

@@ -1,10 +1,12 @@
 """A model as a Hugging Face directory, written whole or not at all."""
 
+import copy
 import errno
 import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import DType
 from hybridrl.engines.train.engine import TORCH_DTYPES, TrainEngine
+
+Adapter = tuple[Any, Iterable[tuple[str, torch.Tensor]]]
+"""peft's config of a model's adapters, and what is trained of it, by plain names."""
 
 MAX_SHARD_BYTES = 4 * 2**30
 """Bytes of one weight file; the writer holds at most one in memory."""
@@ -28,17 +33,21 @@ def save_hf(
     """Write the engine's model to the directory `path`, as transformers reads it: with a value head
     `AutoModelForSequenceClassification`, else `AutoModelForCausalLM`.
 
+    Adapters are merged into it, and beside it as `adapter/`, which peft reads
+    (`PeftModel.from_pretrained(base, path / "adapter")`).
+
     All ranks call it; rank 0 writes, and parameters are gathered one by one. An existing
     checkpoint is replaced at the end, at once. Raises OSError, on all ranks, that names the path.
     """
-    weights, error = engine.weights(), None
+    weights, adapters, error = engine.weights(), engine.adapter_weights(), None
+    adapter = None if engine.adapter_config is None else (engine.adapter_config, adapters)
     if dist.get_rank() == 0:
         try:
             compute = TORCH_DTYPES[dtype]
-            write_hf(path, engine.model, weights, engine.shapes(), compute, tokenizer)
+            write_hf(path, engine.model, weights, engine.shapes(), compute, tokenizer, adapter)
         except OSError as caught:
             error = caught
-    for _ in weights:
+    for _ in (*weights, *adapters):
         pass  # the other ranks, and rank 0 after an error, still take part in the gathers
     errors = [error]
     dist.broadcast_object_list(errors, src=0)
@@ -53,9 +62,13 @@ def write_hf(
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    adapter: Adapter | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `weights` in `dtype` with the model's config, and the tokenizer beside them.
+
+    The `adapter` that is merged into them stands in a directory of its own, in float32: beside the
+    weights transformers would load it on top of them.
 
     `weights` yields every parameter of `shapes` once, in its order. All is written to a hidden
     directory beside `path`, which then takes its place; an earlier checkpoint at `path` stays
@@ -68,6 +81,8 @@ def write_hf(
         temporary.mkdir(parents=True)
         _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype)
         _write_config(temporary, model, dtype)
+        if adapter is not None:
+            _write_adapter(temporary / "adapter", *adapter)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _replace(temporary, path)
@@ -117,6 +132,19 @@ def _write_weights(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_adapter(
+    directory: Path, config: Any, weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """As `PeftModel.save_pretrained` names things; a value head is trained whole and saved so."""
+    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights}
+    heads = [name.rpartition(".")[0] for name in tensors if ".lora_" not in name]
+    config = copy.copy(config)
+    config.modules_to_save, config.inference_mode = heads or None, True
+    config.save_pretrained(directory)
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from hybridrl.config.layout import (
     RolloutLayoutConfig,
     TrainLayoutConfig,
 )
+from hybridrl.config.lora import ActorConfig, LoraConfig
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import JudgeConfig, RewardConfig, RewardKind, RewardPartConfig
 from hybridrl.config.rollout import Engine, Migration, ParkedKV, Ranker, RolloutConfig
@@ -33,6 +34,8 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The actor's model."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """What of it is trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and answers."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -71,6 +74,7 @@ class Config:
     def __post_init__(self) -> None:
         self.trainer.layout.check(self.cluster.ranks)
         self.rollout.layout.check(self.cluster.ranks)
+        self.actor.check(self.trainer.layout.tp)
         self.reward.check("reward")
         self.cost.check("cost")
         for role, key in VALUE_MODELS.items():
@@ -114,6 +118,7 @@ class Config:
 
 __all__ = [
     "VALUE_MODELS",
+    "ActorConfig",
     "Attention",
     "ClusterConfig",
     "ClusterKind",
@@ -127,6 +132,7 @@ __all__ = [
     "Grouping",
     "JudgeConfig",
     "LRSchedule",
+    "LoraConfig",
     "Migration",
     "ModelConfig",
     "OptimConfig",

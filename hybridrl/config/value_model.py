@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from hybridrl.config.layout import TrainLayoutConfig
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.trainer import OptimConfig
 
 VALUE_MODELS = {"critic": "critic", "cost_critic": "cost_critic", "reward": "reward_model"}
@@ -18,6 +19,8 @@ class ValueModelConfig:
     or a language model, whose value head begins at zero. Null: the actor as the recipe starts."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-5))
     """The optimizer."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters in place of all weights; the value head is trained whole."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
     """How the weights lie on the ranks; by default as the actor's in training."""
 
@@ -25,3 +28,4 @@ class ValueModelConfig:
         """Raise ConfigError for a value out of range; `key` is where these settings stand."""
         self.optim.check(f"{key}.optim")
         self.layout.check(ranks, f"{key}.layout")
+        self.lora.check(f"{key}.lora", self.layout.tp)

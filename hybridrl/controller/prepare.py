@@ -148,6 +148,7 @@ def _model_path(config: Config, run_dir: Path) -> str:
 def _load(config: Config, model_path: str, graph: Graph) -> Data:
     from transformers import AutoTokenizer
 
+    from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.workers.actor import stop_strings
@@ -164,6 +165,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
         raise ConfigError("model.path", model_path, allowed) from None
     check_train_layout(model, config.trainer.layout)
     check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+    check_lora(model, config.actor.lora, "actor.lora")
     if config.rollout.engine is Engine.vllm:
         _check_vllm_model(config.model, model)
         _check_vllm_layout(config)

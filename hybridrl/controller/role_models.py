@@ -20,6 +20,7 @@ def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: 
     `tokenizer` is that of the actor, whose model is at `actor_path`.
     """
     _check_known(graph)
+    _check_copies(config, graph)
     for role in judges_of(config, graph):
         judge = config.judge_of(role)
         if judge.kind is RewardKind.model:
@@ -45,9 +46,16 @@ def _check_known(graph: Graph) -> None:
         if name != "actor" and name not in VALUE_MODELS:
             allowed = f"one that is trained: actor, {', '.join(VALUE_MODELS)}"
             raise ConfigError("recipe", f"role {name}", allowed)
+
+
+def _check_copies(config: Config, graph: Graph) -> None:
     for copy in graph.copies.values():
         if copy.of != "actor":
             raise ConfigError("recipe", f"copy {copy.name} of {copy.of}", "a copy of the actor")
+        rank = config.actor.lora.rank
+        if rank and copy.update != "frozen":  # a product of averages is no average of products
+            allowed = f"0: the recipe keeps a moving average ({copy.name}), which adapters have not"
+            raise ConfigError("actor.lora.rank", rank, allowed)
 
 
 def place_of(path: str, key: str) -> str:
@@ -84,6 +92,7 @@ def _check_no_text(graph: Graph, role: str) -> None:
 
 
 def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: Any) -> None:
+    from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import load_value_config
     from hybridrl.models.parallel import check_train_layout
     from hybridrl.rewards.model import check_reads_samples
@@ -96,6 +105,7 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     model = load_value_config(path, key)
     _check_supported(model, path, key)
     check_train_layout(model, settings.layout, f"{name}.layout")
+    check_lora(model, settings.lora, f"{name}.lora")
     if settings.path is not None:
         check_reads_samples(config, path, model, actor_path, tokenizer, key)
 

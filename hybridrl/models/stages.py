@@ -12,6 +12,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+ADAPTER = "default"
+"""peft's name of a model's only adapters."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -26,7 +29,7 @@ class Chunk:
     last: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the whole model's names; a tied head under the embedding's."""
+        """Parameters under the whole model's plain names; a tied head under the embedding's."""
         base = self.model.base_model_prefix
         layers = f"{base}.layers."
         tied = self.model.config.tie_word_embeddings
@@ -36,7 +39,21 @@ class Chunk:
                 name = f"{layers}{int(number) + self.offset}.{rest}"
             elif tied and not self.first and name == "lm_head.weight":
                 name = f"{base}.embed_tokens.weight"
-            yield name, parameter
+            yield plain_name(name), parameter
+
+
+def plain_name(name: str) -> str:
+    """What files call a module or parameter: its name without what peft's wrapping adds.
+
+    Weights keep their Hugging Face names; adapters are called as in `adapter_model.safetensors`.
+
+    Example: `layers.0.mlp.up_proj.base_layer.weight` is `layers.0.mlp.up_proj.weight`, and
+    `layers.0.mlp.up_proj.lora_A.default.weight` is `layers.0.mlp.up_proj.lora_A.weight`.
+    """
+    parts = name.split(".")
+    wrapping = {i for i, part in enumerate(parts) if part == "base_layer"}
+    wrapping |= {i + 1 for i, part in enumerate(parts) if part in ("lora_A", "lora_B")}
+    return ".".join(part for i, part in enumerate(parts) if i not in wrapping)
 
 
 def head_name(model: PreTrainedModel) -> str:

@@ -24,12 +24,14 @@ from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
 from hybridrl.models.parallel import tp_style
+from hybridrl.models.stages import plain_name
 
 
 class Placed(ParallelStyle):
-    """Parameters whole on every rank, as DTensors; plain activations in and out.
+    """Parameters whole on every rank, as DTensors; plain activations out.
 
-    `inputs` is how the ranks hold what goes in, `outputs` how they shall hold what comes out.
+    `inputs` is how the ranks hold a plain tensor that goes in, `outputs` how they shall hold what
+    comes out.
     """
 
     def __init__(self, inputs: Placement, outputs: Placement) -> None:
@@ -41,7 +43,12 @@ class Placed(ParallelStyle):
         return distribute_module(module, device_mesh, partition, enter, self._leave)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        return tuple(DTensor.from_local(x, mesh, [self.inputs], run_check=False) for x in inputs)
+        return tuple(
+            x
+            if isinstance(x, DTensor)
+            else DTensor.from_local(x, mesh, [self.inputs], run_check=False)
+            for x in inputs
+        )
 
     def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return outputs.redistribute(placements=[self.outputs]).to_local()
@@ -98,7 +105,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
 
     Heads and widths must divide (`models.parallel.check_train_layout`), the vocabulary too
     (`pad_vocabulary`). The head's forward is not to be called afterwards; that of a sequence
-    classifier, `score`, is whole on every rank.
+    classifier, `score`, is whole on every rank. Of a pair of adapters one is cut with its weight
+    and the other is whole (`models.adapters.adapter_parameters`).
     """
     base, head = model.base_model, cast(Any, getattr(model, "lm_head", None))
     embedding = base.embed_tokens
@@ -113,12 +121,15 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
             styles[name] = _gathering(name)
         if not list(module.parameters(recurse=False)):
             continue
-        match tp_style(model.config, name.removeprefix(prefix)):
-            case "colwise":
+        layer, _, adapter = plain_name(name).removeprefix(prefix).partition(".lora_")
+        match tp_style(model.config, layer), adapter:
+            case "colwise", "" | "B":
                 styles[name] = ColwiseParallel()
-            case "rowwise":
+            case "colwise", "A":
+                styles[name] = Placed(Replicate(), Replicate())
+            case "rowwise", "" | "A":
                 styles[name] = RowwiseParallel(output_layouts=between)
-            case "replicated_with_grad_allreduce":
+            case "replicated_with_grad_allreduce", _:
                 styles[name] = SequenceParallel(sequence_dim=heads_dim, use_local_output=True)
             case _ if module is embedding:
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -130,9 +141,12 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
                 styles[name] = Placed(between, Replicate())
             case _:
                 styles[name] = Placed(between, between)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if tied:  # parallelize_module makes two parameters of it
         head.weight = embedding.weight
+    for name, parameter in model.named_parameters():  # torch's SequenceParallel forgets it
+        parameter.requires_grad_(trained[name])
 
 
 def _gathering(name: str) -> ParallelStyle:

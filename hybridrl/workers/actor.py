@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from hybridrl.config import Config, ConfigError, DType
 from hybridrl.data import Item, end_token_id
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.train.engine import TrainEngine
@@ -29,10 +30,12 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import SampleId, Span
-from hybridrl.layout.execute import WeightSwitch
-from hybridrl.layout.parameters import gen_layout
-from hybridrl.layout.plan import plan
+from hybridrl.layout.adapters import AdapterSwitch
+from hybridrl.layout.execute import SwitchStats, WeightSwitch
+from hybridrl.layout.parameters import gen_layout, train_layout
+from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.switching import Switch, plan_switch
+from hybridrl.models.adapters import pair_of
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.average import MovingAverage
 from hybridrl.workers.generation import hand_back, layout_options, make_rollout_engine
@@ -76,6 +79,8 @@ class Actor:
             device=device,
             temperature=rollout.temperature or 1.0,
             gen_tp=rollout.layout.tp,
+            lora=config.actor.lora,
+            seed=config.run.seed,
         )
         model_config = AutoConfig.from_pretrained(model_path)
         self.switch_plan = self._plan_switch(model_config.num_hidden_layers)
@@ -84,6 +89,7 @@ class Actor:
         # The ranks of this instance, of which each keeps a share of the finished samples.
         self._peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
         self.parallel = GenParallel.make(mesh, device.type)
+        self.adapters = self._load_base()
         self.train_engine.offload()
         self.rollout = make_rollout_engine(
             config,
@@ -114,6 +120,45 @@ class Actor:
             **layout_options(rollout.engine),
         )
 
+    def _load_base(self) -> AdapterSwitch | None:
+        """The way of adapters into generation, once the weights themselves are there."""
+        if self.train_engine.lora is None:
+            return None
+        kind: torch.dtype = getattr(torch, self.config.rollout.dtype.value)
+        switch = self._adapter_switch(self.switch_plan.plan, kind)
+        switch.load(self.train_engine.named_shards(), self.device)
+        return switch
+
+    def _adapter_switch(self, base: Plan, dtype: torch.dtype) -> AdapterSwitch:
+        """Between the layouts of `base`, which moves the weights."""
+        engine, layers = self.train_engine, self.train_engine.model.config.num_hidden_layers
+        assert engine.lora is not None
+        stages, gen_tp = engine.dims.stage_of_layer(layers), self.config.rollout.layout.tp
+        src = train_layout(engine.adapters, engine.dims.axes, stages, gen_tp)
+        dst = gen_layout(engine.adapters, base.dst.mesh, layers)
+        pairs = {name: pair for name in base.src.shapes if (pair := pair_of(name))[0] in src.shapes}
+        bucket = round(self.config.rollout.layout.bucket_mb * 2**20)
+        place = (dist.get_rank(), dtype, bucket)
+        return AdapterSwitch(base, plan(src, dst), pairs, engine.lora.scaling, *place)
+
+    def _move_weights(self) -> SwitchStats:
+        """Give the rollout engine what training has now."""
+        shards = self.train_engine.named_shards()
+        if self.adapters is None:
+            return self.rollout.update_weights(self.switch_plan.plan, shards)
+        return self.adapters.switch(shards, self.rollout.write_weights, self.device)
+
+    def base_weights(self, dtype: DType) -> Mapping[str, torch.Tensor] | None:
+        """What the model is without its adapters, as a `local_model` at this rank's place has it.
+
+        In host memory, not to be changed. None where that is not the actor as it is now, and where
+        it is not kept in `dtype` or so.
+        """
+        same = dtype is self.config.rollout.dtype and isinstance(self.rollout, NativeEngine)
+        if self.adapters is None or self.train_engine.version or not same:
+            return None
+        return self.adapters.base
+
     def copy_weights(
         self,
         parameters: Mapping[str, torch.Tensor],
@@ -130,17 +175,24 @@ class Actor:
             self.train_engine.model.config.num_hidden_layers,
         )
         kind: torch.dtype = getattr(torch, dtype.value)
-        switch = WeightSwitch(plan(self.switch_plan.plan.src, layout), dist.get_rank(), kind)
-        if shards is None:
-            switch.switch(self.train_engine.named_shards(), parameters)
+        move = plan(self.switch_plan.plan.src, layout)
+        present: Mapping[str, torch.Tensor] = self.train_engine.named_shards()
+        if shards is not None:
+            present = {name: shard.to(self.device) for name, shard in shards.items()}
+        if self.train_engine.lora is None:
+            WeightSwitch(move, dist.get_rank(), kind).switch(present, parameters)
         else:
-            switch.switch({name: t.to(self.device) for name, t in shards.items()}, parameters)
+            assert shards is None, "adapters have no average"
+            switch = self._adapter_switch(move, kind)
+            switch.load(present, self.device)
+            switch.switch(present, lambda fill: fill(parameters), self.device)
 
     def describe(self) -> dict[str, Any]:
         """What is worth logging about the actor; `instance` is the one that this rank is of."""
         axes = self.train_engine.dims.axes
         return {
             "parameters": self.train_engine.num_parameters,
+            "trained_parameters": self.train_engine.num_trained,
             "attention": self.train_engine.attention.value,
             "device": str(self.device),
             "train_layout": asdict(axes),
@@ -178,8 +230,7 @@ class Actor:
                 self.generating_version = -1
                 self.train_engine.onload()
             if self.generating_version != self.train_engine.version:
-                shards = self.train_engine.named_shards()
-                report = asdict(self.rollout.update_weights(self.switch_plan.plan, shards))
+                report = asdict(self._move_weights())
                 self.generating_version = self.train_engine.version
             if self.phase is Phase.TRAIN:
                 self.train_engine.offload()

@@ -1,7 +1,9 @@
 """The roles of a rank, made: which name becomes what, with whose weights."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import Config, RewardKind
@@ -92,7 +94,12 @@ class RoleBuilder:
         return OldPolicyScorer(self.config, actor.rollout.model, *place, deterministic=strict)
 
     def frozen_copy(self) -> ReferenceScorer:
-        """The actor as it is now."""
+        """The actor as it is now.
+
+        Before a step that is its base where it has adapters, which needs no second copy.
+        """
+        if base := self.actor.base_weights(self.config.model.compute_dtype):
+            return self._frozen(self.model_path, "model.path", base)
         scorer = self._frozen(self.model_path, "model.path")
         if self.actor.train_engine.version:  # a warm start has trained what the file holds
             scorer.onload()
@@ -100,9 +107,13 @@ class RoleBuilder:
             scorer.offload()
         return scorer
 
-    def _frozen(self, path: str, key: str) -> ReferenceScorer:
+    def _frozen(
+        self, path: str, key: str, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> ReferenceScorer:
         actor, strict = self.actor, self.config.strict
         place = (actor.parallel, actor.device, self.store)
-        scorer = ReferenceScorer(self.config, path, *place, key=key, deterministic=strict)
+        scorer = ReferenceScorer(
+            self.config, path, *place, key=key, deterministic=strict, weights=weights
+        )
         scorer.offload()
         return scorer

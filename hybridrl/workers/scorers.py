@@ -1,7 +1,7 @@
 """Roles that only score, each on one instance: no message leaves the instance's ranks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -83,10 +83,11 @@ class ReferenceScorer(InstanceScorer):
         *,
         key: str = "model.path",
         deterministic: bool = False,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Read this rank's part of the weights; see `ScoreEngine` for `deterministic`.
 
-        Errors name `key`.
+        Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
         engine = ScoreEngine(
             AutoConfig.from_pretrained(model_path),
@@ -96,7 +97,10 @@ class ReferenceScorer(InstanceScorer):
             temperature=config.rollout.temperature or 1.0,
             **_passes(config, deterministic),
         )
-        engine.load(model_path, key=key)
+        if weights is None:
+            engine.load(model_path, key=key)
+        else:
+            engine.share(weights)
         super().__init__(engine, store)
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -34,13 +34,19 @@ class ValueModel:
             trainer=replace(config.trainer, optim=settings.optim, layout=settings.layout),
             device=device,
             gives_values=True,
+            lora=settings.lora,
+            seed=config.run.seed,
             key=f"{VALUE_MODELS[role]}.path",
         )
 
     def describe(self) -> dict[str, Any]:
         """What is worth logging about it."""
         axes = self.train_engine.dims.axes
-        return {"parameters": self.train_engine.num_parameters, "train_layout": asdict(axes)}
+        return {
+            "parameters": self.train_engine.num_parameters,
+            "trained_parameters": self.train_engine.num_trained,
+            "train_layout": asdict(axes),
+        }
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""

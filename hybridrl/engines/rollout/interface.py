@@ -163,6 +163,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def write_weights(self, write: Callable[[Tensors], None]) -> None:
+        """Have `write` fill this rank's part of the weights, without any message.
+
+        It is called with tensors by name, with all of them or with those of one layer after the
+        other, and fills each whole.
+        """
+        ...
+
     def release_cache(self) -> None:
         """Free the KV cache, keep the weights; nothing may run. Work brings the cache back."""
         ...

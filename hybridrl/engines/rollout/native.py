@@ -6,7 +6,7 @@ the pending token and draws nothing, so a fresh, a resumed and a preempted reque
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -319,6 +319,15 @@ class NativeEngine:
             made = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
             self._switch = plan, made
         return self._switch[1].switch(source, self.parameters())
+
+    def write_weights(self, write: Callable[[Tensors], None]) -> None:
+        """Have `write` fill this rank's part of the weights, all at once.
+
+        What is cached of prompts is forgotten, as in `update_weights`.
+        """
+        assert not self._admission.num_running, "weights change while requests run: park them first"
+        self._admission.drop_prefixes()
+        write(self.parameters())
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

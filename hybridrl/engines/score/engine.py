@@ -5,7 +5,7 @@ it can run while other instances still decode (RLHFuse, arXiv 2409.13221, sectio
 leaves the instance's `pp` x `tp` ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -43,8 +43,9 @@ class ScoreEngine:
     All ranks of the instance call `log_probs` and `values_at_end` together with the same sequences,
     and all get all results.
 
-    States (`weights`): empty -> `load` -> here <-> (`offload`, `onload`) offloaded; an engine over
-    the model of another one stays borrowed. Invariant: results come from here or borrowed alone.
+    States (`weights`): empty -> `load` or `share` -> here <-> (`offload`, `onload`) offloaded; an
+    engine over the model of another one stays borrowed. Invariant: results come from here or
+    borrowed alone.
 
     Example: `engine = ScoreEngine(config, GenParallel(), dtype=..., ...)`, `engine.load(path)`,
     `engine.log_probs(sequences)`; `ScoreEngine(config, parallel, model=rollout.model, ...)` scores
@@ -94,6 +95,7 @@ class ScoreEngine:
             classifier=classifier,
         )
         self._host: list[torch.Tensor] = []
+        self._shares = False
         self._link = StageLink(parallel)
 
     # Weights
@@ -115,8 +117,19 @@ class ScoreEngine:
         self._host = []
         self.weights = Weights.here
 
+    def share(self, host: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors in host memory by their names, which others have as well and nobody changes.
+
+        Without an accelerator they are what scores.
+        """
+        assert self.weights is Weights.empty, f"share: weights are {self.weights}"
+        self._host = [host[name] for name, _ in self.model.named_parameters()]
+        self._shares, self.weights = True, Weights.offloaded
+        self.onload()
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """The rank's own tensors by state-dict name, tied ones once; to be written in place."""
+        assert not self._shares, "others have these weights as well"
         assert self.weights in (Weights.empty, Weights.here), f"weights are {self.weights}"
         self.weights, self._host = Weights.here, []
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
@@ -139,7 +152,7 @@ class ScoreEngine:
         """Bring the weights back to the device."""
         assert self.weights is Weights.offloaded, f"onload: weights are {self.weights}"
         self.weights = Weights.here
-        # Empty without an accelerator.
+        # Without an accelerator it is empty, or shared.
         for parameter, kept in zip(self.model.parameters(), self._host, strict=False):
             parameter.data = kept.to(self.device, non_blocking=True)
 

@@ -17,6 +17,7 @@ from hybridrl.engines.train.pipeline import StageModel
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
+from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
@@ -83,9 +84,13 @@ class TrainDims:
 
 @dataclass(frozen=True)
 class Parts:
-    """This rank's part of a model: its chunks as they were cut, and wrapped as they are called."""
+    """This rank's part of a model: its chunks as they were cut, and wrapped as they are called.
+
+    `layout` is that of the model's own `parameters` and of its `adapters`.
+    """
 
     parameters: list[Parameter]
+    adapters: list[Parameter]
     layout: Layout
     chunks: list[Chunk]
     roots: list[PackedModel]
@@ -108,8 +113,10 @@ def build(
     axes, config = dims.axes, model.config
     check_train_layout(config, dims.config)
     parameters = model_parameters(config, classifier=head_name(model) == "score")
+    adapters = adapter_parameters(model, parameters)
+    both = [*parameters, *adapters]
     layers = config.num_hidden_layers
-    layout = train_layout(parameters, axes, dims.stage_of_layer(layers), gen_tp)
+    layout = train_layout(both, axes, dims.stage_of_layer(layers), gen_tp)
     pad_vocabulary(model, axes.tp)
     bounds = chunk_bounds(layers, dims.num_chunks)
     chunks = [whole(model)]
@@ -123,11 +130,11 @@ def build(
         tp_group = dims.mesh.get_group("tp")
     kind = StageModel if dims.num_chunks > 1 else PackedModel
     roots = [kind(chunk, temperature, tp_group) for chunk in chunks]
-    by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in parameters}
+    by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in both}
     dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
         _shard(root, dims, compute, keep_unsharded, dim_of)
-    return Parts(parameters, layout, chunks, roots)
+    return Parts(parameters, adapters, layout, chunks, roots)
 
 
 def _shard(

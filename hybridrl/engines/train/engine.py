@@ -5,18 +5,20 @@ Every method is collective: all ranks call it in the same order.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalise import token_weights
-from hybridrl.config import DType, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config import DType, LoraConfig, ModelConfig, OptimConfig, TrainerConfig
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
@@ -37,7 +39,9 @@ from hybridrl.engines.train.packed import (
 )
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.layout.box import Box
-from hybridrl.models.load import load_causal_lm, load_value_model
+from hybridrl.layout.parameters import Parameter
+from hybridrl.models.adapters import add_adapters, pair_of
+from hybridrl.models.load import SCORE, load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
@@ -78,6 +82,8 @@ class TrainEngine:
         trainable: bool = True,
         gen_tp: int = 1,
         gives_values: bool = False,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
         key: str = "model.path",
     ) -> None:
         """Load `model_path` on every rank of the world and keep what `trainer.layout` says.
@@ -87,9 +93,10 @@ class TrainEngine:
         has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelism, which
         decides along which dimension FSDP shards (`layout.parameters.fsdp_dim`). With
         `gives_values` the model has a value head (`models.load.load_value_model`) and `values`,
-        not `log_probs`; losses are called with values. Raises ConfigError for a model that cannot
-        be used, naming `key`, and for axes that it cannot take, ValueError for a temperature that
-        is not above 0.
+        not `log_probs`; losses are called with values. With `lora` of a rank above 0 adapters are
+        trained, which `seed` draws, and the value head; the weights are frozen, and lie in the
+        compute format. Raises ConfigError for a model that cannot be used, naming `key`, and for
+        axes that it cannot take, ValueError for a temperature that is not above 0.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
@@ -105,6 +112,12 @@ class TrainEngine:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
         compute = TORCH_DTYPES[model.compute_dtype]
+        self.lora = lora if lora is not None and lora.rank else None
+        self.adapter_config: Any = None
+        """peft's, of a model with adapters."""
+        if self.lora is not None:
+            self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
+        self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         parts = build(
             self.model,
             self.dims,
@@ -113,8 +126,11 @@ class TrainEngine:
             keep_unsharded=self._keep_unsharded,
             gen_tp=gen_tp,
         )
-        self.parameters, self.layout = parts.parameters, parts.layout
+        self.parameters, self.adapters = parts.parameters, parts.adapters
+        self.layout = parts.layout
         self.chunks, self.roots = parts.chunks, parts.roots
+        modules = [module for root in self.roots for module in root.modules()]
+        self._dropouts = [m.eval() for m in modules if isinstance(m, nn.Dropout)]
         if trainer.activation_checkpointing:
             for chunk in self.chunks:
                 chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -142,6 +158,7 @@ class TrainEngine:
         return {
             "model_type": self.model.config.model_type,
             "parameters": self.num_parameters,
+            "trained_parameters": self.num_trained,
             "attention": self.attention.value,
             "fsdp_groups": len(fsdp_modules(self.roots)),
             "fsdp_keep_unsharded": self._keep_unsharded,
@@ -151,8 +168,12 @@ class TrainEngine:
         """Start anew with empty moments and the schedule at its beginning; weights stay."""
         self.optim = optim
         self.optimizer, self.lr_scheduler = make_optimizer(
-            [p for root in self.roots for p in root.parameters()], optim, total_steps
+            self.trained_parameters(), optim, total_steps
         )
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer steps: this rank's shards of all that is not frozen."""
+        return [p for root in self.roots for p in root.parameters() if p.requires_grad]
 
     # Scoring
 
@@ -350,10 +371,12 @@ class TrainEngine:
                 compared.append(torch.stack(figures))
             return total
 
-        if self.pipeline is None:
-            self._train_alone(batches, finish)
-        else:
-            self.pipeline.train(batches, finish)
+        with self._dropout():
+            if self.pipeline is None:
+                self._train_alone(batches, finish)
+            else:
+                self.pipeline.train(batches, finish)
+        if self.pipeline is not None:
             sum_tied(self.chunks, self.dims)
             sums, compared = self._from_last_stage((sums, compared))
         figures = self._compared(compared, tuple(compare.values())) if compare else {}
@@ -369,6 +392,20 @@ class TrainEngine:
             real, computed = self._reduce([real, computed], dist.ReduceOp.SUM)
             metrics["padding_share"] = 1 - real / computed
         return metrics
+
+    @contextmanager
+    def _dropout(self) -> Iterator[None]:
+        """Adapters drop inputs, if they do; step and rank say which, as a resumed run wants it."""
+        if not any(module.p for module in self._dropouts):
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(self.version * dist.get_world_size() + dist.get_rank())
+            for module in self._dropouts:
+                module.train()
+            yield
+            for module in self._dropouts:
+                module.eval()
 
     def _train_alone(self, batches: Sequence[PackedBatch], finish: Callable[..., Any]) -> None:
         """Forward and backward of all micro-batches on a model that is not cut into chunks."""
@@ -450,29 +487,54 @@ class TrainEngine:
             module.reshard()
 
     def named_shards(self) -> dict[str, DTensor]:
-        """This rank's shards under their Hugging Face names; tied ones once. Not copies."""
+        """This rank's shards under their Hugging Face names; tied ones once. Not copies.
+
+        Adapters are among them, see `models.stages.plain_name`.
+        """
         found: dict[str, DTensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
                 found.setdefault(name, cast(DTensor, parameter.detach()))
         return found
 
+    def trained(self) -> set[str]:
+        """Those names of `named_shards` that the optimizer steps; the others stay as loaded."""
+        pairs = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        return {name for name, parameter in pairs if parameter.requires_grad}
+
     def shapes(self) -> dict[str, torch.Size]:
-        """Every parameter's whole shape, in the model's order; tied ones once."""
+        """Shape of every parameter of the model, in its order; tied ones and adapters left out."""
         return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, one after the other, in float32; all ranks iterate together."""
-        shards, pp = self.named_shards(), self.dims.rank("pp")
-        for name, shape in self.shapes().items():
-            owner = self.layout.rules[name].stages[0]
-            tensor = torch.empty(shape, device=self.device)
-            if owner == pp:
-                whole = shards[name].full_tensor()[tuple(map(slice, shape))]
-                tensor = whole.to(self.device).contiguous()  # offloaded ones are elsewhere
-            if self.dims.axes.pp > 1:
-                dist.broadcast(tensor, group=self.dims.mesh.get_group("pp"), group_src=owner)
-            yield name, tensor
+        """Every parameter of `shapes` whole, one after the other, in float32, adapters merged.
+
+        All ranks iterate together.
+        """
+        shards = self.named_shards()
+        for parameter in self.parameters:
+            yield parameter.name, self._whole(parameter, shards)
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is trained of a model with adapters, as `weights` yields; of others nothing."""
+        shards = self.named_shards()
+        heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
+        for parameter in (*self.adapters, *heads):
+            yield parameter.name, self._whole(parameter, shards)
+
+    def _whole(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
+        """A parameter from the shards of all ranks, with its adapters, in float32."""
+        name, owner = parameter.name, self.layout.rules[parameter.name].stages[0]
+        tensor = torch.empty(parameter.shape, device=self.device)
+        if owner == self.dims.rank("pp"):
+            whole = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
+            tensor = whole.to(self.device, torch.float32).contiguous()  # it may be offloaded
+            if self.lora is not None and (pair := pair_of(name))[0] in shards:
+                a, b = (shards[adapter].full_tensor().to(self.device) for adapter in pair)
+                tensor = tensor.addmm(b, a, alpha=self.lora.scaling)
+        if self.dims.axes.pp > 1:
+            dist.broadcast(tensor, group=self.dims.mesh.get_group("pp"), group_src=owner)
+        return tensor
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

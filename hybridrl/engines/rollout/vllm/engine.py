@@ -7,7 +7,7 @@ decides the same; the ranks meet in the collectives of the forward pass. vLLM ca
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,7 @@ class VLLMEngine:
         # Under pp vLLM would split the requests over batches. They would not overlap: a rank is
         # done with a batch when all stages are.
         self._core.step_fn = self._core.step
+        self._names = tuple(layout.rules)
         shapes = {name: LocalTensor(layout.local(name, self._rank)).shape for name in layout.rules}
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
         worker = self._core.model_executor.driver_worker.worker
@@ -268,6 +269,23 @@ class VLLMEngine:
             self._weights.process()
         self._forget_prompts()
         return stats
+
+    @torch.no_grad()
+    def write_weights(self, write: Callable[[Tensors], None]) -> None:
+        """Have `write` fill this rank's part: all at once, or layer by layer where vLLM repacks.
+
+        What is cached of prompts is forgotten, as in `update_weights`.
+        """
+        assert not self.stats().running, "weights change while requests run: park them first"
+        assert not self._asleep, "the engine sleeps"
+        if self._weights.repacks:
+            for names in by_layer(self._names):
+                with self._weights.layer(names) as tensors:
+                    write(tensors)
+        else:
+            write(self._weights.tensors())
+            self._weights.process()
+        self._forget_prompts()
 
     def _make_switch(self, plan: Plan) -> WeightSwitch | LayerwiseSwitch:
         at = self._rank, self._dtype

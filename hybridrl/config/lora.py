@@ -1,0 +1,56 @@
+"""Low-rank adapters: what is trained of a model in place of all its weights."""
+
+from dataclasses import dataclass, field
+
+from hybridrl.config.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+"""In `target_modules`: every linear layer of the decoder blocks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """LoRA (Hu et al., arXiv 2106.09685): weights W stay, and W + alpha / rank B A computes."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 has none and trains all weights."""
+    alpha: int = 16
+    """What the adapters' product is multiplied by, times the rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped while training."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """The linear layers that get adapters (q_proj, v_proj, ...); all-linear: all of a block."""
+
+    def check(self, key: str, tp: int) -> None:
+        """Raise ConfigError for what cannot work; `key` is where these settings stand.
+
+        `tp` is the model's tensor parallelism in training.
+        """
+        if self.rank < 0:
+            raise ConfigError(f"{key}.rank", self.rank, "0 (all weights are trained) or above")
+        if self.alpha < 1:
+            raise ConfigError(f"{key}.alpha", self.alpha, "1 or more")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"{key}.dropout", self.dropout, "0 to below 1")
+        if self.dropout and self.rank and tp > 1:  # each rank would drop other inputs
+            raise ConfigError(f"{key}.dropout", self.dropout, f"0 with tensor parallelism ({tp=})")
+        if not self.target_modules:
+            allowed = f"[{ALL_LINEAR}], or names of linear layers"
+            raise ConfigError(f"{key}.target_modules", "[]", allowed)
+
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    """What of the actor is trained; how, and on which ranks, is the trainer's."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters in place of all weights."""
+
+    def check(self, tp: int) -> None:
+        """Raise ConfigError for a value out of range; see `LoraConfig.check`."""
+        self.lora.check("actor.lora", tp)

@@ -1,0 +1,126 @@
+"""The weight switch of a model with adapters: its own weights come once, then adapters alone.
+
+What generates is W + scaling B A in one tensor, so generation costs what it costs without adapters.
+W stays beside it in host memory, as generation has it: each switch begins from it, so that nothing
+adds up, and whoever frees the device's weights can have them again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from hybridrl.layout.execute import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
+from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.plan import Plan
+
+Fill = Callable[[Tensors], None]
+"""Writes the weights of the names that it is given, each whole as the rank has it."""
+
+
+class AdapterSwitch:
+    """Moves what a rank needs to generate with a model that has adapters.
+
+    States: made -> `load` -> `switch`, any number of times. All ranks of the plans make one and
+    call both together. `pairs` names A and B of each weight that has them. A rank's part of a
+    weight is its part of W and its parts of B and A, of which one is whole: so their product needs
+    nobody else (`models.adapters.adapter_parameters`).
+
+    Example: W [1024, 1024] in bf16 with adapters of rank 8, halved along its rows by generation: a
+    rank holds 1 MiB of W, and a switch brings it B [512, 8] and A [8, 1024], less what it has of
+    them: at most 24 KiB.
+    """
+
+    def __init__(
+        self,
+        base: Plan,
+        adapters: Plan,
+        pairs: Mapping[str, tuple[str, str]],
+        scaling: float,
+        rank: int,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`base` moves the weights, `adapters` the pairs; `dtype` is what generates."""
+        self.pairs, self.scaling, self.dtype = pairs, scaling, dtype
+        self._base_plan, self._bucket_bytes, self._rank = base, bucket_bytes, rank
+        self._adapter_names = adapters.src.shapes.keys()
+        self._shapes = {
+            name: shape
+            for layout in (base.dst, adapters.dst)
+            for name in layout.rules
+            if (shape := LocalTensor(layout.local(name, rank)).shape) is not None
+        }
+        self._switch = WeightSwitch(adapters, rank, dtype, bucket_bytes)
+        self._loaded: SwitchStats | None = None
+        self.base: dict[str, torch.Tensor] = {}
+        """The rank's part of W by name, in host memory; not to be changed."""
+
+    def load(self, source: Tensors, device: torch.device) -> None:
+        """Bring the weights themselves, layer by layer over `device`; `source` may hold more."""
+        layers = by_layer(self._base_plan.dst.rules)
+        switch = LayerwiseSwitch(
+            self._base_plan, self._rank, self.dtype, layers, self._bucket_bytes
+        )
+
+        @contextmanager
+        def place(names: Sequence[str]) -> Iterator[Tensors]:
+            tensors = {
+                name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
+                for name in names
+                if name in self._shapes
+            }
+            yield tensors
+            for name, tensor in tensors.items():
+                self.base[name] = tensor if device.type == "cpu" else tensor.cpu().pin_memory()
+
+        self._loaded = switch.switch(source, place)
+
+    def switch(
+        self, source: Tensors, write: Callable[[Fill], None], device: torch.device
+    ) -> SwitchStats:
+        """Bring the adapters and have `write` fill what generates on `device`.
+
+        `write` calls what it is given with the rank's tensors, once or a layer at a time. The
+        answer counts the adapters' bytes; that to the first call also those of `load`.
+        """
+        assert self.base or not self._base_plan.dst.rules, "load comes first"
+        begun = time.perf_counter()
+        given = {name: source[name] for name in self._adapter_names if name in source}
+        adapters = {
+            name: torch.empty(self._shapes[name], dtype=self.dtype, device=device)
+            for name in self._adapter_names
+            if name in self._shapes
+        }
+        stats = self._switch.switch(given, adapters)
+        held = sum(tensor.nbytes for tensor in adapters.values())
+        write(lambda tensors: self._fill(tensors, adapters))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            stats = replace(
+                stats,
+                path=loaded.path,
+                bytes_theory=stats.bytes_theory + loaded.bytes_theory,
+                bytes_received=stats.bytes_received + loaded.bytes_received,
+                scratch_bytes=max(stats.scratch_bytes, loaded.scratch_bytes),
+            )
+        return replace(stats, bytes_held=held, seconds=time.perf_counter() - begun)
+
+    @torch.no_grad()
+    def _fill(self, tensors: Tensors, adapters: Tensors) -> None:
+        """W + scaling B A, the product and the sum in float32 and rounded once."""
+        for name, base in self.base.items():
+            if name not in tensors:
+                continue
+            tensor = tensors[name]
+            if name in self.pairs:
+                a, b = (adapters[adapter].float() for adapter in self.pairs[name])
+                whole = base.to(tensor.device, torch.float32)
+                tensor.copy_(torch.addmm(whole, b, a, alpha=self.scaling))
+            else:
+                tensor.copy_(base, non_blocking=True)

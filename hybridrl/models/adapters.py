@@ -1,0 +1,120 @@
+"""Low-rank adapters in a Hugging Face model: peft makes them, here they get names and places.
+
+A layer `q_proj` with weight W [out, in] gets `lora_A` [rank, in] and `lora_B` [out, rank] and
+computes W x + scaling B A x (Hu et al., arXiv 2106.09685, section 4.1). B begins at zero, so the
+model begins as it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridrl.config import ConfigError, LoraConfig
+from hybridrl.config.lora import ALL_LINEAR
+from hybridrl.layout.parameters import Parameter
+from hybridrl.models.parallel import meta_model
+from hybridrl.models.stages import ADAPTER, head_name, plain_name
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: torch.dtype) -> Any:
+    """Give `model` adapters and freeze its weights, which are kept in `frozen` from now on.
+
+    Answers with peft's own config of them.
+
+    The head of a sequence classifier is trained as it is. The same `seed` gives the same adapters
+    whatever the ranks; the caller's generator of random numbers is left as it was. Raises
+    ValueError for a layer that the model does not have, see `check_lora`.
+    """
+    from peft import inject_adapter_in_model
+
+    config = _peft_config(model, lora)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, ADAPTER)
+    if head_name(model) == "score":
+        model.score.requires_grad_(True)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(frozen)
+    return config
+
+
+def _peft_config(model: PreTrainedModel, lora: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import TaskType
+
+    classifier = head_name(model) == "score"
+    return PeftLoraConfig(
+        task_type=TaskType.SEQ_CLS if classifier else TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=target_modules(model, lora),
+        base_model_name_or_path=model.name_or_path,
+    )
+
+
+def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Names of the layers with adapters, as they are called within a block."""
+    known = _linear_layers(model)
+    if ALL_LINEAR in lora.target_modules:
+        return known
+    unknown = sorted(set(lora.target_modules) - set(known))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}; linear layers of a block: {', '.join(known)}")
+    return sorted(set(lora.target_modules))
+
+
+def check_lora(config: PretrainedConfig, lora: LoraConfig, key: str) -> None:
+    """Raise ConfigError for adapters of layers that the model does not have; `key` names them."""
+    if not lora.rank:
+        return
+    try:
+        target_modules(meta_model(config), lora)
+    except ValueError as error:
+        value, _, known = str(error).partition("; ")
+        raise ConfigError(f"{key}.target_modules", value, f"{ALL_LINEAR}, or {known}") from None
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.base_model.layers.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return sorted(names)
+
+
+def pair_of(weight: str) -> tuple[str, str]:
+    """The names of A and B of a weight `....q_proj.weight`, if it has adapters."""
+    module = weight.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def adapter_parameters(model: PreTrainedModel, parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The adapters in `model`, whole, as layouts see them; `parameters` are the model's own.
+
+    Tensor parallelism cuts an adapter where it cuts the weight: B along the outputs, A along the
+    inputs. So a rank's part of B A is B's part times A's, and of the pair one is always whole.
+    """
+    shapes = {plain_name(name): tuple(p.shape) for name, p in model.named_parameters()}
+    found = []
+    for parameter in parameters:
+        for dim, name in zip((1, 0), pair_of(parameter.name), strict=True):
+            if name not in shapes:
+                continue
+            cut = parameter.tp_dim == dim
+            found.append(
+                replace(
+                    parameter,
+                    name=name,
+                    shape=shapes[name],
+                    tp_dim=dim if cut else None,
+                    units=parameter.units if cut else 0,
+                )
+            )
+    return found
