@@ -43,3 +43,67 @@ def test_what_cannot_be_is_one_line(
     with pytest.raises(ConfigError, match=REFUSED[settings]) as caught:
         prepare(make_config(*kept, f"run.dir={tmp_path / 'run'}", *settings.split()))
     assert "\n" not in str(caught.value)
+
+
+def switched(run: Any) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run.dir / "events.jsonl") if event["kind"] == "switch"]
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters(
+    train: Callable[..., Any],
+    long_tail: list[str],
+    check_same: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """It learns, samples that move learn the same, and after the first switch adapters move."""
+    lora = ["actor.lora.rank=4", "actor.lora.alpha=8", "cluster.ranks=2"]
+    serial = train(tmp_path / "serial", *long_tail, *lora)
+    fused = train(
+        tmp_path / "fused", *long_tail, *lora, "schedule=fused", "rollout.migration_threshold=12"
+    )
+    check_same(serial, fused)
+    assert all(line["migrated"] > 0 for line in fused.metrics)
+    start, final = (load_file(serial.dir / f / "model.safetensors") for f in ("start", "final"))
+    linear = [name for name in start if name.endswith("proj.weight")]
+    assert {name for name in start if not torch.equal(start[name], final[name])} == set(linear)
+    first, *later = switched(serial)
+    adapters = 4 * 4 * sum(sum(start[name].shape) for name in linear)
+    assert len(later) >= 3
+    assert {event["bytes"] for event in later} == {adapters}
+    assert all(event["bytes_theory"] == event["bytes"] for event in later)
+    weights = 4 * sum(tensor.numel() for tensor in start.values())
+    assert weights + adapters <= first["bytes"] < 1.05 * weights + adapters
+    (event,) = [e for e in read_lines(serial.dir / "events.jsonl") if e["kind"] == "ranks"]
+    assert event["trained_parameters"] == adapters // 4
+    merged = AutoModelForCausalLM.from_pretrained(serial.dir / "final")
+    base = AutoModelForCausalLM.from_pretrained(serial.dir / "start")
+    peft = PeftModel.from_pretrained(base, serial.dir / "final" / "adapter")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, peft(ids).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_critics_and_reward_models_with_adapters(
+    train: Callable[..., Any], long_tail: list[str], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Beside an actor with adapters, after a warm start, and a reward model on its own."""
+    kept = [setting for setting in long_tail if not setting.startswith("recipe")]
+    ppo = ["recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "critic.lora.rank=2"]
+    run = train(
+        tmp_path / "ppo", *kept, *ppo, "warm_start.steps=1", "critic.optim.lr=0.01",
+        "cluster.ranks=2", "trainer.steps=2",
+    )  # fmt: skip
+    for folder, trained in (("final", ".lora_"), ("final/critic", ".lora_")):
+        adapter = load_file(run.dir / folder / "adapter" / "adapter_model.safetensors")
+        moved = {name for name, tensor in adapter.items() if "lora_B" in name and tensor.any()}
+        assert len(moved) == 2 * 7
+        assert {n for n in adapter if trained not in n} <= {"base_model.model.score.weight"}
+    critic = AutoModelForSequenceClassification.from_pretrained(run.dir / "final" / "critic")
+    assert critic.score.weight.any()
+    rm = [s for s in tiny_run if not s.startswith(("recipe", "reward"))]
+    run = train(tmp_path / "rm", *rm, "recipe=rm", "reward_model.lora.rank=2", "trainer.steps=2")
+    reward = AutoModelForSequenceClassification.from_pretrained(run.dir / "final" / "reward")
+    assert reward.config.num_labels == 1
+    assert (run.dir / "final" / "reward" / "adapter" / "adapter_config.json").is_file()
