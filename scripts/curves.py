@@ -97,7 +97,7 @@ def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipes", nargs="*", default=RECIPES, help="which; all without a name")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs/curves"))
     args = parser.parse_args()

@@ -5,6 +5,7 @@ from enum import Enum
 
 from hybridrl.algorithms.sequence_losses import DPOLoss
 from hybridrl.flow import Flow, recipe
+from hybridrl.recipes.reference import add_reference
 
 
 class Variant(Enum):
@@ -24,12 +25,14 @@ class DPOConfig:
     """sigmoid or ipo."""
     label_smoothing: float = 0.0
     """How often a preference is taken to be the wrong way round, 0 to 0.5."""
+    reference_decay: float | None = None
+    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
 
 
 @recipe("dpo")
 def dpo(flow: Flow, cfg: DPOConfig) -> None:
     """Raise the likelihood of what was chosen over that of what was rejected."""
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
-    pairs = flow.reference.log_probs(pairs)
+    pairs = add_reference(flow, pairs, cfg.reference_decay)
     settings = {"beta": cfg.beta, "label_smoothing": cfg.label_smoothing}
     flow.actor.update(pairs, loss=DPOLoss(variant=cfg.variant.value, **settings))

@@ -7,6 +7,7 @@ from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.reference import add_reference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class GRPOConfig(OldPolicy):
     """Weight of the KL term to the reference policy; 0 needs no reference."""
     kl: str = "k3"
     """Estimator of that KL: k1, k2 or k3."""
+    reference_decay: float | None = None
+    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalise: str = "token"
@@ -44,7 +47,7 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
         samples = samples.filter(has_spread)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     if cfg.kl_coef:
-        samples = flow.reference.log_probs(samples)
+        samples = add_reference(flow, samples, cfg.reference_decay)
     samples = samples.by_group(partial(advantages.group_relative, std_normalise=cfg.std_normalise))
     loss = losses.ClippedLoss(
         clip_low=cfg.clip_low,

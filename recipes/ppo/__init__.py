@@ -13,6 +13,7 @@ from hybridrl.algorithms import critic, losses
 from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.reference import add_reference
 from hybridrl.recipes.whiten import whitened
 
 
@@ -30,6 +31,8 @@ class PPOConfig(OldPolicy):
     """Weight of the KL penalty in the reward; 0 needs no reference."""
     kl: str = "k1"
     """Estimator of that KL: k1, k2 or k3."""
+    reference_decay: float | None = None
+    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     clip: float = 0.2
     """The ratio is clipped to 1 - clip and 1 + clip."""
     value_clip: float | None = 0.2
@@ -74,7 +77,8 @@ def add_token_rewards(flow: Flow, samples: Stream, cfg: PPOConfig) -> Stream:
     """The reward at the last token, less the KL penalty at every token."""
     reference = "log_probs"  # of which the policy has no KL
     if cfg.kl_coef:
-        samples, reference = flow.reference.log_probs(samples), "reference_log_probs"
+        samples = add_reference(flow, samples, cfg.reference_decay)
+        reference = "reference_log_probs"
     function = partial(penalised, kl_coef=cfg.kl_coef, kl=cfg.kl)
     inputs = ("reward", "log_probs", reference)
     return samples.map(function, inputs, ("token_rewards",), scalars=("kl",))

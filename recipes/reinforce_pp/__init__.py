@@ -8,6 +8,7 @@ import torch
 from hybridrl.algorithms import advantages, critic, losses
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.reference import add_reference
 from hybridrl.recipes.whiten import whitened
 
 
@@ -21,6 +22,8 @@ class ReinforcePPConfig(OldPolicy):
     """Take the mean of a prompt's rewards off first: REINFORCE++ with baseline."""
     kl_coef: float = 0.01
     """What a nat of log p / p_reference takes off the reward of a token; 0 needs no reference."""
+    reference_decay: float | None = None
+    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
@@ -40,7 +43,8 @@ def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
         samples = samples.by_group(centred, ("reward",), (reward,))
     against = "log_probs"
     if cfg.kl_coef:
-        samples, against = flow.reference.log_probs(samples), "reference_log_probs"
+        samples = add_reference(flow, samples, cfg.reference_decay)
+        against = "reference_log_probs"
     function = partial(to_go, kl_coef=cfg.kl_coef)
     samples = samples.map(function, (reward, "log_probs", against), ("return_to_go",))
     samples = whitened(samples, "return_to_go")

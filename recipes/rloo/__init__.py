@@ -7,6 +7,7 @@ import torch
 
 from hybridrl.algorithms import advantages, losses
 from hybridrl.flow import Flow, recipe
+from hybridrl.recipes.reference import add_reference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,6 +19,8 @@ class RLOOConfig:
     kl_coef: float = 0.0
     """What a nat of log p / p_reference of the whole response takes off its reward; the paper has
     0.03 to 0.1 with a reward model. 0 needs no reference."""
+    reference_decay: float | None = None
+    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
 
 
 @recipe("rloo")
@@ -26,7 +29,7 @@ def rloo(flow: Flow, cfg: RLOOConfig) -> None:
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
     if cfg.kl_coef:
-        samples = flow.reference.log_probs(samples)
+        samples = add_reference(flow, samples, cfg.reference_decay)
         samples = samples.map(log_ratio, ("log_probs", "reference_log_probs"), scalars=("kl",))
         samples = samples.by_group(
             partial(penalised, kl_coef=cfg.kl_coef), ("reward", "kl"), ("return",)

@@ -16,6 +16,7 @@ from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import add_old_log_probs
 from hybridrl.recipes.ppo import PPOConfig
+from hybridrl.recipes.reference import add_reference
 from hybridrl.recipes.whiten import whitened
 
 
@@ -80,7 +81,8 @@ def add_token_rewards(flow: Flow, samples: Stream, cfg: SafeRLHFConfig) -> Strea
     """Rewards and costs at the last token; at every token each has half of the KL penalty."""
     reference = "log_probs"  # of which the policy has no KL
     if cfg.kl_coef:
-        samples, reference = flow.reference.log_probs(samples), "reference_log_probs"
+        samples = add_reference(flow, samples, cfg.reference_decay)
+        reference = "reference_log_probs"
     function = partial(penalised, kl_coef=cfg.kl_coef / 2, kl=cfg.kl)
     inputs = ("reward", "cost", "log_probs", reference)
     return samples.map(function, inputs, ("token_rewards", "token_costs"), scalars=("kl",))

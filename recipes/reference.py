@@ -1,0 +1,19 @@
+"""The policy that a KL term stays near: the start, or an average of policies that follows."""
+
+from hybridrl.config import ConfigError
+from hybridrl.flow import Flow, Stream
+
+
+def add_reference(flow: Flow, samples: Stream, decay: float | None) -> Stream:
+    """The stream with `reference_log_probs`, by the policy at the start.
+
+    With a `decay`, the recipe's `reference_decay`, by a moving average of the policy: after an
+    optimizer step it is decay * average + (1 - decay) * policy (the soft update of TR-DPO,
+    arXiv 2404.09656; the anchor of WARP, arXiv 2406.16768).
+    """
+    if decay is None:
+        return flow.reference.log_probs(samples)
+    if not 0 < decay < 1:
+        raise ConfigError("recipe.reference_decay", decay, "above 0 and below 1, or null")
+    average = flow.copy(flow.actor, update="ewma", decay=decay, name="average_reference")
+    return average.log_probs(samples, name="reference_log_probs")
