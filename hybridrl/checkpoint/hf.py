@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -47,7 +48,7 @@ def save_hf(
             write_hf(path, engine.model, weights, engine.shapes(), compute, tokenizer, adapter)
         except OSError as caught:
             error = caught
-    for _ in (*weights, *adapters):
+    for _ in itertools.chain(weights, adapters):
         pass  # the other ranks, and rank 0 after an error, still take part in the gathers
     errors = [error]
     dist.broadcast_object_list(errors, src=0)
