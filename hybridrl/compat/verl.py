@@ -71,8 +71,8 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-def worker_class(cls: type, *args: Any, **kwargs: Any) -> type:
-    """A verl Worker around `cls(rank, world_size, *args, **kwargs)`, marks translated.
+def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any) -> type:
+    """A verl Worker around `make(rank, world_size, *args, **kwargs)`, marks of `cls` translated.
 
     Every call returns Ray references, one per rank, at once.
     """
@@ -82,7 +82,7 @@ def worker_class(cls: type, *args: Any, **kwargs: Any) -> type:
 
     def init(self: Any) -> None:
         Worker.__init__(self)
-        self.worker = cls(self.rank, self.world_size, *args, **kwargs)
+        self.worker = make(self.rank, self.world_size, *args, **kwargs)
 
     methods: dict[str, Any] = {}
     for name, mode in dispatched_methods(cls).items():

@@ -17,6 +17,7 @@ class ClusterKind(Enum):
 
     local = "local"  # this machine, or a running Ray cluster at `address`
     slurm = "slurm"  # the nodes of a Slurm allocation
+    processes = "processes"  # this machine without Ray, to debug: rank 0 is the driver itself
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class ClusterConfig:
     """Ranks, the Ray cluster that they run on, and what a Slurm job of theirs asks for."""
 
     kind: ClusterKind = ClusterKind.local
-    """This machine, or a Slurm allocation; chosen by `cluster=local` or `cluster=slurm`."""
+    """Where the ranks are; chosen by `cluster=local`, `cluster=slurm` or `cluster=processes`."""
     ranks: int = 2
     """Worker processes; one per accelerator, or any number on CPU. 0: one per GPU of all nodes."""
     placement: Placement = Placement.colocate
@@ -75,6 +76,8 @@ class ClusterConfig:
         return self.ranks // self.nodes
 
     def _check_local(self) -> None:
+        if self.kind is ClusterKind.processes and self.address is not None:
+            raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
         slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
         for key in (*slurm, "account", "qos", "time", "sbatch", "setup"):
             value = getattr(self, key)

@@ -169,8 +169,7 @@ class RayExecutor:
             raise RuntimeError("nothing is in flight")
         events: list[Event] = []
         while not events:
-            ready, _ = self.group.ray.wait(list(self._pending), num_returns=1)
-            for reference in ready:
+            for reference in self.group.launcher.wait(list(self._pending)):
                 rank, then = self._pending.pop(reference)
                 events += then(self.group.take(rank, reference))
         return events

@@ -12,11 +12,11 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from hybridrl.checkpoint.keep import to_keep
-from hybridrl.cluster.runtime import RayStartError, ray_runtime
-from hybridrl.compat import verl
+from hybridrl.cluster.errors import RayStartError
 from hybridrl.config import Config, OptimConfig, Schedule, TrainerConfig
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.executor import RayExecutor
+from hybridrl.controller.launch import Launcher, launched
 from hybridrl.controller.parts import with_parts
 from hybridrl.controller.prepare import Prepared, prepare
 from hybridrl.controller.schedules import make_schedule, samples_held
@@ -83,11 +83,11 @@ def _job(config: Config, prepared: Prepared) -> Iterator["Job"]:
     run_dir = Path(config.run.dir)
     with (
         Telemetry(run_dir, config.telemetry, total) as telemetry,
-        ray_runtime(config.cluster, verl.environment(), run_dir / "logs") as ray,
+        launched(config.cluster, run_dir / "logs") as launcher,
     ):
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
-        job = Job(config, prepared, telemetry, ray)
+        job = Job(config, prepared, telemetry, launcher)
         try:
             yield job
             job.group.close()
@@ -98,11 +98,14 @@ def _job(config: Config, prepared: Prepared) -> Iterator["Job"]:
 class Job:
     """The parts of a run. `step` counts optimizer iterations over warm start and recipe."""
 
-    def __init__(self, config: Config, prepared: Prepared, telemetry: Telemetry, ray: Any) -> None:
+    def __init__(
+        self, config: Config, prepared: Prepared, telemetry: Telemetry, launcher: Launcher
+    ) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = 0
         self.bad_steps = 0
-        self.group = WorkerGroup(ray, config, prepared.model_path, self._on_span, self._on_memory)
+        on = (self._on_span, self._on_memory)
+        self.group = WorkerGroup(launcher, config, prepared.model_path, *on)
         described = self.group.setup()[0]
         telemetry.event("ranks", **described)
         telemetry.nodes([asdict(machine) for machine in self.group.machines()])

@@ -1,14 +1,11 @@
 """The colocated ranks as the driver sees them: typed calls, one error for a dead worker."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.cluster.runtime import ranks_placement
-from hybridrl.compat import verl
 from hybridrl.config import Config, ConfigError
-from hybridrl.controller.data_plane import RayDataPlane
+from hybridrl.controller.launch import CallFailed, Launcher
 from hybridrl.flow.executor import Command, Phase
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
@@ -20,7 +17,6 @@ from hybridrl.workers.training import Training, UpdateShare
 OnSpan = Callable[[int, Span], None]
 OnMemory = Callable[[int, Memory], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
-_DEATH_S = 2.0  # Ray hears of a dead process within milliseconds
 
 
 class WorkerError(RuntimeError):
@@ -30,29 +26,29 @@ class WorkerError(RuntimeError):
 class WorkerGroup:
     """All ranks of the colocated pool.
 
-    `call_*` start work and return Ray references; `gather` waits for them. Any failure ends every
+    `call_*` start work and return references; `gather` waits for them. Any failure ends every
     rank at once: a rank that sits in a collective would otherwise wait for the dead one for ever.
     `instances` lists the ranks of each generation instance, known after `setup`.
     """
 
     def __init__(
-        self, ray: Any, config: Config, model_path: str, on_span: OnSpan, on_memory: OnMemory
+        self,
+        launcher: Launcher,
+        config: Config,
+        model_path: str,
+        on_span: OnSpan,
+        on_memory: OnMemory,
     ) -> None:
-        self.ray, self.config = ray, config
+        self.launcher, self.config = launcher, config
         self.on_span, self.on_memory = on_span, on_memory
-        use_gpu = verl.has_gpu()
-        placements = ranks_placement(ray, config.cluster, use_gpu)
-        env = verl.environment() | {
-            "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        worker = verl.worker_class(RankWorker, config, model_path, RayDataPlane())
-        self._group = verl.worker_group(worker, placements, use_gpu, env)
-        self._ranks = [verl.subgroup(self._group, [rank]) for rank in range(self.size)]
+        self._group = launcher.start(
+            RankWorker, RankWorker, config, model_path, launcher.data_plane
+        )
+        self._ranks = [launcher.subgroup(self._group, [rank]) for rank in range(self.size)]
         self._roles = ["actor", "reward"]
         self._place = [_UNKNOWN] * self.size
         self.instances: list[list[int]] = []
-        self._logs = str(Path(config.run.dir) / "logs")
+        self._logs = Path(config.run.dir) / "logs"
 
     @property
     def size(self) -> int:
@@ -64,8 +60,8 @@ class WorkerGroup:
     def take(self, rank: int, reference: Any) -> Any:
         """The value of a call that has ended; the rank's spans and memory go to telemetry."""
         try:
-            reply: Reply = self.ray.get(reference)
-        except self.ray.exceptions.RayError as error:
+            reply: Reply = self.launcher.get(reference)
+        except CallFailed as error:
             raise self._fail(rank, error) from error
         for span in reply.spans:
             self.on_span(rank, span)
@@ -78,56 +74,34 @@ class WorkerGroup:
         pending = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
         while pending:
-            ready, _ = self.ray.wait(list(pending), num_returns=1)
-            for reference in ready:
+            for reference in self.launcher.wait(list(pending)):
                 rank = pending.pop(reference)
                 values[rank] = self.take(rank, reference)
         return [values[rank] for rank in range(len(references))]
 
     def kill(self) -> None:
         """End every rank now."""
-        for handle in self._group.workers:
-            self.ray.kill(handle)
+        self.launcher.kill(self._group)
 
-    def _fail(self, rank: int, error: Exception) -> Exception:
+    def _fail(self, rank: int, error: CallFailed) -> BaseException:
         """End every rank; the error to raise."""
-        rank, error = self._first_cause(rank, error)
+        if isinstance(error.cause, RuntimeError):
+            # A death makes the others' collectives fail, and their errors may arrive before it.
+            rank, error = self.launcher.first_dead(self._group) or (rank, error)
         self.kill()
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, ConfigError | OSError):
-            return cause
-        if isinstance(error, self.ray.exceptions.RayActorError):
+        if isinstance(error.cause, ConfigError | OSError):
+            return error.cause
+        if error.died:
             reason = "its process ended (killed, out of memory, or crashed)"
             if self._place[rank] == _UNKNOWN:
-                reason = f"{reason}: {_line(error)}"
+                reason = f"{reason}: {error}"
         else:
-            reason = f"{type(cause).__name__}: {cause}" if cause else _line(error)
+            reason = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
         node, log = self._place[rank]
         return WorkerError(
             f"rank {rank} of {self.size} ({', '.join(self._roles)}) on node {node} failed:"
             f" {reason}; its log is {log or self._logs}"
         )
-
-    def _first_cause(self, rank: int, error: Exception) -> tuple[int, Exception]:
-        """The rank whose process died, where there is one.
-
-        A death makes the others' collectives fail, and their errors may arrive before it.
-        """
-        exceptions = self.ray.exceptions
-        if not isinstance(getattr(error, "cause", None), RuntimeError):
-            return rank, error
-        handles = self._group.workers
-        pending = {handle.__ray_ready__.remote(): i for i, handle in enumerate(handles)}
-        end = time.monotonic() + _DEATH_S
-        while pending and (left := end - time.monotonic()) > 0:
-            ready, _ = self.ray.wait(list(pending), timeout=left)
-            for reference in ready:
-                other = pending.pop(reference)
-                try:
-                    self.ray.get(reference)
-                except exceptions.RayActorError as death:
-                    return other, death
-        return rank, error
 
     # -- whole group, blocking -----------------------------------------------------------------
 
@@ -136,7 +110,10 @@ class WorkerGroup:
         (listening,) = self._ranks[0].listen()
         answers = self.gather(self._group.setup(*self.take(0, listening)))
         self._place = [
-            (f"{answer['node']} (pid {answer['pid']})", self._log(answer["log"]))
+            (
+                f"{answer['node']} (pid {answer['pid']})",
+                self.launcher.log(answer["log"], self._logs),
+            )
             for answer in answers
         ]
         number = 1 + max(answer["instance"] for answer in answers)
@@ -150,12 +127,6 @@ class WorkerGroup:
         """Every node once, as the first of its ranks sees it."""
         answers: list[Machine] = self.gather(self._group.machine())
         return list({machine.node: machine for machine in reversed(answers)}.values())[::-1]
-
-    def _log(self, file: str) -> str:
-        """Where a rank's log is after the run: a cluster of our own does not outlive it."""
-        if file and self.config.cluster.address is None:
-            return str(Path(self._logs) / Path(file).name)
-        return file
 
     def begin(
         self, graph: Graph, training: Mapping[str, Training], publishes: bool
@@ -250,7 +221,3 @@ class WorkerGroup:
         """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
         infer = self._ranks[rank].infer
         return infer(stage, instance, tuple(ids), tuple(arriving), tuple(parcels))[0]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -176,7 +176,7 @@ def groups(num_bytes: int) -> Iterator[tuple[Any, Any, list[Any], Any]]:
     ):
         worker_env = env | {"OMP_NUM_THREADS": "1"}
         kinds = (
-            compat.worker_class(OurWorker, num_bytes, RayDataPlane()),
+            compat.worker_class(OurWorker, OurWorker, num_bytes, RayDataPlane()),
             verl_worker(num_bytes),
         )
         ours, verl = (

@@ -13,18 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, pstdev, quantiles
-from typing import Any
 
 from fusion_steps import Measured, Recorder, of_block, record_step
 from lines import line, show
 from tasks import TASKS, THREADS, make_config
 from widen import widen
 
-from hybridrl.cluster.runtime import ray_runtime
-from hybridrl.compat import verl
 from hybridrl.config import Config
 from hybridrl.config import Schedule as Name
 from hybridrl.controller.executor import RayExecutor
+from hybridrl.controller.launch import Launcher, launched
 from hybridrl.controller.prepare import Prepared, prepare
 from hybridrl.controller.schedules import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerGroup
@@ -64,10 +62,12 @@ class Prompts(Iterator[Prompt]):
 class Bench:
     """Three schedules over one group of ranks, and what each of their steps took."""
 
-    def __init__(self, config: Config, prepared: Prepared, ray: Any, recorder: Recorder) -> None:
+    def __init__(
+        self, config: Config, prepared: Prepared, launcher: Launcher, recorder: Recorder
+    ) -> None:
         self.config, self.recorder = config, recorder
         self.group = WorkerGroup(
-            ray, config, prepared.model_path, recorder.on_span, lambda rank, memory: None
+            launcher, config, prepared.model_path, recorder.on_span, lambda rank, memory: None
         )
         self.group.setup()
         executor = RayExecutor(self.group, config, lambda reports: None)
@@ -307,8 +307,8 @@ def bench(config: Config, recorder: Recorder) -> Iterator[Bench]:
     """A bench with its ranks up; on the way out no process is left."""
     prepared = prepare(config)
     run_dir = Path(config.run.dir)
-    with ray_runtime(config.cluster, verl.environment(), run_dir / "logs") as ray:
-        made = Bench(config, prepared, ray, recorder)
+    with launched(config.cluster, run_dir / "logs") as launcher:
+        made = Bench(config, prepared, launcher, recorder)
         try:
             yield made
         finally:

@@ -8,10 +8,9 @@ from pathlib import Path
 from blocks import Blocks
 from tasks import side_arguments
 
-from hybridrl.cluster.runtime import ray_runtime
-from hybridrl.compat import verl
 from hybridrl.config import TelemetryConfig
 from hybridrl.controller.job import Job
+from hybridrl.controller.launch import launched
 from hybridrl.controller.prepare import prepare
 from hybridrl.telemetry.run import Telemetry
 
@@ -43,9 +42,9 @@ def main() -> None:
         config = task.config(model_path, run_dir)
         with (
             TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
-            ray_runtime(config.cluster, verl.environment(), run_dir / "logs") as ray,
+            launched(config.cluster, run_dir / "logs") as launcher,
         ):
-            job = Job(config, prepare(config), telemetry, ray)
+            job = Job(config, prepare(config), telemetry, launcher)
             try:
                 if blocks.begin():
                     job.run_recipe()

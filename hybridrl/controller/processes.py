@@ -1,0 +1,245 @@
+"""Ranks without Ray, to debug them: rank 0 is this very process, the others are its children.
+
+So `breakpoint()` in anything that a rank runs stops here, at this terminal, and a profiler sees one
+process. What Ray does not do here: many nodes, and methods beside others (they take their turn).
+"""
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from hybridrl.config import ClusterConfig
+from hybridrl.controller.launch import CallFailed
+from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
+from hybridrl.workers.dispatch import Dispatch, dispatched_methods
+
+_POLL_S = 0.2
+_DEATH_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a rank: waiting, then with its answer or its failure."""
+
+    done: bool = False
+    value: Any = None
+    failure: CallFailed | None = None
+
+
+class ProcessGroup:
+    """Ranks with the marked methods of a worker class; each answers with a `Call` per rank."""
+
+    def __init__(self, worker: type, ranks: "Sequence[_Here | _Child]") -> None:
+        self.worker, self.ranks = worker, list(ranks)
+        for name, mode in dispatched_methods(worker).items():
+            setattr(self, name, partial(self._call, name, mode))
+
+    def _call(self, name: str, mode: Dispatch, *args: Any, **kwargs: Any) -> list[Call]:
+        if mode is Dispatch.SAME:
+            return [rank.call(name, args, kwargs) for rank in self.ranks]
+        return [
+            rank.call(name, tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()})
+            for i, rank in enumerate(self.ranks)
+        ]
+
+
+class ProcessLauncher:
+    """See `Launcher`. The data plane is the calls themselves: what a rank puts travels in them."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self.data_plane: DataPlane = LocalDataPlane()
+        self._ranks: list[_Here | _Child] = []
+        self._answers: Any = None
+
+    def __enter__(self) -> Self:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",  # where rank 0 listens
+            "OMP_NUM_THREADS": str(self.config.threads_per_rank),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        if self._answers is not None:
+            self._answers.close()
+
+    def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
+        """See `Launcher`."""
+        size, context = self.config.ranks, multiprocessing.get_context("spawn")
+        self._answers = context.Queue()
+        for rank in range(1, size):
+            made = _pickled(partial(make, rank, size, *args))
+            self._ranks.append(_Child(context, rank, made, self._answers))
+        self._ranks.insert(0, _Here(make(0, size, *args)))
+        return ProcessGroup(worker, self._ranks)
+
+    def subgroup(self, group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+        """See `Launcher`."""
+        return ProcessGroup(group.worker, [group.ranks[rank] for rank in ranks])
+
+    def wait(self, references: Sequence[Call]) -> list[Call]:
+        """See `Launcher`. Rank 0 works here and now, once the others have been told what to do."""
+        while not (ready := [call for call in references if call.done]):
+            here = self._ranks[0]
+            if isinstance(here, _Here) and here.waiting:
+                here.step()
+            else:
+                self._receive()
+        return ready
+
+    def _receive(self) -> None:
+        """Take the next answer of another rank, or find which of them will not answer."""
+        children = [rank for rank in self._ranks if isinstance(rank, _Child)]
+        try:
+            rank, value, cause = pickle.loads(self._answers.get(timeout=_POLL_S))
+        except queue.Empty:
+            for child in children:
+                child.give_up_if_dead()
+            return
+        children[rank - 1].answer(value, cause)
+
+    def get(self, reference: Call) -> Any:
+        """See `Launcher`."""
+        self.wait([reference])
+        if reference.failure is not None:
+            raise reference.failure
+        return reference.value
+
+    def first_dead(self, group: ProcessGroup) -> tuple[int, CallFailed] | None:
+        """See `Launcher`."""
+        end = time.monotonic() + _DEATH_S
+        children = [(i, rank) for i, rank in enumerate(group.ranks) if isinstance(rank, _Child)]
+        while children and time.monotonic() < end:
+            for number, rank in children:
+                if failure := rank.death():
+                    return number, failure
+            time.sleep(_POLL_S)
+        return None
+
+    def kill(self, group: ProcessGroup) -> None:
+        """See `Launcher`."""
+        for rank in group.ranks:
+            rank.kill()
+
+    def log(self, file: str, logs: object) -> str:
+        """All ranks print to this terminal."""
+        return file or "standard error"
+
+
+class _Here:
+    """A rank that is this process. Its calls run one after the other, when somebody waits."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.waiting: deque[tuple[Call, Callable[[], Any]]] = deque()
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        call = Call()
+        self.waiting.append((call, partial(getattr(self.worker, name), *args, **kwargs)))
+        return call
+
+    def step(self) -> None:
+        """Run the oldest call."""
+        call, method = self.waiting.popleft()
+        try:
+            call.value = method()
+        except Exception as error:
+            traceback.print_exc()  # the driver's own message is one line
+            call.failure = CallFailed(str(error), error)
+        call.done = True
+
+    def kill(self) -> None:
+        self.waiting.clear()
+
+
+class _Child:
+    """A rank in a process of its own, which takes calls from a queue and answers in `answers`.
+
+    Queues, not pipes: their threads take what is written, so that neither side waits for the other
+    while this one is in a collective.
+    """
+
+    def __init__(self, context: Any, rank: int, made: bytes, answers: Any) -> None:
+        self.rank = rank
+        self.waiting: deque[Call] = deque()
+        self._calls: Any = context.Queue()
+        given = (rank, made, self._calls, answers)
+        self._process = context.Process(target=_serve, args=given, name=f"rank {rank}")
+        self._process.start()
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        call = Call()
+        self.waiting.append(call)
+        self._calls.put(_pickled((name, args, kwargs)))
+        return call
+
+    def answer(self, value: Any, cause: Exception | None) -> None:
+        """Its oldest call has ended."""
+        call = self.waiting.popleft()
+        call.done, call.value = True, value
+        call.failure = None if cause is None else CallFailed(str(cause), cause)
+
+    def death(self) -> CallFailed | None:
+        """How its process has ended, if it has."""
+        if self._process.exitcode is None:
+            return None
+        return CallFailed(f"its process ended with {self._process.exitcode}", died=True)
+
+    def give_up_if_dead(self) -> None:
+        if failure := self.death():
+            for call in self.waiting:
+                call.done, call.failure = True, failure
+            self.waiting.clear()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._calls.cancel_join_thread()
+        self._calls.close()
+
+
+def _pickled(value: Any) -> bytes:
+    """As Ray does it: functions of a user's file travel by value."""
+    from ray import cloudpickle
+
+    found: bytes = cloudpickle.dumps(value)
+    return found
+
+
+def _serve(rank: int, made: bytes, calls: Any, answers: Any) -> None:
+    """Answer calls until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends this process
+    os.environ["LOCAL_RANK"] = str(rank)
+    sys.stdout = sys.stderr  # standard output is for the run's result
+    worker, parent = pickle.loads(made)(), os.getppid()
+    while os.getppid() == parent:
+        try:
+            name, args, kwargs = pickle.loads(calls.get(timeout=1.0))
+        except queue.Empty:
+            continue
+        value, cause = None, None
+        try:
+            value = getattr(worker, name)(*args, **kwargs)
+        except Exception as error:
+            traceback.print_exc()
+            cause = error
+        answers.put(_pickled((rank, value, cause)))

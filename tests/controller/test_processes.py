@@ -1,0 +1,179 @@
+"""Ranks without Ray: the same run, in this process and in plain ones."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import cloudpickle
+from safetensors.torch import load_file
+
+from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError
+from hybridrl.controller import job
+from hybridrl.controller.launch import CallFailed
+from hybridrl.controller.processes import ProcessLauncher
+from hybridrl.controller.worker_group import WorkerError
+from hybridrl.telemetry.records import read_lines
+from hybridrl.workers.dispatch import Dispatch, dispatch
+
+SHORT = ["cluster.ranks=1", "trainer.steps=2", "eval.num_prompts=2"]
+BREAKS = """
+from hybridrl.algorithms import advantages, losses
+from hybridrl.flow import recipe
+
+
+class Stops(losses.ClippedLoss):
+    def __call__(self, log_probs, entropy, fields):
+        breakpoint()
+        return super().__call__(log_probs, entropy, fields)
+
+
+@recipe("stops")
+def stops(flow, cfg):
+    samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=4))
+    flow.actor.update(samples.by_group(advantages.group_relative), loss=Stops())
+"""
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run has computed: its metrics but for times."""
+    return [
+        {
+            key: value
+            for key, value in line.items()
+            if not key.endswith("_s") and key not in ("time", "bubble_share")
+        }
+        for line in read_lines(run_dir / "metrics.jsonl")
+    ]
+
+
+def compare(with_ray: Path, without: Path) -> None:
+    """Two runs did the same, bit for bit, and it was something."""
+    assert numbers(with_ray) == numbers(without)
+    steps = [line for line in numbers(without) if "loss" in line]
+    assert len(steps) == 2
+    assert all(line["grad_norm"] > 0 for line in steps)
+    ours, theirs = (load_file(run / "final/model.safetensors") for run in (without, with_ray))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_one_rank_in_this_process_does_what_ray_does(
+    train: Callable[..., Any],
+    make_config: Callable[..., Config],
+    tiny_run: list[str],
+    tmp_path: Path,
+) -> None:
+    train(tmp_path / "ray", *tiny_run, *SHORT)
+    job.train(make_config(*tiny_run, "cluster=processes", *SHORT, f"run.dir={tmp_path / 'plain'}"))
+    compare(tmp_path / "ray", tmp_path / "plain")
+    record = json.loads((tmp_path / "plain/environment.json").read_text())
+    assert [event["pid"] for event in read_lines(tmp_path / "plain/events.jsonl")
+            if event["kind"] == "ranks"] == [os.getpid()]  # fmt: skip
+    assert len(record["nodes"]) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_ray_does(
+    train: Callable[..., Any],
+    make_config: Callable[..., Config],
+    tiny_run: list[str],
+    tmp_path: Path,
+) -> None:
+    two = [*tiny_run, *SHORT, "cluster.ranks=2"]
+    train(tmp_path / "ray", *two)
+    job.train(make_config("cluster=processes", *two, f"run.dir={tmp_path / 'plain'}"))
+    compare(tmp_path / "ray", tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_a_breakpoint_stops_at_the_terminal(tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BREAKS)
+    command = [sys.executable, "-m", "hybridrl.cli", "train", "cluster=processes", *tiny_run]
+    command += [*SHORT, "trainer.steps=1", f"recipe={{target: '{tmp_path}/mine.py:stops'}}"]
+    done = subprocess.run(
+        command, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=200,
+        input="p 'tokens', log_probs.shape\nc\n",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\(Pdb\) \('tokens', torch.Size\(\[\d+\]\)\)", done.stdout), done.stdout
+    assert json.loads(done.stdout.rpartition("(Pdb) ")[2])["run"]
+
+
+class Worker:
+    """Adds, fails, or ends its process."""
+
+    def __init__(self, rank: int, size: int, base: int) -> None:
+        self.rank, self.size, self.base = rank, size, base
+
+    @dispatch(Dispatch.SAME)
+    def add(self, number: int) -> tuple[int, int]:
+        """The sum, and where it was made."""
+        return self.base + self.rank * number, os.getpid()
+
+    @dispatch(Dispatch.PER_RANK)
+    def fail(self, how: str) -> bytes:
+        """What `how` says; else a large answer."""
+        if how == "raise":
+            raise ConfigError("x", 1, "2")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return bytes(2**22)
+
+
+def test_calls_reach_their_ranks() -> None:
+    """Also with many large answers under way, and after one has failed."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import tests
+    config = ClusterConfig(kind=ClusterKind.processes, ranks=3)
+    with ProcessLauncher(config) as launcher:
+        group = launcher.start(Worker, Worker, 100)
+        many = [call for _ in range(8) for call in group.fail(["", "", ""])]
+        answers = [launcher.get(call) for call in group.add(5)]
+        assert [value for value, _ in answers] == [100, 105, 110]
+        pids = [pid for _, pid in answers]
+        assert pids[0] == os.getpid()
+        assert len(set(pids)) == 3
+        assert [len(launcher.get(call)) for call in many] == [2**22] * 24
+        (some,) = launcher.subgroup(group, [2]).add(7)
+        assert launcher.get(some)[0] == 114
+        raised = group.fail(["raise", "", "raise"])
+        for number in (0, 2):
+            with pytest.raises(CallFailed) as failed:
+                launcher.get(raised[number])
+            assert isinstance(failed.value.cause, ConfigError)
+            assert not failed.value.died
+        with pytest.raises(CallFailed) as failed:
+            launcher.get(group.fail(["", "die", ""])[1])
+        assert failed.value.died
+        assert launcher.first_dead(group)[0] == 1  # type: ignore[index]
+    for pid in pids[1:]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_failing_rank_is_named_and_its_traceback_shown(
+    make_config: Callable[..., Config],
+    tiny_run: Sequence[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(BREAKS.replace("breakpoint()", "raise ZeroDivisionError('mine')"))
+    options = [*tiny_run, "cluster=processes", *SHORT, f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(WorkerError) as raised:
+        job.train(make_config(*options, f"recipe={{target: '{mine}:stops'}}", "eval.every=0"))
+    start = r"rank 0 of 1 \(actor, .*failed: ZeroDivisionError: mine; its log is "
+    assert re.match(start, str(raised.value)), raised.value
+    assert f'File "{mine}", line 8, in __call__' in capsys.readouterr().err
+
+
+def test_no_ray_to_join() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.address=auto: wanted null"):
+        ClusterConfig(kind=ClusterKind.processes, address="auto")
