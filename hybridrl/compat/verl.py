@@ -119,7 +119,7 @@ def worker_group(
 
 
 def subgroup(group: Any, ranks: list[int]) -> Any:
-    """The same actors, but only those of `ranks`: a generation instance."""
+    """The same actors, but only those of `ranks`: one, or a pool."""
     from verl.single_controller.ray import RayWorkerGroup
 
     return RayWorkerGroup.from_detached(

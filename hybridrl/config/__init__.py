@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.config.cluster import ClusterConfig, ClusterKind, Placement
+from hybridrl.config.cluster import ClusterConfig, ClusterKind, Placement, PoolsConfig
 from hybridrl.config.data import DataConfig, SourceConfig, SourceKind
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import (
@@ -72,17 +72,23 @@ class Config:
     """Directory and seed."""
 
     def __post_init__(self) -> None:
-        self.trainer.layout.check(self.cluster.ranks)
-        self.rollout.layout.check(self.cluster.ranks)
+        ranks, ranks_key = len(self.cluster.pool_ranks["actor"]), self.cluster.pool_key("actor")
+        self.trainer.layout.check(ranks, ranks_key=ranks_key)
+        self.rollout.layout.check(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
         self.reward.check("reward")
         self.cost.check("cost")
-        for role, key in VALUE_MODELS.items():
-            self.value_model_of(role).check(self.cluster.ranks, key)
+        if not self.split:  # else those that the recipe has, once it is known
+            for role in VALUE_MODELS:
+                self.check_value_model(role)
         threshold = self.rollout.migration_threshold
         if threshold is not None and self.schedule is not Schedule.fused:
             allowed = f"null with schedule={self.schedule.value}, which moves no samples"
             raise ConfigError("rollout.migration_threshold", threshold, allowed)
+        if self.split and self.schedule is Schedule.partial:
+            # A group that is complete waits for its step with values of an older critic.
+            allowed = "serial or fused with cluster.placement=split"
+            raise ConfigError("schedule", self.schedule.value, allowed)
         if self.strict and self.rollout.engine is not Engine.native:
             # What vLLM computes for a sample depends on what it computes beside it.
             allowed = f"off with rollout.engine={self.rollout.engine.value}"
@@ -93,6 +99,10 @@ class Config:
         whole, _, name = role.partition(".parts.")
         found: RewardConfig = getattr(self, whole)
         return found.parts[name] if name else found
+
+    def is_neural(self, role: str) -> bool:
+        """Whether what judges is a model; else it judges in processes."""
+        return self.judge_of(role).kind is RewardKind.model
 
     def judges_of(self, role: str) -> tuple[str, ...]:
         """The roles that judge where a recipe says `reward` or `cost`: that one, or its parts."""
@@ -109,6 +119,17 @@ class Config:
         """The settings of a value model, by its role's name."""
         found: ValueModelConfig = getattr(self, VALUE_MODELS[role])
         return found
+
+    def check_value_model(self, role: str) -> None:
+        """Settle a value model's layout on its pool; raise ConfigError where it does not fit."""
+        pool = "critic" if self.split else "actor"
+        ranks, ranks_key = len(self.cluster.pool_ranks[pool]), self.cluster.pool_key(pool)
+        self.value_model_of(role).check(ranks, VALUE_MODELS[role], ranks_key)
+
+    @property
+    def split(self) -> bool:
+        """Whether value models, and judges that are models, have ranks of their own."""
+        return self.cluster.placement is Placement.split
 
     @property
     def strict(self) -> bool:
@@ -139,6 +160,7 @@ __all__ = [
     "ParkedKV",
     "PipelineSchedule",
     "Placement",
+    "PoolsConfig",
     "Ranker",
     "RewardConfig",
     "RewardKind",

@@ -10,6 +10,7 @@ class Placement(Enum):
     """How roles map to pools of ranks."""
 
     colocate = "colocate"  # every role on every rank
+    split = "split"  # value models, and judges that are models, on a pool of ranks of their own
 
 
 class ClusterKind(Enum):
@@ -18,6 +19,27 @@ class ClusterKind(Enum):
     local = "local"  # this machine, or a running Ray cluster at `address`
     slurm = "slurm"  # the nodes of a Slurm allocation
     processes = "processes"  # this machine without Ray, to debug: rank 0 is the driver itself
+
+
+@dataclass(kw_only=True, slots=True)
+class PoolsConfig:
+    """Ranks of each pool under placement=split; 0 takes what the other leaves, or half."""
+
+    actor: int = 0
+    """What generates: the actor, reference, copies and teacher. Samples live here."""
+    critic: int = 0
+    """Critics, a reward model that is trained, and judges that are models."""
+
+    def settle(self, ranks: int) -> None:
+        """Replace zeros; raise ConfigError where the pools do not make up the `ranks`."""
+        given = f"{self.actor or '?'} + {self.critic or '?'}"
+        if not self.critic:
+            self.critic = ranks - self.actor if self.actor else ranks // 2
+        if not self.actor:
+            self.actor = ranks - self.critic
+        if min(self.actor, self.critic) < 1 or self.actor + self.critic != ranks:
+            allowed = f"actor + critic = cluster.ranks={ranks}, each 1 or more"
+            raise ConfigError("cluster.pools", given, allowed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,6 +52,8 @@ class ClusterConfig:
     """Worker processes; one per accelerator, or any number on CPU. 0: one per GPU of all nodes."""
     placement: Placement = Placement.colocate
     """How roles map to ranks."""
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
+    """Sizes of the pools, for placement=split."""
     threads_per_rank: int = 1
     """CPU threads of one rank."""
     address: str | None = None
@@ -69,6 +93,22 @@ class ClusterConfig:
             self._check_local()
         if self.ranks < 1:
             raise ConfigError("cluster.ranks", self.ranks, "1 or more")
+        if self.placement is Placement.split:
+            self.pools.settle(self.ranks)
+        elif self.pools != PoolsConfig():
+            given = f"{self.pools.actor} + {self.pools.critic}"
+            raise ConfigError("cluster.pools", given, "cluster.placement=split beside it")
+
+    @property
+    def pool_ranks(self) -> dict[str, range]:
+        """The ranks of every pool, by its name; under colocate there is one, named actor."""
+        if self.placement is Placement.colocate:
+            return {"actor": range(self.ranks)}
+        return {"actor": range(self.pools.actor), "critic": range(self.pools.actor, self.ranks)}
+
+    def pool_key(self, pool: str) -> str:
+        """The key that says how many ranks a pool has."""
+        return "cluster.ranks" if self.placement is Placement.colocate else f"cluster.pools.{pool}"
 
     @property
     def ranks_per_node(self) -> int:

@@ -50,10 +50,12 @@ class TrainLayoutConfig:
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     """Order of the micro-batches under pp."""
 
-    def check(self, ranks: int, key: str = "trainer.layout") -> None:
+    def check(
+        self, ranks: int, key: str = "trainer.layout", ranks_key: str = "cluster.ranks"
+    ) -> None:
         """Settle `fsdp`; raise ConfigError where the product is not the number of `ranks`.
 
-        `key` is where these settings stand.
+        `key` is where these settings stand, `ranks_key` where the number does.
         """
         for axis, least in (("pp", 1), ("replicas", 1), ("fsdp", 0), ("tp", 1)):
             if getattr(self, axis) < least:
@@ -63,7 +65,7 @@ class TrainLayoutConfig:
             self.fsdp = ranks // others
         if self.fsdp * others != ranks:
             sizes = f"{self.pp} x {self.replicas} x {self.fsdp or '?'} x {self.tp}"
-            allowed = f"pp x replicas x fsdp x tp = cluster.ranks={ranks}"
+            allowed = f"pp x replicas x fsdp x tp = {ranks_key}={ranks}"
             raise ConfigError(key, sizes, allowed)
 
 
@@ -89,8 +91,8 @@ class RolloutLayoutConfig:
         ):  # smaller ones make planning the messages take longer than sending
             raise ConfigError("rollout.layout.bucket_mb", self.bucket_mb, "0.1 to 1e6")
 
-    def check(self, ranks: int) -> None:
+    def check(self, ranks: int, ranks_key: str = "cluster.ranks") -> None:
         """Raise ConfigError where the ranks are not a whole number of instances."""
         if ranks % (self.pp * self.tp):
-            allowed = f"pp x tp that divides cluster.ranks={ranks}"
+            allowed = f"pp x tp that divides {ranks_key}={ranks}"
             raise ConfigError("rollout.layout", f"{self.pp} x {self.tp}", allowed)

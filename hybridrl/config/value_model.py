@@ -24,8 +24,11 @@ class ValueModelConfig:
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
     """How the weights lie on the ranks; by default as the actor's in training."""
 
-    def check(self, ranks: int, key: str) -> None:
-        """Raise ConfigError for a value out of range; `key` is where these settings stand."""
+    def check(self, ranks: int, key: str, ranks_key: str = "cluster.ranks") -> None:
+        """Raise ConfigError for a value out of range.
+
+        `key` is where these settings stand, `ranks_key` what says that there are so many `ranks`.
+        """
         self.optim.check(f"{key}.optim")
-        self.layout.check(ranks, f"{key}.layout")
+        self.layout.check(ranks, f"{key}.layout", ranks_key)
         self.lora.check(f"{key}.lora", self.layout.tp)

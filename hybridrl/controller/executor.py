@@ -2,19 +2,19 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from hybridrl.config import Config, Engine, RewardKind
+from hybridrl.config import Config
+from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.engines.train.balance import balance
 from hybridrl.flow.clock import Clock, WallClock
-from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope
+from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope, Trained
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.workers.rank import Published
+from hybridrl.workers.pool import Published
 from hybridrl.workers.training import UpdateShare
 
 # Moving samples costs a few milliseconds a step; below this surplus of the fullest rank's tokens
@@ -22,19 +22,18 @@ from hybridrl.workers.training import UpdateShare
 _TOLERATED_IMBALANCE = 0.02
 
 
+# Work of several rounds of calls: it yields the calls of a round, each with its rank, is sent their
+# answers in that order once all are there, and returns its events.
+_Work = Generator[Mapping[Any, int], list[Any], list[Event]]
+
+
 @dataclass(slots=True)
-class _Infer:
-    """A forward pass that gathers its samples: `waiting` sources have not sent theirs.
+class _Round:
+    """The calls in flight of a piece of work, and the answers so far."""
 
-    By receiving rank: the samples that arrive, and references of what they are in.
-    """
-
-    stage: Stage
-    instance: int
-    samples: Sequence[Sample]
-    waiting: int = 0
-    arriving: dict[int, list[SampleId]] = field(default_factory=lambda: defaultdict(list))
-    parcels: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    work: _Work
+    calls: list[Any]
+    answers: dict[Any, Any] = field(default_factory=dict)
 
 
 class RayExecutor:
@@ -43,6 +42,10 @@ class RayExecutor:
     `on_switch` hears of every weight switch: one accounting per rank. An instance of several ranks
     gets every call on all of them; their answers become one event. A rank that dies ends the run
     (`WorkerError`), since its training shard is gone, so there is never a `Died`.
+
+    Samples live in the actor's pool. What another pool reads is copied there for the length of the
+    call, and what it makes is copied home before the call's event: so `map`, forward passes and the
+    actor's update find everything where the sample is.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class RayExecutor:
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
-        # Calls in flight: the rank, and what becomes of the answer.
-        self._pending: dict[Any, tuple[int, Callable[[Any], list[Event]]]] = {}
-        self._answers: dict[int, list[Any]] = defaultdict(list)
+        self._pending: dict[Any, tuple[int, _Round]] = {}  # calls in flight, with their rank
+        self._told: list[Event] = []  # events that the next `wait` gives
         # Where a sample's tensors can be had without its rank: references by field.
         self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
+        # What each role outside of the actor's pool has made, which its update may look at.
+        self._made_by: dict[str, set[str]] = defaultdict(set)
 
     @property
     def instances(self) -> Sequence[int]:
@@ -76,14 +80,23 @@ class RayExecutor:
         """Who takes part in a per-sample stage; see `scope_of`."""
         return scope_of(stage, self.config)
 
+    def pool(self, stage: Stage) -> str:
+        """The pool of ranks that a stage's role is on."""
+        return pool_of(stage, self.config)
+
     def has_passes(self, graph: Graph) -> bool:
         """Whether samples of `graph` may move, since spare instances run forward passes."""
         stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
         passes = any(self.scope(stage) is Scope.INSTANCE for stage in stages)
         return passes and len(self.instances) > 1
 
+    def lends(self, graph: Graph) -> bool:
+        """Whether samples of `graph` are read in a pool where they do not live."""
+        stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
+        return any(self.scope(stage) is Scope.POOL for stage in stages)
+
     def enter(self, phase: Phase) -> None:
-        """Bring every rank into `phase`."""
+        """Bring every rank where samples live into `phase`."""
         answers = self.group.enter(phase)
         self.version = answers[0]["version"]
         reports = [answer["switch"] for answer in answers]
@@ -92,32 +105,112 @@ class RayExecutor:
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Start a bounded generation call on an instance."""
-        calls = self.group.call_advance(instance, commands, num_decode_steps)
-        for call, rank in calls.items():
-            self._pending[call] = rank, self._advanced
+        self._begin(self._advance(instance, commands, num_decode_steps))
+
+    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> _Work:
+        """One event for an instance: every rank's finished samples, every place's parked state."""
+        published: list[Published] = yield self.group.call_advance(instance, commands, num_steps)
+        answers: list[Advanced] = [answer.event for answer in published]
+        for answer in published:
+            self._known(answer, [f.id for f in answer.event.finished], ("tokens", "log_probs"))
+        finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
+        parked = [
+            replace(same[0], state={place: state for p in same for place, state in p.state.items()})
+            for same in zip(*(a.parked for a in answers), strict=True)
+        ]
+        slowest = max((a.work for a in answers), key=lambda work: work.seconds)
+        told = replace(answers[0], finished=tuple(finished), parked=tuple(parked), work=slowest)
+        return [told]
 
     def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         """Deal the dataset's targets to the ranks."""
-        for rank in range(self.group.size):
-            mine = slice(rank, None, self.group.size)
+        ranks = self.group.home.ranks
+        for rank in ranks:
+            mine = slice(rank, None, len(ranks))
             if ids[mine]:
                 call = self.group.call_place(rank, stage, tuple(ids[mine]), tuple(prompts[mine]))
-                self._pending[call] = rank, _event
+                self._begin(_single(call, rank))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Start a stage where the samples lie; if it needs the world, on the other ranks too."""
-        by_rank: dict[int, list[Sample]] = defaultdict(list)
-        for sample in samples:
-            by_rank[sample.rank].append(sample)
-        world = self.scope(stage) is Scope.WORLD
-        start = self.group.call_compute if world else self.group.call_judge
-        for rank in range(self.group.size) if world else sorted(by_rank):
-            ids = tuple(sample.id for sample in by_rank[rank])
-            fields = tuple(
-                {x: sample.scalars[x] for x in stage.inputs if x in sample.scalars}
-                for sample in by_rank[rank]
-            )
-            self._pending[start(rank, stage, ids, fields)] = rank, _event
+        """Start a stage where the samples lie; if it needs the world, on the other ranks too.
+
+        In another pool, on copies.
+        """
+        scope = self.scope(stage)
+        if scope is Scope.POOL:
+            self._begin(self._lend(stage, samples))
+            return
+        by_rank = _by_rank(samples)
+        for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(by_rank):
+            mine = by_rank.get(rank, [])
+            ids = tuple(sample.id for sample in mine)
+            if scope is Scope.WORLD:
+                call = self.group.call_compute(rank, stage, ids)
+            else:
+                fields = tuple(
+                    {x: sample.scalars[x] for x in stage.inputs if x in sample.scalars}
+                    for sample in mine
+                )
+                call = self.group.call_judge(rank, stage, ids, fields)
+            self._begin(_single(call, rank))
+
+    def _lend(self, stage: Stage, samples: Sequence[Sample]) -> _Work:
+        """Copies to the stage's pool, the stage there, and home what it has made."""
+        ranks = self.group.pools[self.pool(stage)].ranks
+        receivers = [ranks[i] for i in deal(samples, len(ranks))]
+        fields = {name for name in stage.inputs if name in samples[0].tensors}
+        parcels = yield from self._borrow(samples, receivers, fields)
+        ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
+        for sample, rank in zip(samples, receivers, strict=True):
+            ids[rank].append(sample.id)
+        published: list[Published] = yield {
+            self.group.call_compute(rank, stage, ids[rank], _once(parcels[rank])): rank
+            for rank in ranks
+        }
+        told = _as_one([answer.event for answer in published])
+        for answer in published:
+            self._known(answer, answer.event.ids, told.tensors)
+        if told.tensors:
+            assert stage.role is not None
+            self._made_by[stage.role].update(told.tensors)
+            made = told.tensors[0]
+            calls = {}
+            for rank, mine in _by_rank(samples).items():
+                references = _once(self._published[sample.id][made] for sample in mine)
+                calls[self.group.call_receive(rank, [s.id for s in mine], references)] = rank
+            yield calls
+        return [told]
+
+    def _borrow(
+        self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
+    ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
+        """References of `fields` of samples that stay where they are, by receiver."""
+        parcels, asked = self._found(samples, receivers, lambda sample: fields)
+        lent = yield {
+            self.group.call_lend(rank, moves, sorted(fields)): rank for rank, moves in asked.items()
+        }
+        _add(parcels, lent)
+        return parcels
+
+    def _found(
+        self,
+        samples: Sequence[Sample],
+        receivers: Sequence[int],
+        fields_of: Callable[[Sample], Collection[str]],
+    ) -> tuple[dict[int, list[Any]], dict[int, dict[int, list[SampleId]]]]:
+        """What is published of the samples' fields, by receiver; and whose rank must be asked.
+
+        The latter by the rank and the receiver.
+        """
+        parcels: dict[int, list[Any]] = defaultdict(list)
+        asked: dict[int, dict[int, list[SampleId]]] = {}
+        for sample, receiver in zip(samples, receivers, strict=True):
+            known, wanted = self._published[sample.id], fields_of(sample)
+            if known.keys() >= set(wanted):
+                parcels[receiver] += [known[name] for name in sorted(wanted)]
+            else:
+                asked.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+        return parcels, asked
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """Have samples from elsewhere sent, each to one rank of the instance; then start.
@@ -125,107 +218,92 @@ class RayExecutor:
         What their ranks have published is fetched as it is; only for the rest they are asked, and
         answer when their present call ends.
         """
+        self._begin(self._infer(stage, instance, samples))
+
+    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> _Work:
+        """One event for an instance: each rank has the results of its own samples."""
         ranks = self.group.instances[instance]
-        call = _Infer(stage, instance, samples)
-        asked: dict[int, dict[int, list[SampleId]]] = {}
-        for sample in samples:
-            if sample.rank in ranks:
-                continue
-            receiver = ranks[(sample.id.prompt + sample.id.k) % len(ranks)]
-            call.arriving[receiver].append(sample.id)
-            known = self._published[sample.id]
-            if known.keys() >= sample.tensors:
-                call.parcels[receiver] += [known[name] for name in sorted(sample.tensors)]
-            else:
-                asked.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
-            sample.rank = receiver
-        call.waiting = len(asked)
-        for source, by_receiver in asked.items():
-            sent = self.group.call_send(source, by_receiver)
-            self._pending[sent] = source, partial(self._sent, call)
-        if not asked:
-            self._start(call)
-
-    def _sent(self, call: _Infer, parcels: dict[int, list[Any]]) -> list[Event]:
-        for receiver, some in parcels.items():
-            call.parcels[receiver] += some
-        call.waiting -= 1
-        if not call.waiting:
-            self._start(call)
-        return []
-
-    def _start(self, call: _Infer) -> None:
-        for rank in self.group.instances[call.instance]:
-            mine = [sample.id for sample in call.samples if sample.rank == rank]
-            once = {id(reference): reference for reference in call.parcels[rank]}
-            started = self.group.call_infer(
-                rank, call.stage, call.instance, mine, call.arriving[rank], list(once.values())
-            )
-            self._pending[started] = rank, self._inferred
+        coming = [sample for sample in samples if sample.rank not in ranks]
+        receivers = [ranks[(s.id.prompt + s.id.k) % len(ranks)] for s in coming]
+        parcels, asked = self._found(coming, receivers, lambda sample: sample.tensors)
+        arriving: dict[int, list[SampleId]] = defaultdict(list)
+        for sample, rank in zip(coming, receivers, strict=True):
+            arriving[rank].append(sample.id)
+            sample.rank = rank
+        sent = yield {self.group.call_send(rank, moves): rank for rank, moves in asked.items()}
+        _add(parcels, sent)
+        calls = {}
+        for rank in ranks:
+            mine = [sample.id for sample in samples if sample.rank == rank]
+            once = _once(parcels[rank])
+            calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
+        published: list[Published] = yield calls
+        for answer in published:
+            self._known(answer, answer.event.ids, answer.event.tensors)
+        return [_as_one([answer.event for answer in published])]
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one, in the order they were started."""
-        if not self._pending:
-            raise RuntimeError("nothing is in flight")
-        events: list[Event] = []
+        events, self._told = self._told, []
         while not events:
+            if not self._pending:
+                raise RuntimeError("nothing is in flight")
             for reference in self.group.launcher.wait(list(self._pending)):
-                rank, then = self._pending.pop(reference)
-                events += then(self.group.take(rank, reference))
+                rank, calls = self._pending.pop(reference)
+                calls.answers[reference] = self.group.take(rank, reference)
+                if len(calls.answers) == len(calls.calls):
+                    events += self._go_on(calls.work, [calls.answers[x] for x in calls.calls])
         return events
 
-    def _all(self, answer: Any) -> list[Any]:
-        """The answers of all ranks of an instance, once they are there; else none."""
-        answers = self._answers[answer.instance]
-        answers.append(answer)
-        if len(answers) < len(self.group.instances[answer.instance]):
-            return []
-        return self._answers.pop(answer.instance)
+    def _begin(self, work: _Work) -> None:
+        self._told += self._go_on(work, None)
+
+    def _go_on(self, work: _Work, answers: list[Any] | None) -> list[Event]:
+        """Start the next round of `work`; its events where there is none."""
+        try:
+            calls = work.send(answers) if answers is not None else next(work)
+            while not calls:
+                calls = work.send([])
+        except StopIteration as ended:
+            events: list[Event] = ended.value
+            return events
+        started = _Round(work, list(calls))
+        self._pending |= {call: (rank, started) for call, rank in calls.items()}
+        return []
 
     def _known(self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]) -> None:
         if published.reference is not None:
             for sample in ids:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
 
-    def _advanced(self, published: Published) -> list[Event]:
-        """One event for an instance: every rank's finished samples, every place's parked state."""
-        answer: Advanced = published.event
-        self._known(published, [f.id for f in answer.finished], ("tokens", "log_probs"))
-        answers: list[Advanced] = self._all(answer)
-        if not answers:
-            return []
-        finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
-        parked = [
-            replace(same[0], state={place: state for p in same for place, state in p.state.items()})
-            for same in zip(*(a.parked for a in answers), strict=True)
-        ]
-        slowest = max((a.work for a in answers), key=lambda work: work.seconds)
-        return [replace(answer, finished=tuple(finished), parked=tuple(parked), work=slowest)]
+    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
+        self._begin(self._update(stage, samples))
 
-    def _inferred(self, published: Published) -> list[Event]:
-        """One event for an instance: each rank has the results of its own samples."""
-        answer: Computed = published.event
-        self._known(published, answer.ids, answer.tensors)
-        answers: list[Computed] = self._all(answer)
-        if not answers:
-            return []
-        some = [a for a in answers if a.ids]
-        names = some[0].scalars if some else {}
-        return [
-            replace(
-                answer,
-                ids=tuple(id for a in some for id in a.ids),
-                scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
-                seconds=max(a.seconds for a in answers),
-            )
-        ]
-
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
-        """Spread the samples by tokens, move those that must move, and train."""
-        fields = dict(stage.options["fields"])
+    def _update(self, stage: Stage, samples: Sequence[Sample]) -> _Work:
+        pool = self.group.pools[self.pool(stage)]
         atom = stage.options.get("atom", 1)
-        ranks = assign_ranks(samples, self.group.size, atom, move=self.config.strict)
-        parcels = self._move(samples, ranks)
+        if pool is self.group.home:
+            ranks = assign_ranks(samples, len(pool.ranks), atom, move=self.config.strict)
+            parcels = yield from self._move(samples, ranks)
+        else:
+            ranks = [pool.ranks[i] for i in deal(samples, len(pool.ranks), atom)]
+            common = set.intersection(*(sample.tensors for sample in samples))
+            fields = common & {*stage.inputs, *self._made_by[stage.role or ""]}
+            parcels = yield from self._borrow(samples, ranks, fields)
+        shares = self._shares(stage, samples, ranks, atom)
+        metrics = yield self.group.call_update(
+            pool,
+            stage,
+            [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks],
+        )
+        return [Trained(stage.name, metrics[0])]
+
+    def _shares(
+        self, stage: Stage, samples: Sequence[Sample], ranks: Sequence[int], atom: int
+    ) -> dict[int, UpdateShare]:
+        """Every rank's part of an update, without what must come to it."""
+        fields = dict(stage.options["fields"])
         wanted = {
             sample.id: {
                 field: float(sample.scalars[field])
@@ -238,8 +316,8 @@ class RayExecutor:
         num = stage.options["mini_batches"] or self.config.trainer.mini_batches
         atoms = -(-len(samples) // atom)
         bounds = [atoms * i // num * atom for i in range(num)] + [len(samples)]
-        shares = []
-        for rank in range(self.group.size):
+        shares = {}
+        for rank in self.group.pools[self.pool(stage)].ranks:
             mini_batches = tuple(
                 tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
                 for a, b in itertools.pairwise(bounds)
@@ -248,8 +326,8 @@ class RayExecutor:
             mine = [id for ids in mini_batches for id in ids]
             scalars = {id: wanted[id] for id in mine}
             oldest = {id: versions[id] for id in mine}
-            shares.append(UpdateShare(mini_batches, scalars, oldest, tuple(parcels[rank])))
-        return self.group.update(stage, shares)
+            shares[rank] = UpdateShare(mini_batches, scalars, oldest, ())
+        return shares
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Let the ranks forget samples."""
@@ -257,53 +335,68 @@ class RayExecutor:
             self._published.pop(sample, None)
         self.group.release(tuple(ids))
 
-    def _move(self, samples: Sequence[Sample], ranks: Sequence[int]) -> list[list[Any]]:
-        """Have samples sent to the ranks that train them; returns references by receiver.
+    def _move(
+        self, samples: Sequence[Sample], ranks: Sequence[int]
+    ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
+        """Have samples sent to the ranks that train them; references by receiver.
 
         With all tensors that every one of them has: another update may read others than this one.
         """
-        size = self.group.size
+        size = len(self.group.home.ranks)
         moves: list[list[list[SampleId]]] = [[[] for _ in range(size)] for _ in range(size)]
         for sample, rank in zip(samples, ranks, strict=True):
             if sample.rank != rank:
                 moves[sample.rank][rank].append(sample.id)
-        incoming: list[list[Any]] = [[] for _ in range(size)]
+        parcels: dict[int, list[Any]] = defaultdict(list)
         if any(ids for row in moves for ids in row):
             common = set.intersection(*(sample.tensors for sample in samples))
-            tensors = tuple(sorted(common))
-            sent = self.group.export([tuple(map(tuple, row)) for row in moves], tensors)
-            for row in sent:
-                for rank, parcel in enumerate(row):
-                    if parcel is not None:
-                        incoming[rank].append(parcel)
+            fields = tuple(sorted(common))
             for sample, rank in zip(samples, ranks, strict=True):
                 if sample.rank != rank:
                     sample.rank = rank
                     sample.tensors &= common
-        return incoming
+            sent = yield self.group.call_export([tuple(map(tuple, row)) for row in moves], fields)
+            for row in sent:
+                for rank, parcel in enumerate(row):
+                    parcels[rank] += [] if parcel is None else [parcel]
+        return parcels
 
 
-def scope_of(stage: Stage, config: Config) -> Scope:
-    """Who takes part in a per-sample stage.
-
-    Old-policy log-probabilities use the native engine's weights, where these have the format that
-    training computes in; else they need the training shards. vLLM's are packed for itself.
-    """
-    if stage.method == "map":
-        return Scope.RANK
-    if stage.method == "score":
-        assert stage.role is not None
-        neural = config.judge_of(stage.role).kind is RewardKind.model
-        return Scope.INSTANCE if neural else Scope.RANK
-    rollout = config.rollout
-    lent = rollout.engine is Engine.native and rollout.dtype is config.model.compute_dtype
-    if stage.method == "log_probs" and (stage.role != "actor" or lent):
-        return Scope.INSTANCE
-    return Scope.WORLD
+def _single(call: Any, rank: int) -> _Work:
+    """One call, whose answer is an event."""
+    events: list[Event] = yield {call: rank}
+    return events
 
 
-def _event(answer: Event) -> list[Event]:
-    return [answer]
+def _as_one(answers: Sequence[Computed]) -> Computed:
+    """What several ranks have made of their own samples."""
+    some = [a for a in answers if a.ids]
+    names = some[0].scalars if some else {}
+    return replace(
+        (some or answers)[0],
+        ids=tuple(id for a in some for id in a.ids),
+        scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
+        seconds=max(a.seconds for a in answers),
+    )
+
+
+def _by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.rank, []).append(sample)
+    return found
+
+
+def _once(references: Iterable[Any]) -> tuple[Any, ...]:
+    """Each reference once: a parcel has many samples."""
+    return tuple({id(reference): reference for reference in references}.values())
+
+
+def _add(parcels: dict[int, list[Any]], sent: Iterable[Mapping[int, Sequence[Any]]]) -> None:
+    """What ranks have put into the data plane, by receiver."""
+    for by_receiver in sent:
+        for receiver, references in by_receiver.items():
+            parcels[receiver] += references
 
 
 def assign_ranks(
@@ -321,6 +414,11 @@ def assign_ranks(
     together = all(len(set(here[i : i + atom])) == 1 for i in range(0, len(here), atom))
     if not move and together and max(loads) <= (1 + _TOLERATED_IMBALANCE) * sum(loads) / num_ranks:
         return here
+    return deal(samples, num_ranks, atom)
+
+
+def deal(samples: Sequence[Sample], num_ranks: int, atom: int = 1) -> list[int]:
+    """Which rank gets which sample, by tokens; `atom` consecutive ones stay together."""
     atoms = [samples[i : i + atom] for i in range(0, len(samples), atom)]
     parts = balance([sum(s.tokens for s in group) for group in atoms], num_ranks)
     ranks = [0] * len(samples)

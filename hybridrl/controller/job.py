@@ -18,6 +18,7 @@ from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.launch import Launcher, launched
 from hybridrl.controller.parts import with_parts
+from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.prepare import Prepared, prepare
 from hybridrl.controller.schedules import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
@@ -28,7 +29,7 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.memory import Memory
-from hybridrl.workers.rank import Span
+from hybridrl.workers.pool import Span
 from hybridrl.workers.training import Training
 
 __all__ = ["RayStartError", "TrainingStopped", "WorkerError", "evaluate_only", "train"]
@@ -138,6 +139,7 @@ class Job:
     def _begin(self, kind: Schedule, graph: Graph, steps: int, optim: OptimConfig) -> None:
         """Make the roles of `graph` for so many steps; `optim` is the actor's optimizer."""
         moves = kind is not Schedule.serial and self.executor.has_passes(graph)
+        publishes = moves or self.executor.lends(graph)
         training = {
             role: Training(
                 optim if role == "actor" else self.config.value_model_of(role).optim,
@@ -145,7 +147,8 @@ class Job:
             )
             for role in dict.fromkeys(["actor", *graph.learned])
         }
-        for role, described in self.group.begin(graph, training, moves).items():
+        graphs = graphs_of(graph, self.config)
+        for role, described in self.group.begin(graphs, training, publishes).items():
             self.telemetry.event("role", role=role, **described)
 
     def _fit(

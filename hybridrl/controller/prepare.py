@@ -17,6 +17,7 @@ from hybridrl.config.compose import explain
 from hybridrl.config.dotted import load_function
 from hybridrl.config.errors import names
 from hybridrl.controller.parts import with_parts
+from hybridrl.controller.placement import check_placement
 from hybridrl.controller.role_models import check_role_models, judges_of, place_of
 from hybridrl.data import Data, load_data
 from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_takes
@@ -49,6 +50,7 @@ def prepare(config: Config) -> Prepared:
     if config.warm_start.steps:
         warm_start = _once(build_recipe({"target": "hybridrl.recipes.sft:sft"}))
     check_ranks(config.cluster)
+    check_placement(config, graph)
     if config.rollout.engine is Engine.vllm:
         check_vllm_installed()
     for role in judges_of(config, graph):

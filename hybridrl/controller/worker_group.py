@@ -1,17 +1,21 @@
-"""The colocated ranks as the driver sees them: typed calls, one error for a dead worker."""
+"""The ranks as the driver sees them: typed calls, one error for a dead worker."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.controller.launch import CallFailed, Launcher
+from hybridrl.controller.placement import HOME
 from hybridrl.flow.executor import Command, Phase
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.machine import Machine
 from hybridrl.workers.memory import Memory
-from hybridrl.workers.rank import RankWorker, Reply, Span
+from hybridrl.workers.pool import Reply, Span
+from hybridrl.workers.pools import make_worker
+from hybridrl.workers.rank import RankWorker
 from hybridrl.workers.training import Training, UpdateShare
 
 OnSpan = Callable[[int, Span], None]
@@ -23,8 +27,20 @@ class WorkerError(RuntimeError):
     """A rank failed: which roles, which rank, which node, where its log is, and why."""
 
 
+@dataclass(slots=True)
+class Pool:
+    """Ranks that are one process group: `group` calls all of them. `roles` is for error messages.
+
+    A rank's number is that of the run; inside, ranks count from 0.
+    """
+
+    ranks: range
+    group: Any
+    roles: list[str]
+
+
 class WorkerGroup:
-    """All ranks of the colocated pool.
+    """All ranks, in pools: that of the actor first, where samples live.
 
     `call_*` start work and return references; `gather` waits for them. Any failure ends every
     rank at once: a rank that sits in a collective would otherwise wait for the dead one for ever.
@@ -42,10 +58,14 @@ class WorkerGroup:
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory = on_span, on_memory
         self._group = launcher.start(
-            RankWorker, RankWorker, config, model_path, launcher.data_plane
+            RankWorker, make_worker, config, model_path, launcher.data_plane
         )
         self._ranks = [launcher.subgroup(self._group, [rank]) for rank in range(self.size)]
-        self._roles = ["actor", "reward"]
+        self.pools = {
+            name: Pool(ranks, launcher.subgroup(self._group, ranks), [name])
+            for name, ranks in config.cluster.pool_ranks.items()
+        }
+        self.home = self.pools[HOME]
         self._place = [_UNKNOWN] * self.size
         self.instances: list[list[int]] = []
         self._logs = Path(config.run.dir) / "logs"
@@ -69,15 +89,15 @@ class WorkerGroup:
             self.on_memory(rank, memory)
         return reply.value
 
-    def gather(self, references: Sequence[Any]) -> list[Any]:
-        """Values of one call per rank, in rank order; the first failure is raised at once."""
-        pending = {reference: rank for rank, reference in enumerate(references)}
+    def gather(self, references: Sequence[Any], first: int = 0) -> list[Any]:
+        """Values of one call per rank from `first` on; the first failure is raised at once."""
+        pending = {reference: rank for rank, reference in enumerate(references, first)}
         values: dict[int, Any] = {}
         while pending:
             for reference in self.launcher.wait(list(pending)):
                 rank = pending.pop(reference)
                 values[rank] = self.take(rank, reference)
-        return [values[rank] for rank in range(len(references))]
+        return [values[rank] for rank in range(first, first + len(references))]
 
     def kill(self) -> None:
         """End every rank now."""
@@ -98,8 +118,9 @@ class WorkerGroup:
         else:
             reason = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
         node, log = self._place[rank]
+        (roles,) = (pool.roles for pool in self.pools.values() if rank in pool.ranks)
         return WorkerError(
-            f"rank {rank} of {self.size} ({', '.join(self._roles)}) on node {node} failed:"
+            f"rank {rank} of {self.size} ({', '.join(roles)}) on node {node} failed:"
             f" {reason}; its log is {log or self._logs}"
         )
 
@@ -107,8 +128,11 @@ class WorkerGroup:
 
     def setup(self) -> list[dict[str, Any]]:
         """Process group and weights on every rank; answers with what each has to log."""
-        (listening,) = self._ranks[0].listen()
-        answers = self.gather(self._group.setup(*self.take(0, listening)))
+        calls: list[Any] = []
+        for pool in self.pools.values():
+            (listening,) = self._ranks[pool.ranks[0]].listen()
+            calls += pool.group.setup(*self.take(pool.ranks[0], listening))
+        answers = self.gather(calls)
         self._place = [
             (
                 f"{answer['node']} (pid {answer['pid']})",
@@ -116,10 +140,10 @@ class WorkerGroup:
             )
             for answer in answers
         ]
-        number = 1 + max(answer["instance"] for answer in answers)
+        instance_of = [answers[rank]["instance"] for rank in self.home.ranks]
         self.instances = [
-            [rank for rank, answer in enumerate(answers) if answer["instance"] == instance]
-            for instance in range(number)
+            [rank for rank in self.home.ranks if instance_of[rank] == instance]
+            for instance in range(1 + max(instance_of))
         ]
         return answers
 
@@ -129,35 +153,36 @@ class WorkerGroup:
         return list({machine.node: machine for machine in reversed(answers)}.values())[::-1]
 
     def begin(
-        self, graph: Graph, training: Mapping[str, Training], publishes: bool
+        self, graphs: Mapping[str, Graph], training: Mapping[str, Training], publishes: bool
     ) -> dict[str, Any]:
-        """Make a recipe's roles on every rank, with fresh optimizers for those of `training`.
+        """Make a recipe's roles on the ranks, with fresh optimizers for those of `training`.
 
-        Answers with what is worth logging of new critics, by name. With `publishes` ranks put what
-        they make into the data plane at once: samples may move.
+        `graphs` is by pool. Answers with what is worth logging of new critics, by name. With
+        `publishes` ranks put what they make into the data plane at once: others will want it.
         """
-        self._roles = list(dict.fromkeys(["actor", "reward", *graph.roles]))
-        answers = self.gather(self._group.begin(graph.on_ranks(), dict(training), publishes))
-        made: dict[str, Any] = answers[0]
+        made: dict[str, Any] = {}
+        for name, pool in self.pools.items():
+            graph, weights = graphs[name], tuple[Any, ...]()
+            used = ["actor", "reward"] if pool is self.home else []
+            pool.roles = list(dict.fromkeys([*used, *graph.roles])) or [name]
+            trains = {role for role in training if role in graph.learned}
+            if pool is self.home:
+                trains |= {"actor"} & training.keys()
+            elif graph.learned:  # they may begin as the actor is now
+                weights = self.gather(self.home.group.lend_weights())[0]
+            mine = {role: how for role, how in training.items() if role in trains}
+            calls = pool.group.begin(graph, mine, publishes, weights)
+            made |= self.gather(calls, pool.ranks[0])[0]
         return made
 
     def enter(self, phase: Phase) -> list[dict[str, Any]]:
-        """Change phase everywhere; answers with each rank's weight-switch accounting."""
-        return self.gather(self._group.enter(phase))
-
-    def export(
-        self, moves: list[tuple[tuple[SampleId, ...], ...]], fields: tuple[str, ...]
-    ) -> list[list[Any]]:
-        """`moves[source][destination]` lists ids; answers with references in the same shape."""
-        return self.gather(self._group.export(moves, [fields] * self.size))
-
-    def update(self, stage: Stage, shares: list[UpdateShare]) -> dict[str, float]:
-        """One pass over an update's mini-batches; metrics are equal on all ranks."""
-        return self.gather(self._group.update([stage] * self.size, shares))[0]
+        """Change phase where samples live; answers with each rank's weight-switch accounting."""
+        return self.gather(self.home.group.enter(phase))
 
     def save(self, path: str) -> None:
         """Write the actor as a Hugging Face directory, every critic as one in it."""
-        self.gather(self._group.save(path))
+        for pool in self.pools.values():  # one after the other: the actor's folder takes its place
+            self.gather(pool.group.save(path), pool.ranks[0])
 
     def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
         """Prompt and response texts of samples, by the rank that holds them."""
@@ -194,10 +219,14 @@ class WorkerGroup:
         return self._ranks[rank].place(stage, ids, items)[0]
 
     def call_compute(
-        self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
+        self,
+        rank: int,
+        stage: Stage,
+        ids: Sequence[SampleId],
+        parcels: Sequence[Any] = (),
     ) -> Any:
-        """Start a stage that all ranks take part in on one of them."""
-        return self._ranks[rank].compute(stage, ids, scalars)[0]
+        """Start a stage that all ranks of a pool take part in on one of them."""
+        return self._ranks[rank].compute(stage, tuple(ids), tuple(parcels))[0]
 
     def call_judge(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
@@ -208,6 +237,17 @@ class WorkerGroup:
     def call_send(self, rank: int, moves: Mapping[int, Sequence[SampleId]]) -> Any:
         """Have whole samples of one rank put into the data plane, by receiver."""
         return self._ranks[rank].send({to: tuple(ids) for to, ids in moves.items()})[0]
+
+    def call_lend(
+        self, rank: int, moves: Mapping[int, Sequence[SampleId]], fields: Sequence[str]
+    ) -> Any:
+        """Have some fields of one rank's samples put into the data plane, by receiver."""
+        lent = {to: tuple(ids) for to, ids in moves.items()}
+        return self._ranks[rank].lend(lent, tuple(fields))[0]
+
+    def call_receive(self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]) -> Any:
+        """Have what was made elsewhere of one rank's samples taken in, beside what it does."""
+        return self._ranks[rank].receive(tuple(ids), tuple(parcels))[0]
 
     def call_infer(
         self,
@@ -221,3 +261,20 @@ class WorkerGroup:
         """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
         infer = self._ranks[rank].infer
         return infer(stage, instance, tuple(ids), tuple(arriving), tuple(parcels))[0]
+
+    # -- all ranks of a pool, not blocking -----------------------------------------------------
+
+    def call_export(
+        self, moves: list[tuple[tuple[SampleId, ...], ...]], fields: tuple[str, ...]
+    ) -> dict[Any, int]:
+        """`moves[source][destination]` lists ids; each source answers with references."""
+        home = self.home
+        return _by_rank(home, home.group.export(moves, [fields] * len(home.ranks)))
+
+    def call_update(self, pool: Pool, stage: Stage, shares: list[UpdateShare]) -> dict[Any, int]:
+        """Start a pass over an update's mini-batches; metrics are equal on all ranks."""
+        return _by_rank(pool, pool.group.update([stage] * len(shares), shares))
+
+
+def _by_rank(pool: Pool, references: Sequence[Any]) -> dict[Any, int]:
+    return dict(zip(references, pool.ranks, strict=True))

@@ -113,17 +113,27 @@ def before_take(graph: Graph) -> tuple[Stage | None, frozenset[str]]:
 
 
 def sections(stages: Iterable[Stage]) -> list[list[Stage]]:
-    """Stretches whose samples are made together: each ends with an update or before a stage that
+    """Stretches whose samples are made together: each ends with updates or before a stage that
     makes more samples for those there are.
     """
     found: list[list[Stage]] = [[]]
     for stage in stages:
-        if stage.makes_more and found[-1]:
+        trained = bool(found[-1]) and found[-1][-1].kind is Kind.UPDATE
+        if found[-1] and (stage.makes_more or (trained and stage.kind is not Kind.UPDATE)):
             found.append([])
         found[-1].append(stage)
-        if stage.kind is Kind.UPDATE:
-            found.append([])
     return [section for section in found if section]
+
+
+def with_updates_together(stages: Iterable[Stage]) -> list[list[Stage]]:
+    """The stages in order: updates that follow each other in one list, any other alone."""
+    found: list[list[Stage]] = []
+    for stage in stages:
+        if stage.kind is Kind.UPDATE and found and found[-1][0].kind is Kind.UPDATE:
+            found[-1].append(stage)
+        else:
+            found.append([stage])
+    return found
 
 
 def wanted(stage: Stage, positions: Iterable[int], upstream: Sequence[Sample]) -> dict[int, int]:

@@ -27,6 +27,7 @@ class Scope(Enum):
     RANK = "rank"  # the rank where the sample lies, beside what else it does (verifiers, `map`)
     INSTANCE = "instance"  # one generation instance, which holds the role's whole weights
     WORLD = "world"  # all ranks together in TRAIN, since the role's weights are sharded over them
+    POOL = "pool"  # the role's own pool of ranks, in any phase: no sample lives there
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,8 @@ class Advanced:
 class Computed:
     """A per-sample stage has run on these samples: new scalars by sample, new tensor fields.
 
-    `instance` is the one that an `infer` has kept busy; it took `seconds`.
+    `instance` is the one that an `infer` has kept busy; it took `seconds`. The tensors are where
+    the samples are, wherever they were made.
     """
 
     stage: str
@@ -171,23 +173,35 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """An update has ended, with the metrics of its steps."""
+
+    stage: str
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
-    """An instance is gone, with its calls in flight, the samples it held and the tensors there."""
+    """An instance is gone, with its calls in flight, the samples it held and the tensors there.
+
+    Events that come later do not speak of these samples, but of their successors.
+    """
 
     instance: int
 
 
-Event = Advanced | Computed | Placed | Died
+Event = Advanced | Computed | Placed | Trained | Died
 
 
 class Executor(Protocol):
     """The seam between a schedule and what runs it.
 
-    `advance`, `compute`, `infer` and `place` start work and return at once; `wait` blocks until at
-    least one piece has ended. `enter`, `update` and `release` are whole-group and block. At most
-    one `advance` or `infer` is in flight per instance. Events of one call keep their order;
-    schedules must not depend on the order of different calls for anything that reaches the
-    training batch. Between `enter(GENERATE)` and the next `enter` no call needs two instances.
+    `advance`, `compute`, `infer`, `place` and `update` start work and return at once; `wait` blocks
+    until at least one piece has ended. `enter` and `release` are whole-group and block. At most one
+    `advance` or `infer` is in flight per instance, one `update` per pool and no other call to its
+    ranks beside it. Events of one call keep their order; schedules must not depend on the order of
+    different calls for anything that reaches the training batch. Between `enter(GENERATE)` and the
+    next `enter` no call needs two instances.
     """
 
     clock: Clock
@@ -210,8 +224,12 @@ class Executor(Protocol):
         """Who takes part in a per-sample stage."""
         ...
 
+    def pool(self, stage: Stage) -> str:
+        """The name of the ranks that a stage's role is on; different pools share none."""
+        ...
+
     def enter(self, phase: Phase) -> None:
-        """Bring every rank into `phase`; into GENERATE this is the weight switch."""
+        """Bring every rank where samples live into `phase`; GENERATE is the weight switch."""
         ...
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
@@ -227,9 +245,10 @@ class Executor(Protocol):
         ...
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Run a stage of scope RANK or WORLD where the samples' tensors lie.
+        """Run a stage of scope RANK or WORLD where the samples' tensors lie, of POOL on its ranks.
 
-        Ends with `Computed` (one for all samples, or one per rank).
+        Ends with `Computed` (one for all samples, or one per rank). What a pool reads is copied
+        there, and what it makes comes to where the samples lie; they do not move meanwhile.
         """
         ...
 
@@ -246,8 +265,8 @@ class Executor(Protocol):
         """Events of at least one call in flight; raises `RuntimeError` when there is none."""
         ...
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
-        """Train on `samples`, which are in training order; returns the step's metrics."""
+    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Train on `samples`, which are in training order; in TRAIN. Ends with `Trained`."""
         ...
 
     def release(self, ids: Sequence[SampleId]) -> None:

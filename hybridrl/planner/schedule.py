@@ -50,8 +50,16 @@ class Setting:
     @property
     def inference_s_per_token(self) -> float:
         """Seconds of all forward-only stages on an instance together, per token, calls included."""
-        scopes, chunk = self.scope_of, self.chunk_tokens
-        stages = [name for name in scopes if scopes[name] is not Scope.RANK]
+        return self._s_per_token(Scope.INSTANCE, Scope.WORLD)
+
+    @property
+    def pool_s_per_token(self) -> float:
+        """Seconds of all stages of the pool beside the instances, per token, calls included."""
+        return self._s_per_token(Scope.POOL)
+
+    def _s_per_token(self, *scopes: Scope) -> float:
+        chunk = self.chunk_tokens
+        stages = [name for name, scope in self.scope_of.items() if scope in scopes]
         return sum(self.costs.compute(name, chunk) / chunk for name in stages)
 
     @property
@@ -108,7 +116,8 @@ def lower_bound(setting: Setting) -> float:
     """Seconds that no schedule of whole samples beats in front of the update.
 
     The larger of all forward passes and all decoding in the largest batches that fit, spread over
-    the instances without a gap; and the longest sample alone. Mean over the steps.
+    the instances without a gap; the longest sample alone; and what has a pool of its own. Mean over
+    the steps.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
     bounds = []
@@ -132,7 +141,8 @@ def lower_bound(setting: Setting) -> float:
         spread = (inference + prefill + rows + steps) / setting.num_instances
         prompt, longest = max(samples, key=lambda sample: sample[1])
         alone = costs.decode(1, longest, prompt + longest / 2) + per_token * (prompt + longest)
-        bounds.append(max(spread, alone))
+        pool = setting.pool_s_per_token * sum(prompt + length for prompt, length in samples)
+        bounds.append(max(spread, alone, pool))
     return fmean(bounds)
 
 

@@ -24,6 +24,7 @@ from hybridrl.flow.executor import (
     Resume,
     Scope,
     Submit,
+    Trained,
     Work,
 )
 from hybridrl.flow.graph import Stage
@@ -101,7 +102,8 @@ class SimulatedExecutor:
     `prompt_tokens_of` those of a prompt, by position. Stages have the scope that `scopes` says;
     others are of scope RANK: they run beside the instance, verifiers `verifier_s` longer. Samples
     that move for an `infer` are had at once, whatever their source does. A stage of scope WORLD
-    shares its tokens among the instances. An instance decodes at most `max_running` samples at a
+    shares its tokens among the instances; one of scope POOL is in a pool beside them, which does
+    one thing at a time, too. An instance decodes at most `max_running` samples at a
     time, the others wait for a place.
 
     Invariants: the clock never goes back; `slices` of an instance do not overlap; a sample's
@@ -133,6 +135,7 @@ class SimulatedExecutor:
         self.phase: Phase | None = None
         self._num_updates = 0
         self._servers = [_Instance() for _ in range(num_instances)]
+        self._pool_free_at = 0.0
         self._pending: list[tuple[float, int, Event]] = []
         self._num_calls = 0
 
@@ -143,6 +146,10 @@ class SimulatedExecutor:
     def scope(self, stage: Stage) -> Scope:
         """As given, by the stage's name."""
         return self.scopes.get(stage.name, Scope.RANK)
+
+    def pool(self, stage: Stage) -> str:
+        """Stages of scope POOL share one."""
+        return "critic" if self.scope(stage) is Scope.POOL else "actor"
 
     def enter(self, phase: Phase) -> None:
         """The weight switch takes `switch_s`, the way back `train_switch_s`."""
@@ -261,7 +268,12 @@ class SimulatedExecutor:
         self._push(self.clock.now(), Placed(stage.name, tuple(placed)))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Verifiers run beside the instances, sharded roles on all of them."""
+        """Verifiers run beside the instances, sharded roles on all of them or in their own pool."""
+        if self.scope(stage) is Scope.POOL:
+            seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
+            self._pool_free_at = max(self.clock.now(), self._pool_free_at) + seconds
+            self._push(self._pool_free_at, self._computed(stage, samples, seconds=seconds))
+            return
         if self.scope(stage) is Scope.RANK:
             by_rank: dict[int, list[Sample]] = {}
             for sample in samples:
@@ -315,16 +327,15 @@ class SimulatedExecutor:
         self._clock.advance_to(max(when, self.clock.now()))
         return [event]
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
+    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Takes `train_token_s` a token of the batch."""
         assert not self._pending, "an update while calls are in flight"
         seconds = self.costs.train_token_s * sum(sample.tokens for sample in samples)
+        start = self.clock.now()
         for instance in range(self.num_instances):
-            start = self.clock.now()
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
-        self._pass(seconds)
         self._num_updates += 1
-        return {}
+        self._push(start + seconds, Trained(stage.name, {}))
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is kept."""

@@ -1,14 +1,15 @@
 """The roles of a rank, made: which name becomes what, with whose weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.config import Config, RewardKind
+from hybridrl.config import Config
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.flow.graph import Graph
+from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.average import MovingAverage
 from hybridrl.workers.critic import Critic
@@ -26,7 +27,7 @@ from hybridrl.workers.value_model import LearnedReward, ValueModel
 
 @dataclass(frozen=True)
 class RoleBuilder:
-    """Makes roles beside `actor`, whose model is at `model_path`, over the samples of `store`.
+    """Makes roles over the samples of `store`; the actor's model is at `model_path`.
 
     All ranks make the same roles in the same order; what has weights has given the device back.
     """
@@ -35,16 +36,18 @@ class RoleBuilder:
     model_path: str
     tokenizer: PreTrainedTokenizerBase
     store: SampleStore
-    actor: Actor
+    device: torch.device
 
-    def value_model(self, name: str) -> ValueModel:
-        """A model with a value head, by default with the actor's weights of this moment."""
-        actor, kind = self.actor, LearnedReward if name == "reward" else Critic
-        model = kind(name, self.config, self.model_path, self.store, actor.device)
-        if self.config.value_model_of(name).path is None and actor.train_engine.version:
-            model.train_engine.take_weights(actor.train_engine.weights())
+    def value_model(
+        self, name: str, weights: Iterable[tuple[str, torch.Tensor]] | None
+    ) -> ValueModel:
+        """A model with a value head; without a path of its own it takes the `weights` given."""
+        kind = LearnedReward if name == "reward" else Critic
+        model = kind(name, self.config, self.model_path, self.store, self.device)
+        if self.config.value_model_of(name).path is None and weights is not None:
+            model.train_engine.take_weights(weights)
         model.train_engine.offload()
-        hand_back(actor.device)  # the rollout engine may be awake
+        hand_back(self.device)  # the rollout engine may be awake
         return model
 
     def verifier(self, name: str) -> Verifier:
@@ -52,27 +55,13 @@ class RoleBuilder:
         judge = self.config.judge_of(name)
         return Verifier(judge, self.config.data.sources, self.tokenizer, self.store)
 
-    def scorer(self, name: str, graph: Graph) -> InstanceScorer:
-        """A role that only scores: a neural judge, the teacher, or the actor as it is now."""
-        if name in graph.judges:
-            return self.neural_judge(name)
-        path = self.config.teacher.path
-        if name == "teacher" and path is not None:
-            return self._frozen(path, "teacher.path")
-        copy = graph.copies.get(name)
-        assert name in ("reference", "teacher") or (copy and copy.of == "actor"), name
-        if copy and copy.update == "ewma":
-            self.actor.averages[name] = MovingAverage(self.actor.train_engine, copy.decay)
-        return self.frozen_copy()
-
-    def neural_judge(self, name: str) -> NeuralReward:
+    def neural_judge(self, name: str, parallel: GenParallel) -> NeuralReward:
         """A sequence classifier whose score is the reward, or the cost."""
-        actor, judge = self.actor, self.config.judge_of(name)
         scorer = NeuralReward(
             self.config,
-            str(judge.model),
-            actor.parallel,
-            actor.device,
+            str(self.config.judge_of(name).model),
+            parallel,
+            self.device,
             self.store,
             self.tokenizer,
             key=f"{name}.model",
@@ -81,9 +70,23 @@ class RoleBuilder:
         scorer.offload()
         return scorer
 
-    def is_neural(self, name: str) -> bool:
-        """Whether the judge `name` is a model on the instances."""
-        return self.config.judge_of(name).kind is RewardKind.model
+
+@dataclass(frozen=True)
+class ActorRoleBuilder(RoleBuilder):
+    """Makes roles beside `actor`."""
+
+    actor: Actor
+
+    def scorer(self, name: str, graph: Graph) -> InstanceScorer:
+        """A role that only scores: the teacher, or the actor as it is now."""
+        path = self.config.teacher.path
+        if name == "teacher" and path is not None:
+            return self._frozen(path, "teacher.path")
+        copy = graph.copies.get(name)
+        assert name in ("reference", "teacher") or (copy and copy.of == "actor"), name
+        if copy and copy.update == "ewma":
+            self.actor.averages[name] = MovingAverage(self.actor.train_engine, copy.decay)
+        return self.frozen_copy()
 
     def old_policy(self) -> OldPolicyScorer | None:
         """The weights that generate, where the engine has them as a module has."""

@@ -39,6 +39,11 @@ class UpdateShare:
     versions: dict[SampleId, int]
     parcels: tuple[Any, ...]
 
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        """Every sample of the share."""
+        return tuple(id for ids in self.mini_batches for id in ids)
+
 
 def train(
     engine: TrainEngine,

@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.telemetry import trace
-from hybridrl.workers.rank import Span
+from hybridrl.workers.pool import Span
 
 _FACTS = ("migrated", "migration_threshold", "parked", "resumed", "off_policy_tokens")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.controller.executor import scope_of
+from hybridrl.controller.placement import scope_of
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Kind, Stage
 

@@ -4,6 +4,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from hybridrl.flow.executor import (
     Resume,
     Scope,
     Submit,
+    Trained,
 )
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample, SampleId, Span
@@ -32,10 +34,11 @@ class VirtualExecutor:
     """One rank per instance; what a sample is depends on its id alone, when it is made on `seed`.
 
     Holds callers to the seam's rules: phases, one call per instance, nothing in flight at a
-    whole-group call, no sample used after its release, where it does not lie, or moved while
-    something runs on it, parked samples resumed once. `length_of` gives response tokens,
-    `reward_of` (reward, status), `finish_of` how it ends. `deaths` maps the number of a `wait` to
-    the instance that dies then. A sample whose reward `hangs` takes as long as all else together.
+    whole-group call, one update per pool, no sample used after its release, where it does not lie,
+    or moved while something runs on it, parked samples resumed once. `length_of` gives response
+    tokens, `reward_of` (reward, status), `finish_of` how it ends. `deaths` maps the number of a
+    `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
+    together.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class VirtualExecutor:
         self.updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]] = []
         self.entered: list[Phase] = []
         self.released: list[SampleId] = []
+        self.training: dict[str, str] = {}  # pools of updates, by stage
+        self.most_updates = 0  # at a time
         self.version = 0
         self.stale_resumes = self.num_moved = 0
         self.alive = set(range(num_instances))
@@ -94,6 +99,9 @@ class VirtualExecutor:
     def scope(self, stage: Stage) -> Scope:
         usual = {"map": Scope.RANK, "score": Scope.RANK, "values": Scope.WORLD}
         return self.scopes.get(stage.role) or usual.get(stage.method, Scope.INSTANCE)
+
+    def pool(self, stage: Stage) -> str:
+        return "critic" if self.scopes.get(stage.role) is Scope.POOL else "actor"
 
     def enter(self, phase: Phase) -> None:
         assert not self._working(), "a phase change while calls are in flight"
@@ -175,6 +183,9 @@ class VirtualExecutor:
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         assert self.scope(stage) is not Scope.INSTANCE
         assert self._arriving.isdisjoint(s.id for s in samples), "started before it has arrived"
+        if self.scope(stage) is Scope.POOL:
+            self._compute(stage, samples, None, None)
+            return
         for rank in sorted(self.alive):
             self._compute(stage, [s for s in samples if s.rank == rank], rank, None)
 
@@ -193,18 +204,21 @@ class VirtualExecutor:
         self._compute(stage, samples, instance, instance)
 
     def _compute(
-        self, stage: Stage, samples: Sequence[Sample], rank: int, instance: int | None
+        self, stage: Stage, samples: Sequence[Sample], rank: int | None, instance: int | None
     ) -> None:
-        assert all(self._where[s.id] == s.rank == rank for s in samples), "not where it lies"
+        for s in samples:
+            assert self._where[s.id] == s.rank, "not where it lies"
+            assert rank in (None, s.rank), "not where it lies"
         made = self._run(stage, samples, instance)
         self._on.update(made.ids)
         hangs = stage.method == "score" and any(self.hangs(s.id) for s in samples)
-        self._push(made, rank, 1000.0 if hangs else 1.0)
+        self._push(made, 1000.0 if hangs else 1.0)
 
     def wait(self) -> list[Event]:
-        self._num_waits += 1
+        trains = any(isinstance(event, Trained) for _, _, event in self._pending)
+        self._num_waits += not trains  # nobody dies in training
         dying = self.deaths.get(self._num_waits)
-        if dying in self.alive:
+        if dying in self.alive and not trains:
             return self._die(dying)
         if not self._pending:
             raise RuntimeError("nothing is in flight")
@@ -235,8 +249,11 @@ class VirtualExecutor:
                     if gone:  # what it parked in that call has reached nobody
                         for parked in event.parked:
                             self.parked -= set(parked.ids)
-                case Computed(ids=ids):
-                    gone = event.instance == instance or any(id not in self._where for id in ids)
+                case Computed(ids=ids) if event.instance is None:
+                    event = self._of_those_that_are(event)
+                    gone = bool(ids) and not event.ids
+                case Computed():
+                    gone = event.instance == instance
                 case Placed(finished=finished):
                     gone = any(f.rank == instance for f in finished)
             if not gone:
@@ -245,14 +262,24 @@ class VirtualExecutor:
         heapq.heapify(self._pending)
         return [Died(instance)]
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> dict[str, float]:
+    def _of_those_that_are(self, event: Computed) -> Computed:
+        """Without the samples that died meanwhile."""
+        kept = [i for i, id in enumerate(event.ids) if id in self._where]
+        scalars = {name: tuple(values[i] for i in kept) for name, values in event.scalars.items()}
+        return replace(event, ids=tuple(event.ids[i] for i in kept), scalars=scalars)
+
+    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
         assert self.entered[-1:] == [Phase.TRAIN]
-        assert not self._working()
+        flying = [e for _, _, e in self._pending if not isinstance(e, Computed) or e.ids]
+        assert all(isinstance(event, Trained) for event in flying)
+        assert self.pool(stage) not in {self.training[event.stage] for event in flying}
         assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
         self.updates.append((stage.name, seen))
         self.version += 1
-        return {"loss": 0.5, "num_samples": float(len(samples))}
+        self.training[stage.name] = self.pool(stage)
+        self.most_updates = max(self.most_updates, 1 + len(flying))
+        self._push(Trained(stage.name, {"loss": 0.5, "num_samples": float(len(samples))}))
 
     def release(self, ids: Sequence[SampleId]) -> None:
         self.released += ids
@@ -268,7 +295,7 @@ class VirtualExecutor:
     def _working(self) -> bool:
         return any(not isinstance(e, Computed) or bool(e.ids) for _, _, e in self._pending)
 
-    def _push(self, event: Event, rank: int = 0, most: float = 1.0) -> None:
+    def _push(self, event: Event, most: float = 1.0) -> None:
         self._num_calls += 1
         when = self.clock.now() + most * self._random.random()
         heapq.heappush(self._pending, (when, self._num_calls, event))

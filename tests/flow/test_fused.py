@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.flow import Flow, SampleId, recipe
-from hybridrl.flow.executor import Sampling
+from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.dataflow import early_stages
@@ -20,6 +20,10 @@ from hybridrl.flow.schedules.serial import SerialSchedule
 
 class Loss:
     fields = ("advantages", "old_log_probs", "reference_log_probs")
+
+
+class ValueLoss:
+    fields = ("rewards", "values", "advantages")
 
 
 def centred(rewards):
@@ -33,8 +37,8 @@ def sometimes(rewards):
 
 @recipe("all_kinds")
 def all_kinds(flow: Flow, cfg: dict[str, Any]) -> None:
-    """Two branches, maps before and after the forward pass; a take, and more samples of some
-    prompts, where `cfg` has them.
+    """Two branches, maps before and after the forward pass; a take, more samples of some prompts,
+    and a critic, where `cfg` has them.
     """
     greedy = flow.reward.score(flow.actor.generate(flow.prompts, greedy=True, name="greedy"))
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.get("k", 2))
@@ -45,6 +49,9 @@ def all_kinds(flow: Flow, cfg: dict[str, Any]) -> None:
     samples = samples.map(sum, inputs=("log_probs",), scalars=("total",))
     samples = samples.map(lambda x: -x, inputs=("total",), scalars=("surprise",))
     samples = samples.join(greedy, prefix="greedy_")
+    if cfg.get("critic"):
+        samples = flow.critic.values(samples)
+        samples = samples.map(sum, inputs=("values",), scalars=("value",), name="value")
     if cfg.get("reference_first"):
         samples = flow.reference.log_probs(samples)
     samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
@@ -60,6 +67,8 @@ def all_kinds(flow: Flow, cfg: dict[str, Any]) -> None:
         name="gap",
     )
     samples = samples.by_group(centred)
+    if cfg.get("critic"):
+        flow.critic.update(samples, loss=ValueLoss())
     flow.actor.update(samples, loss=Loss())
 
 
@@ -128,6 +137,7 @@ cases = given(
     take=st.booleans(),
     more=st.booleans(),
     reference_first=st.booleans(),
+    critic=st.booleans(),
     lengths=lengths,
     rewards=rewards,
     finishes=st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
@@ -138,17 +148,20 @@ cases = given(
 
 def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
-    take, more, reference_first, lengths, rewards, finishes, hangs, deaths,
+    take, more, reference_first, critic, lengths, rewards, finishes, hangs, deaths,
 ):  # fmt: skip
-    """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts."""
-    cfg = {"k": k, "reference_first": reference_first, "more": more}
+    """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts.
+
+    The critic shares the ranks in serial, and has its own in fused.
+    """
+    cfg = {"k": k, "reference_first": reference_first, "more": more, "critic": critic}
     cfg |= {"take": {"num_groups": 2, "max_rounds": 3}} if take else {}
     seen = []
     for fused in (False, True):
         mortal = {n: who for n, who in deaths.items() if fused and who < num_instances[True] - 1}
         executor = virtual_executor(
             num_instances[fused], seeds[fused], of_id(lengths), of_id(rewards), of_id(finishes),
-            of_id(hangs), mortal,
+            of_id(hangs), mortal, {"critic": Scope.POOL} if fused else {},
         )  # fmt: skip
         schedule = make(
             executor, all_kinds.build(cfg), fused=fused, threshold=threshold, max_held=max_held,
@@ -178,10 +191,13 @@ def check(
         for samples, dispatched, dropped, _ in results:
             left = [row[0] for row in samples] + list(dropped)
             assert sorted(left) == sorted(row[0] for row in dispatched)
-        seen.append((results, executor.updates, executor.entered, error))
+        assert executor.most_updates <= 1 + (fused and critic)
+        entered = [] if critic else executor.entered
+        seen.append((results, executor.updates, entered, error))
         if fused:
             event("some migrate" if executor.resumes else "none migrates")
             event("some move to be scored" if executor.num_moved else "none moves")
+            event("two updates at a time" if executor.most_updates > 1 else "one update")
             event("some die" if len(executor.alive) < executor.num_instances else "none dies")
     assert seen[0] == seen[1]
 

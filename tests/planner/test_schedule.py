@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from hybridrl.config import ConfigError
 from hybridrl.flow.costs import Costs
-from hybridrl.flow.executor import Advanced, Computed, Park, Phase, Resume, Sampling, Scope, Submit
+from hybridrl.flow.executor import (
+    Advanced,
+    Computed,
+    Park,
+    Phase,
+    Resume,
+    Sampling,
+    Scope,
+    Submit,
+    Trained,
+)
 from hybridrl.flow.graph import Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId, Span
 from hybridrl.planner import published
@@ -134,6 +144,7 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     (parked,) = advanced(simulated).parked
     simulated.enter(Phase.TRAIN)
     simulated.update(Stage(name="update_actor", kind=Kind.UPDATE), [])
+    assert simulated.wait() == [Trained("update_actor", {})]
     simulated.enter(Phase.GENERATE)
     simulated.advance(0, [Resume((C,), parked)], 3)
     work = advanced(simulated).work

@@ -20,7 +20,17 @@ from hybridrl.flow.batch import (
     wanted,
 )
 from hybridrl.flow.costs import CostMeter
-from hybridrl.flow.executor import Advanced, Computed, Died, Event, Executor, Phase, Sampling, Scope
+from hybridrl.flow.executor import (
+    Advanced,
+    Computed,
+    Died,
+    Event,
+    Executor,
+    Phase,
+    Sampling,
+    Scope,
+    Trained,
+)
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
@@ -82,8 +92,8 @@ class Schedule(ABC):
         unfinished = self._unfinished()
         used, dropped = self._ledger.settle(unfinished)
         self._steps_done += 1
-        if self._trained:  # of every role that the step trains
-            seconds, tokens = zip(*self._trained, strict=True)
+        if self._train_costs:  # of every role that the step trains
+            seconds, tokens = zip(*self._train_costs, strict=True)
             self.meter.saw_train(sum(seconds), max(tokens))
         return StepResult(
             step,
@@ -121,7 +131,7 @@ class Schedule(ABC):
         self._metrics: dict[str, float] = {}
         self._phase: Phase | None = None
         self._pulled: list[Prompt] = []
-        self._trained: list[tuple[float, int]] = []  # seconds and tokens of the step's updates
+        self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
 
     def _pull(self, num: int) -> Batch:
         """The next prompts; a round's batch begins with none but them."""
@@ -181,8 +191,6 @@ class Schedule(ABC):
             match stage.kind:
                 case Kind.COMPUTE:
                     self._compute(stage, upstream)
-                case Kind.UPDATE:
-                    self._update(stage, upstream)
                 case Kind.COLLECT:
                     self._ledger.use(upstream)
                 case _:
@@ -245,16 +253,42 @@ class Schedule(ABC):
                 waiting.difference_update(event.ids)
                 learn(self.meter, event, [by_id[id] for id in event.ids])
 
-    def _update(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        if not samples or self._steps_done < stage.options.get("after", 0):
-            return
-        assert all(ready(stage, sample) for sample in samples), stage
-        self._ledger.use(samples)
-        start = self.executor.clock.now()
-        for name, value in self.executor.update(stage, samples).items():
-            self._metrics[f"{stage.role}/{name}"] = value
-        tokens = sum(sample.tokens for sample in samples)
-        self._trained.append((self.executor.clock.now() - start, tokens))
+    def _update(self, stages: Sequence[Stage], batch: Batch) -> None:
+        """Updates that follow each other: those of different pools of ranks run at once.
+
+        Those of one pool run in the recipe's order. None reads what another one makes.
+        """
+        running: dict[str, tuple[Stage, float]] = {}  # by pool, with the moment it began
+        tokens, begun = [0], None
+        for stage in stages:
+            samples = batch[stage.name] = batch[stage.upstream[0]]
+            if not samples or self._steps_done < stage.options.get("after", 0):
+                continue
+            assert all(ready(stage, sample) for sample in samples), stage
+            self._enter(Phase.TRAIN)
+            self._ledger.use(samples)
+            pool = self.executor.pool(stage)
+            while pool in running:
+                self._trained(running)
+            running[pool] = stage, self.executor.clock.now()
+            begun = begun or running[pool][1]
+            self.executor.update(stage, samples)
+            tokens.append(sum(sample.tokens for sample in samples))
+        while running:
+            self._trained(running)
+        if begun is not None:
+            self._train_costs.append((self.executor.clock.now() - begun, max(tokens)))
+
+    def _trained(self, running: dict[str, tuple[Stage, float]]) -> None:
+        """Wait until an update or more have ended; they leave `running`."""
+        for event in self._wait():
+            if isinstance(event, Died):
+                raise RuntimeError(f"generation instance {event.instance} died during training")
+            assert isinstance(event, Trained), event
+            stage, start = running.pop(self.executor.pool(self.graph.stages[event.stage]))
+            self._spans.append(StageSpan(stage.name, start, self.executor.clock.now()))
+            for name, value in event.metrics.items():
+                self._metrics[f"{stage.role}/{name}"] = value
 
     def _wait(self) -> list[Event]:
         return telling_events(self.executor)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.flow.batch import phase_of, sampling_of, sections
+from hybridrl.flow.batch import phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.executor import Executor, Phase, Scope
-from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRanker
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
@@ -75,8 +75,11 @@ class FusedSchedule(Schedule):
             if makers:
                 made = self._make(makers, batch)
                 batch |= {s.name: made[s.name] for s in section if s.name in made}
-            for stage in section:
-                if stage.name not in batch:
+            left = [stage for stage in section if stage.name not in batch]
+            for stage, *more in with_updates_together(left):
+                if stage.kind is Kind.UPDATE:
+                    self._update([stage, *more], batch)
+                else:
                     self._run(stage, batch)
 
     def _dataflow_of(self, maker: Stage) -> Dataflow:

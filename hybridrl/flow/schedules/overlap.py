@@ -72,7 +72,8 @@ class Overlap:
     A generated sample waits in the driver, or is held by one instance from its submission or its
     arrival until it is finished or parked. Then it passes through the early stages (`Dataflow`):
     those beside the ranks start at once where it lies; forward passes wait in `spare work` until an
-    instance holds no sample, which takes a chunk of them, its own samples first.
+    instance holds no sample, which takes a chunk of them, its own samples first; what a pool of
+    ranks of its own runs (`Scope.POOL`) goes there while others decode, all that waits in one call.
 
     Migration: when at most `gathering.threshold` samples are left, `gather` names the instances
     that keep theirs. The others are `leaving`: the next call parks what they hold, and each parked
@@ -115,6 +116,7 @@ class Overlap:
         self._leaving: set[int] = set()
         self._keepers: frozenset[int] = frozenset()
         self._spare: dict[str, dict[SampleId, Sample]] = {}
+        self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for a pool of its own
         self._running: dict[str, dict[SampleId, Sample]] = {}
         self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
@@ -124,7 +126,8 @@ class Overlap:
         self._stopped: dict[SampleId, Parked | None] | None = None  # once all are to stop
         self._times: dict[str, list[float]] = {}
         for stage in dataflow.computes:
-            self._spare[stage.name], self._running[stage.name] = {}, {}
+            waiting = self._pooled if executor.scope(stage) is Scope.POOL else self._spare
+            waiting[stage.name], self._running[stage.name] = {}, {}
 
     @property
     def spans(self) -> list[StageSpan]:
@@ -219,7 +222,8 @@ class Overlap:
             self._decode()
             self._start(touched)
             self._use_spare()
-        assert not any(self._spare.values()), "forward passes wait for ever"
+        left = [*self._spare.values(), *self._pooled.values()]
+        assert not any(left), "forward passes wait for ever"
 
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
@@ -334,11 +338,31 @@ class Overlap:
                 starting.setdefault(stage.name, []).extend(new)
         for name, samples in starting.items():
             stage = self._stage(name)
-            if self.executor.scope(stage) is Scope.INSTANCE:
-                self._spare[name] |= {sample.id: sample for sample in samples}
+            scope = self.executor.scope(stage)
+            if scope in (Scope.INSTANCE, Scope.POOL):
+                waiting = self._pooled if scope is Scope.POOL else self._spare
+                waiting[name] |= {sample.id: sample for sample in samples}
                 continue
             here = [sample for sample in samples if sample.id not in self._moving]
             if here:
+                self._begin(stage, here)
+                self.executor.compute(stage, here)
+        self._use_pools()
+
+    def _use_pools(self) -> None:
+        """Let every pool that is idle take all that waits for one of its stages; the first has it.
+
+        One call at a time: what comes meanwhile rides in the next one together.
+        """
+        stages = [self._stage(name) for name in self._pooled]
+        busy = {self.executor.pool(stage) for stage in stages if self._running[stage.name]}
+        for stage in stages:
+            waiting = self._pooled[stage.name]
+            here = [sample for id, sample in waiting.items() if id not in self._moving]
+            if here and self.executor.pool(stage) not in busy:
+                busy.add(self.executor.pool(stage))
+                for sample in here:
+                    del waiting[sample.id]
                 self._begin(stage, here)
                 self.executor.compute(stage, here)
 
@@ -486,8 +510,9 @@ class Overlap:
         made = [job.sample for job in self._jobs.values() if job.sample.rank >= 0]
         lay = [sample for sample in made if self._lies(sample, instance)]
         for sample in lay:
+            for waiting in (*self._spare.values(), *self._pooled.values()):
+                waiting.pop(sample.id, None)
             for name in self._running:
-                self._spare[name].pop(sample.id, None)
                 if self._running[name].pop(sample.id, None) is not None:
                     self._busy[sample.id] -= 1
             sample.rank, sample.spans = -1, ()

@@ -5,7 +5,7 @@ It is the specification: the batch that it trains on is what every on-policy sch
 
 from collections.abc import Sequence
 
-from hybridrl.flow.batch import record_finished, sampling_of
+from hybridrl.flow.batch import record_finished, sampling_of, with_updates_together
 from hybridrl.flow.executor import Advanced, Died, Phase, Placed, Submit
 from hybridrl.flow.graph import Kind, Stage
 from hybridrl.flow.sample import Sample
@@ -20,8 +20,10 @@ class SerialSchedule(Schedule):
     """
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
-        for stage in stages:
+        for stage, *more in with_updates_together(stages):
             match stage.kind:
+                case Kind.UPDATE:
+                    self._update([stage, *more], batch)
                 case Kind.GENERATE:
                     self._enter(Phase.GENERATE)
                     with self._span(stage.name):

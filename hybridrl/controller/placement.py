@@ -1,0 +1,83 @@
+"""Which ranks a stage runs on, and who of them takes part (HybridFlow, arXiv 2409.19256)."""
+
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, Engine, Placement
+from hybridrl.flow.executor import Scope
+from hybridrl.flow.graph import Graph, Stage
+
+HOME = "actor"
+"""The pool where samples live; its ranks are the first."""
+
+
+def pool_of(stage: Stage, config: Config) -> str:
+    """The pool that a stage runs in, by its name in `cluster.pools`.
+
+    Under placement=split value models and judges that are models have a pool of their own; all
+    else runs where samples live.
+    """
+    return "critic" if config.split and _is_critics(stage, config) else HOME
+
+
+def _is_critics(stage: Stage, config: Config) -> bool:
+    role = stage.role
+    if role is None:
+        return False
+    if stage.method == "score":
+        return config.is_neural(role)
+    return role in VALUE_MODELS
+
+
+def scope_of(stage: Stage, config: Config) -> Scope:
+    """Who takes part in a per-sample stage.
+
+    Old-policy log-probabilities use the native engine's weights, where these have the format that
+    training computes in; else they need the training shards. vLLM's are packed for itself.
+    """
+    if pool_of(stage, config) != HOME:
+        return Scope.POOL
+    if stage.method == "map":
+        return Scope.RANK
+    if stage.method == "score":
+        assert stage.role is not None
+        return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
+    rollout = config.rollout
+    lent = rollout.engine is Engine.native and rollout.dtype is config.model.compute_dtype
+    if stage.method == "log_probs" and (stage.role != "actor" or lent):
+        return Scope.INSTANCE
+    return Scope.WORLD
+
+
+def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:
+    """What the ranks of every pool need of `graph`, by the pool's name; none is left out."""
+    on_ranks = graph.on_ranks()
+    return {
+        pool: Graph(
+            {name: s for name, s in on_ranks.stages.items() if pool_of(s, config) == pool},
+            on_ranks.copies if pool == HOME else {},
+        )
+        for pool in config.cluster.pool_ranks
+    }
+
+
+def check_placement(config: Config, graph: Graph) -> None:
+    """Settle the layouts of what has a pool of its own.
+
+    Raises `ConfigError` for a recipe that leaves a pool without work, and for what does not fit
+    its pool.
+    """
+    if not config.split:
+        return
+    graphs = graphs_of(graph, config)
+    for pool, role, found in (
+        ("actor", "an actor", "actor" in graphs["actor"].roles),
+        ("critic", "a critic, reward.kind=model, ...", bool(graphs["critic"].stages)),
+    ):
+        if not found:
+            allowed = f"colocate: the recipe has nothing for cluster.pools.{pool} ({role})"
+            raise ConfigError("cluster.placement", Placement.split.value, allowed)
+    for role in graphs["critic"].learned:
+        config.check_value_model(role)
+    layout, ranks = config.rollout.layout, len(config.cluster.pool_ranks["critic"])
+    for role in {*graphs["critic"].judges, *config.judges_of("reward")}:
+        if config.is_neural(role) and ranks % (layout.pp * layout.tp):
+            allowed = f"a multiple of rollout.layout's {layout.pp} x {layout.tp}, as {role} lies"
+            raise ConfigError(config.cluster.pool_key("critic"), ranks, allowed)
