@@ -87,6 +87,9 @@ bench-reshard: $(BIN)/.core  ## the weight switch against other ways to make it,
 bench-fusion: $(BIN)/.core  ## schedules fused and partial against serial, on a long-tailed task
 	@$(BIN)/python scripts/bench/fusion.py $(ARGS)
 
+bench-placement: $(BIN)/.core  ## PPO with the critic on ranks of its own against all on all ranks
+	@$(BIN)/python scripts/bench/placement.py $(ARGS)
+
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
 
@@ -108,4 +111,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-gpu install-vllm test-vllm test-slow-vllm test-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-slow test-gpu install-vllm test-vllm test-slow-vllm test-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

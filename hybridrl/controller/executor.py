@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config import Config
 from hybridrl.controller.placement import pool_of, scope_of
-from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.engines.train.balance import balance
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope, Trained
@@ -84,6 +84,9 @@ class RayExecutor:
         """The pool of ranks that a stage's role is on."""
         return pool_of(stage, self.config)
 
+    def _pool(self, stage: Stage) -> Pool:
+        return self.group.pools[pool_of(stage, self.config)]
+
     def has_passes(self, graph: Graph) -> bool:
         """Whether samples of `graph` may move, since spare instances run forward passes."""
         stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
@@ -156,7 +159,7 @@ class RayExecutor:
 
     def _lend(self, stage: Stage, samples: Sequence[Sample]) -> _Work:
         """Copies to the stage's pool, the stage there, and home what it has made."""
-        ranks = self.group.pools[self.pool(stage)].ranks
+        ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks))]
         fields = {name for name in stage.inputs if name in samples[0].tensors}
         parcels = yield from self._borrow(samples, receivers, fields)
@@ -281,7 +284,7 @@ class RayExecutor:
         self._begin(self._update(stage, samples))
 
     def _update(self, stage: Stage, samples: Sequence[Sample]) -> _Work:
-        pool = self.group.pools[self.pool(stage)]
+        pool = self._pool(stage)
         atom = stage.options.get("atom", 1)
         if pool is self.group.home:
             ranks = assign_ranks(samples, len(pool.ranks), atom, move=self.config.strict)
@@ -317,7 +320,7 @@ class RayExecutor:
         atoms = -(-len(samples) // atom)
         bounds = [atoms * i // num * atom for i in range(num)] + [len(samples)]
         shares = {}
-        for rank in self.group.pools[self.pool(stage)].ranks:
+        for rank in self._pool(stage).ranks:
             mini_batches = tuple(
                 tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
                 for a, b in itertools.pairwise(bounds)

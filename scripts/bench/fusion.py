@@ -23,6 +23,7 @@ from hybridrl.config import Config
 from hybridrl.config import Schedule as Name
 from hybridrl.controller.executor import RayExecutor
 from hybridrl.controller.launch import Launcher, launched
+from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.prepare import Prepared, prepare
 from hybridrl.controller.schedules import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerGroup
@@ -73,7 +74,7 @@ class Bench:
         executor = RayExecutor(self.group, config, lambda reports: None)
         # Ranks publish what they make, of which serial has no use: a millisecond of its calls.
         training = {"actor": Training(config.trainer.optim, config.trainer.steps)}
-        self.group.begin(prepared.graph, training, publishes=True)
+        self.group.begin(graphs_of(prepared.graph, config), training, publishes=True)
         rollout = config.rollout
         sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k

@@ -29,7 +29,12 @@ RUNS = {
     "serial": [],
     "fused": ["schedule=fused", "rollout.migration_threshold=12"],
     "critic of tp 2": ["critic.layout.tp=2"],
-}
+    "split": ["cluster.placement=split"],
+    "split, fused": [
+        "cluster.placement=split", "cluster.ranks=3", "cluster.pools.actor=2",
+        "schedule=fused", "rollout.migration_threshold=12",
+    ],
+}  # fmt: skip
 KEYS = ("critic/loss", "critic/grad_norm", "critic/explained_variance", "loss", "grad_norm")
 MOMENTS = ("num_tokens", "mean", "squares")
 
@@ -65,9 +70,12 @@ def change(run: Any, folder: str) -> torch.Tensor:
     return torch.cat([(after[x] - start[x]).double().flatten() for x in start if x in after])
 
 
-@pytest.mark.parametrize("name", ["fused", "critic of tp 2"])
+@pytest.mark.parametrize(
+    "name",
+    ["fused", "critic of tp 2", "split, fused", pytest.param("split", marks=pytest.mark.slow)],
+)
 def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) -> None:
-    """Though samples move, or the critic's weights lie otherwise: values, losses, both models.
+    """Though samples move, or critic and reward model lie otherwise: values, losses, both models.
 
     Measured: moments 4e-6, losses 1e-7, changes of parameters 5e-7, of their size.
     """
@@ -83,7 +91,7 @@ def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) ->
         for key in KEYS:
             assert (key in a) == (key in b)
             assert abs(a.get(key, 0) - b.get(key, 0)) < 1e-6 * max(1.0, abs(a.get(key, 0))), key
-    assert all((line["migrated"] > 0) == (name == "fused") for line in other.metrics)
+    assert all((line["migrated"] > 0) == ("fused" in name) for line in other.metrics)
     for folder in ("final", "final/critic"):
         moved, others = change(serial, folder), change(other, folder)
         assert moved.norm() > 1e-2, folder
