@@ -17,11 +17,14 @@ pytestmark = pytest.mark.vllm
 
 HEADS = "model.tiny.head_dim=32"  # vLLM's CPU attention has no smaller ones
 FUSED = ["schedule=fused", "rollout.migration_threshold=12"]
+ADAPTERS = ["actor.lora.rank=4", "actor.lora.alpha=8"]
 RUNS = {
     "native": [],
     "serial": ["rollout=vllm"],
     "fused": ["rollout=vllm", *FUSED],
     "fused, tp 2": ["rollout=vllm", "rollout.layout.tp=2", *FUSED],
+    "native, adapters": ADAPTERS,
+    "tp 2, adapters": ["rollout=vllm", "rollout.layout.tp=2", *ADAPTERS],
 }
 FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "ess_sequence")]
 
@@ -41,7 +44,13 @@ def run_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("serial", "native"), ("fused", "serial"), ("fused, tp 2", "native")]
+    ("name", "other"),
+    [
+        ("serial", "native"),
+        ("fused", "serial"),
+        ("fused, tp 2", "native"),
+        ("tp 2, adapters", "native, adapters"),
+    ],
 )
 def test_runs_train_on_the_same(
     run_of: Callable[[str], Any], check_same: Callable[..., None], name: str, other: str

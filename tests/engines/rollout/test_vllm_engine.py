@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
 from hybridrl.engines.rollout.vllm.groups import set_environment
+from hybridrl.layout.box import Box
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import by_layer
+from hybridrl.layout.layout import Layout
 from hybridrl.layout.parameters import fsdp_dim
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.parallel import model_parameters
@@ -128,6 +131,8 @@ def five_updates(
 ) -> dict[str, Any]:
     """From FSDP shards; the second update changes the embedding alone. What the switches said.
 
+    At last weights that are there already are written, as adapters are merged into them.
+
     `in_place` turns the CPU backend's packing off: vLLM then keeps weights as it does on a GPU.
     """
     set_environment([])  # before the first import
@@ -155,6 +160,10 @@ def five_updates(
             prove(engine, plain)
             assert stats.bytes_received == switch.plan.traffic.received[rank] * 4
             assert stats.bytes_theory == switch.plan.least[rank] * 4
+        torch.manual_seed(5)
+        change(plain)
+        engine.write_weights(partial(fill, plain, layout))
+        prove(engine, plain)
     layers = [
         sum(box.size * 4 for name in names for box in layout.local(name, rank))
         for names in by_layer(layout.rules)
@@ -175,6 +184,16 @@ def five_updates(
         "bytes": (stats.bytes_received, stats.bytes_theory),
         "path": stats.path,
     }
+
+
+def fill(model: PreTrainedModel, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes this rank's part of the weights of `model`; padding stays as it is."""
+    for name, tensor in tensors.items():
+        (box,) = layout.local(name, dist.get_rank())
+        whole = model.get_parameter(name).detach()
+        part = box.intersect(Box.whole(tuple(whole.shape)))
+        if part is not None:
+            tensor[part.slices(box)].copy_(whole[part.slices()])
 
 
 def held(engine: VLLMEngine) -> dict[str, torch.Tensor]:

@@ -207,3 +207,33 @@ def test_a_critic_trains_its_head_and_adapters(
         torch.testing.assert_close(
             merged(ids).logits.double(), model(ids).logits, atol=1e-5, rtol=0
         )
+
+
+def formats(path, sequences):
+    """Three updates in bfloat16, and again with dropout."""
+    found = {}
+    mine = sequences[dist.get_rank() :: dist.get_world_size()]
+    for name, dropout in (("none", 0.0), ("some", 0.5), ("again", 0.5)):
+        lora = LoraConfig(rank=3, alpha=6, dropout=dropout)
+        engine = make(path, (1, 2, 1), lora=lora, dtype=DType.bfloat16)
+        start = {x: tensor.to_local().clone() for x, tensor in engine.named_shards().items()}
+        losses = [engine.update(mine, Surrogate())["loss"] for _ in range(3)]
+        shards = {x: tensor.to_local() for x, tensor in engine.named_shards().items()}
+        for x, tensor in shards.items():
+            trained = x in engine.trained()
+            assert tensor.dtype == (torch.float32 if trained else torch.bfloat16), x
+            assert trained or torch.equal(tensor, start[x]), x
+        scores = [engine.log_probs(mine) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*scores, strict=True)), "scores drop nothing"
+        found[name] = (losses, {x: t.clone() for x, t in engine.adapter_weights()})
+    return found
+
+
+def test_frozen_weights_lie_in_the_compute_format_and_dropout_is_repeatable(
+    ranks: Callable, tiny: Callable, sequences: list
+) -> None:
+    for found in ranks(2, formats, tiny("qwen3"), sequences):
+        assert found["some"][0] == found["again"][0]
+        assert all(torch.equal(t, found["again"][1][x]) for x, t in found["some"][1].items())
+        assert found["some"][0][0] == found["none"][0][0], "B is zero, so nothing is dropped"
+        assert found["some"][0][2] != found["none"][0][2]
