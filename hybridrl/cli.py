@@ -124,9 +124,11 @@ def _job(action: str, config: Any) -> None:
         try:
             result = getattr(job, action)(config)
         except (job.WorkerError, job.TrainingStopped, job.RayStartError, OSError) as error:
-            _fail(f"{error}; {where}", 1)
-    except KeyboardInterrupt:
-        _fail(f"interrupted; {where}", signals.exit_code())
+            died = isinstance(error, job.RayStartError) or getattr(error, "died", False)
+            _fail(f"{error}; {where}", 1, config if died else None)
+    except KeyboardInterrupt as stopped:
+        again = config if signals.time_is_up() else None
+        _fail(f"{stopped or 'interrupted'}; {where}", signals.exit_code(), again)
     print(json.dumps({**result, "seconds": round(time.time() - started, 1)}), flush=True)
 
 
@@ -299,9 +301,26 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError("new-recipe", "", message)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int, again: Config | None = None) -> None:
+    """Say why and exit; as a Slurm job that may start `again`, have Slurm do that."""
+    left = _restarts_left(again) if again else None
+    if again and left is not None:
+        number, most = again.cluster.requeue - left, again.cluster.requeue
+        message += f"; the job starts again ({number + 1} of {most})" if left else ""
+        message += "" if left else f"; all {most} restarts of cluster.requeue are used up"
     print(f"hybridrl: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if left:
+        from hybridrl.cluster import slurm
+
+        slurm.start_again()
     sys.exit(code)
+
+
+def _restarts_left(config: Config) -> int | None:
+    """How often this job may start again; None where that was not asked for."""
+    from hybridrl.cluster import slurm
+
+    return slurm.restarts_left(config.cluster) if config.cluster.requeue else None
 
 
 if __name__ == "__main__":

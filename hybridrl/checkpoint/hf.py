@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hybridrl.checkpoint.folder import replace
 from hybridrl.config import DType
 from hybridrl.engines.train.engine import TORCH_DTYPES, TrainEngine
 
@@ -86,7 +87,7 @@ def write_hf(
             _write_adapter(temporary / "adapter", *adapter)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _replace(temporary, path)
+        replace(temporary, path)
     except (OSError, SafetensorError) as error:
         # safetensors reports a full disk as an error of its own
         code = getattr(error, "errno", None) or errno.EIO
@@ -160,12 +161,3 @@ def _write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -
             generation.save_pretrained(directory)
     finally:
         model.config.dtype, model.config.architectures = before
-
-
-def _replace(source: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)  # a directory that is not empty cannot be renamed over
-    source.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -63,6 +63,12 @@ class Batch:
             command += [shlex.quote(targets[0])]
         return "\n".join([*lines, " \\\n    ".join(command)]) + "\n"
 
+    def _restarts(self) -> list[str]:
+        """Whether the job may start again; its driver, which `exec` makes the script, is warned."""
+        if not self.cluster.requeue:
+            return ["--no-requeue"]
+        return ["--requeue", f"--signal=B:USR1@{self.cluster.warn_s}"]
+
     def _directives(self) -> list[str]:
         cluster = self.cluster
         log = str(self.directory).replace("%", "%%")
@@ -72,7 +78,7 @@ class Batch:
             f"--chdir={shlex.quote(str(self.work_dir))}",
             f"--output={shlex.quote(log)}",
             "--open-mode=append",
-            "--no-requeue",
+            *self._restarts(),
             f"--nodes={cluster.nodes}",
             "--ntasks-per-node=1",
         ]

@@ -1,16 +1,25 @@
-"""SIGINT and SIGTERM end a run in the same way: as a `KeyboardInterrupt` in the driver."""
+"""SIGINT, SIGTERM and SIGUSR1 end a run in the same way: as a `KeyboardInterrupt` in the driver.
+
+Within `asking()` the first one asks the run to end where it can go on later, and another ends it.
+"""
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _GRACE_S = 20.0  # ending a run takes a few seconds; a second signal must not cut that short
+_ONCE_S = 1.0  # Slurm sends the same signal to a job's steps and to its script
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _last: dict[str, float] = {"signal": signal.SIGINT, "time": float("-inf")}
 _installed = False
+_asking = False
+_asked: float | None = None  # when
 
 
 def install() -> None:
-    """Take over both signals of this process; the command line does."""
+    """Take over the signals of this process; the command line does."""
     global _installed
     _installed = True
     reinstall()
@@ -20,9 +29,30 @@ def reinstall() -> None:
     """Take them back from a library (Ray, at its start); without `install` it does nothing."""
     if not _installed:
         return
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
             signal.signal(number, _interrupt)
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Within, the first signal is a question that `asked` answers; the next one interrupts."""
+    global _asking, _asked
+    _asking, _asked = True, None
+    try:
+        yield
+    finally:
+        _asking = False
+
+
+def asked() -> bool:
+    """Whether a signal has asked the run to end."""
+    return _asked is not None
+
+
+def time_is_up() -> bool:
+    """Whether the last signal was SIGUSR1, which Slurm sends before it takes the nodes away."""
+    return _last["signal"] == signal.SIGUSR1
 
 
 def exit_code() -> int:
@@ -31,7 +61,12 @@ def exit_code() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _asked
     now = time.monotonic()
-    if now - _last["time"] > _GRACE_S:
+    if _asking and _asked is None:
+        _last["signal"], _asked = number, now
+    elif _asked is not None and now - _asked < _ONCE_S:
+        return
+    elif now - _last["time"] > _GRACE_S:
         _last.update(signal=number, time=now)
         raise KeyboardInterrupt

@@ -103,6 +103,18 @@ def allocation(config: ClusterConfig) -> Allocation:
     return Allocation(env["SLURM_JOB_ID"], nodes, here, _least(env["SLURM_JOB_CPUS_PER_NODE"]))
 
 
+def restarts_left(config: ClusterConfig) -> int:
+    """How often the job that this process is in may start again; 0 outside of one."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return 0
+    return max(0, config.requeue - int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+def start_again() -> None:
+    """Have Slurm end this process's job, and start it again when it can."""
+    call("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+
+
 def _least(cpus_per_node: str) -> int:
     """The smallest of Slurm's `72(x2),36`."""
     return min(int(part.partition("(")[0]) for part in cpus_per_node.split(","))

@@ -81,6 +81,8 @@ class Config:
         if not self.split:  # else those that the recipe has, once it is known
             for role in VALUE_MODELS:
                 self.check_value_model(role)
+        if self.cluster.requeue and not self.trainer.resumes:
+            self.trainer.resume = "auto"
         threshold = self.rollout.migration_threshold
         if threshold is not None and self.schedule is not Schedule.fused:
             allowed = f"null with schedule={self.schedule.value}, which moves no samples"

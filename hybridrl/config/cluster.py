@@ -80,9 +80,21 @@ class ClusterConfig:
     """Slurm: more options of sbatch (`[--constraint=h100, --mail-type=END]`)."""
     setup: list[str] = field(default_factory=list)
     """Slurm: lines of the batch script before the run (`['module load cuda']`)."""
+    requeue: int = 0
+    """Slurm: how often the job may start again, at its time limit, after preemption, or when a
+    node or a rank has died; then `trainer.resume` is at least `auto`."""
+    warn_s: int = 120
+    """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
 
     def __post_init__(self) -> None:
-        for key, least in (("threads_per_rank", 1), ("nodes", 1), ("gpus_per_node", 0)):
+        least_of = {
+            "threads_per_rank": 1,
+            "nodes": 1,
+            "gpus_per_node": 0,
+            "requeue": 0,
+            "warn_s": 1,
+        }
+        for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ConfigError(f"cluster.{key}", getattr(self, key), f"{least} or more")
         if self.cpus_per_node is not None and self.cpus_per_node < 1:
@@ -119,7 +131,7 @@ class ClusterConfig:
         if self.kind is ClusterKind.processes and self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
         slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
-        for key in (*slurm, "account", "qos", "time", "sbatch", "setup"):
+        for key in (*slurm, "account", "qos", "time", "sbatch", "setup", "requeue"):
             value = getattr(self, key)
             if value and (key, value) != ("nodes", 1):
                 raise ConfigError(f"cluster.{key}", value, "cluster=slurm before it")

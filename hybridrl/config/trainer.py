@@ -71,6 +71,9 @@ class TrainerConfig:
     """Checkpoint every so many steps; 0 saves at the end only."""
     keep_last: int = 2
     """Newest checkpoints that are kept, besides the best and the final one."""
+    resume: str = "never"
+    """`auto` goes on from the newest checkpoint in the run directory, and starts anew where there
+    is none; a path goes on from that checkpoint, or run. Then a signal ends the run with one."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
@@ -83,7 +86,19 @@ class TrainerConfig:
         for key in ("steps", "save_every", "keep_last"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"trainer.{key}", getattr(self, key), "0 or more")
+        if self.resumes and not self.keep_last:
+            raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this run is one that ends and goes on."""
+        return self.resume != "never"
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run leaves checkpoints to go on from."""
+        return self.resumes or self.save_every > 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybridrl.cluster import signals
 from hybridrl.config import Config
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
@@ -20,6 +21,10 @@ from hybridrl.workers.training import UpdateShare
 # Moving samples costs a few milliseconds a step; below this surplus of the fullest rank's tokens
 # over the mean they train where they were made.
 _TOLERATED_IMBALANCE = 0.02
+
+
+class Abandoned(Exception):
+    """A step was given up before it has changed anything, since the run was asked to end."""
 
 
 # Work of several rounds of calls: it yields the calls of a round, each with its rank, is sent their
@@ -41,7 +46,8 @@ class RayExecutor:
 
     `on_switch` hears of every weight switch: one accounting per rank. An instance of several ranks
     gets every call on all of them; their answers become one event. A rank that dies ends the run
-    (`WorkerError`), since its training shard is gone, so there is never a `Died`.
+    (`WorkerError`), since its training shard is gone, so there is never a `Died`. While
+    `may_abandon`, which an update ends, a signal that asks the run to end raises `Abandoned`.
 
     Samples live in the actor's pool. What another pool reads is copied there for the length of the
     call, and what it makes is copied home before the call's event: so `map`, forward passes and the
@@ -57,6 +63,7 @@ class RayExecutor:
         self.group, self.config, self.on_switch = group, config, on_switch
         self.clock: Clock = WallClock()
         self.version = -1
+        self.may_abandon = False
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
@@ -249,6 +256,8 @@ class RayExecutor:
         """Events of the calls that have ended, at least one, in the order they were started."""
         events, self._told = self._told, []
         while not events:
+            if self.may_abandon and signals.asked():
+                raise Abandoned
             if not self._pending:
                 raise RuntimeError("nothing is in flight")
             for reference in self.group.launcher.wait(list(self._pending)):
@@ -281,6 +290,7 @@ class RayExecutor:
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
+        self.may_abandon = False
         self._begin(self._update(stage, samples))
 
     def _update(self, stage: Stage, samples: Sequence[Sample]) -> _Work:

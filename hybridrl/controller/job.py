@@ -1,7 +1,6 @@
 """A run from its config to its last line: bring-up, warm start, the recipe, evaluation, records."""
 
 import contextlib
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,13 +8,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NoReturn
 
-from hybridrl.checkpoint.keep import to_keep
+from hybridrl.checkpoint.folder import Point, read
+from hybridrl.cluster import signals
 from hybridrl.cluster.errors import RayStartError
 from hybridrl.config import Config, OptimConfig, Schedule, TrainerConfig
+from hybridrl.controller.checkpoints import Checkpoints, Origin, State, find_origin
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
-from hybridrl.controller.executor import RayExecutor
+from hybridrl.controller.executor import Abandoned, RayExecutor
 from hybridrl.controller.launch import Launcher, launched
 from hybridrl.controller.parts import with_parts
 from hybridrl.controller.placement import graphs_of
@@ -27,6 +28,7 @@ from hybridrl.flow import Graph, Kind
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
+from hybridrl.flow.schedules.base import Schedule as AnySchedule
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.memory import Memory
 from hybridrl.workers.pool import Span
@@ -35,21 +37,25 @@ from hybridrl.workers.training import Training
 __all__ = ["RayStartError", "TrainingStopped", "WorkerError", "evaluate_only", "train"]
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal has ended the run where it can go on; the message says from which step."""
+
+
 class TrainingStopped(RuntimeError):
     """The run cannot usefully go on; the message says why."""
 
 
 def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns what the command line prints."""
+    origin = find_origin(config)
     prepared = prepare(config)
+    asking = signals.asking() if config.trainer.resumes else contextlib.nullcontext()
     try:
-        with _job(config, prepared) as job:
+        with asking, _job(config, prepared, origin) as job:
             job.warm_start()
             job.begin_recipe()
-            before = job.evaluate()
-            job.run_recipe()
-            after = job.evaluate()
-            job.finish()
+            before = job.evaluate_before()
+            after = job.run_recipe()
     except BaseException:  # interrupted runs too
         with contextlib.suppress(OSError):  # a full disk is the error that is on its way
             _render(config)
@@ -63,7 +69,7 @@ def train(config: Config) -> dict[str, Any]:
 def evaluate_only(config: Config) -> dict[str, Any]:
     """Evaluate what the recipe trains on the held-out items; returns the metrics."""
     prepared = prepare(config)
-    with _job(config, prepared) as job:
+    with _job(config, prepared, Origin()) as job:
         if "actor" not in prepared.graph.learned:
             job.begin_recipe()  # for the model that it trains
         metrics = job.evaluate()
@@ -78,17 +84,17 @@ def _render(config: Config) -> None:
 
 
 @contextmanager
-def _job(config: Config, prepared: Prepared) -> Iterator["Job"]:
+def _job(config: Config, prepared: Prepared, origin: Origin) -> Iterator["Job"]:
     """A job with its ranks up; on the way out, whatever happened, no process is left."""
     total = config.warm_start.steps + config.trainer.steps
     run_dir = Path(config.run.dir)
     with (
-        Telemetry(run_dir, config.telemetry, total) as telemetry,
+        Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
         launched(config.cluster, run_dir / "logs") as launcher,
     ):
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
-        job = Job(config, prepared, telemetry, launcher)
+        job = Job(config, prepared, telemetry, launcher, origin)
         try:
             yield job
             job.group.close()
@@ -97,10 +103,20 @@ def _job(config: Config, prepared: Prepared) -> Iterator["Job"]:
 
 
 class Job:
-    """The parts of a run. `step` counts optimizer iterations over warm start and recipe."""
+    """The parts of a run. `step` counts optimizer iterations over warm start and recipe.
+
+    A run that goes on from a checkpoint does as one that starts: it makes each phase's roles at
+    the phase's beginning, since copies and value models are of that moment; then what the
+    checkpoint has of them replaces what they are.
+    """
 
     def __init__(
-        self, config: Config, prepared: Prepared, telemetry: Telemetry, launcher: Launcher
+        self,
+        config: Config,
+        prepared: Prepared,
+        telemetry: Telemetry,
+        launcher: Launcher,
+        origin: Origin,
     ) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = 0
@@ -114,27 +130,83 @@ class Job:
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
         evaluation = evaluation_graph(prepared.graph, config.eval.num_samples)
         self.evaluation = evaluation and with_parts(evaluation, config)
-        self._saved: dict[int, float | None] = {}  # step of each checkpoint: held-out accuracy
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last time: step, metrics
+        self._before: dict[str, float] = {}  # of the evaluation before the recipe
+        self.origin, self.run_dir = origin, Path(config.run.dir)
+        self.checkpoints = Checkpoints(config, origin, self.group, telemetry)
+        if origin.point is not None:
+            self._go_on(origin.point, origin.damaged)
+
+    def _go_on(self, point: Point, damaged: Sequence[str]) -> None:
+        """Be where the driver was at `point`; ranks and schedule follow with their phase."""
+        state = point.state
+        for wrong in damaged:
+            self.telemetry.note(f"damaged, passed over: {wrong}")
+        self.telemetry.note(f"going on after step {state['step']}, from {point.folder}")
+        self.step, self.bad_steps = state["step"], state["bad_steps"]
+        self._evaluated, self._before = tuple(state["evaluated"]), state["before"]
+        self.prompts.seek(state["prompts"])
 
     # -- phases --------------------------------------------------------------------------------
 
     def warm_start(self) -> None:
         """The supervised phase, where the config asks for one."""
-        warm = self.config.warm_start
-        graph = self.prepared.warm_start
-        if graph is not None:
-            self._begin(Schedule.serial, graph, warm.steps, warm.optim)
-            self._fit("warm_start", Schedule.serial, graph, warm.steps, warm.prompts_per_step)
+        warm, graph = self.config.warm_start, self.prepared.warm_start
+        if graph is None:
+            return
+        folder, point = self.run_dir / "warm_start", self.origin.point
+        self._begin(Schedule.serial, graph, warm.steps, warm.optim)
+        if point is not None and self._point("rl"):
+            ended = read(point.run_dir / "warm_start")  # what the recipe's roles are copies of
+            self.checkpoints.load(ended)
+            if not self.origin.continues(self.run_dir):
+                self.checkpoints.write(folder, warm.steps, State(ended.state))
+            return
+        self._restore("warm_start")
+        schedule = self._fit("warm_start", Schedule.serial, graph, warm.prompts_per_step)
+        self._close(schedule)
+        if self.config.trainer.saves and (point is None or point.folder != folder):
+            self.checkpoints.write(folder, self.step, self._state("warm_start", schedule))
 
     def begin_recipe(self) -> None:
         """Make the recipe's roles; a frozen copy is of this moment."""
         trainer = self.config.trainer
         self._begin(self.config.schedule, self.prepared.graph, trainer.steps, trainer.optim)
+        self._restore("rl")
 
-    def run_recipe(self) -> None:
-        """The recipe's own steps."""
+    def run_recipe(self) -> dict[str, float]:
+        """The recipe's own steps, and the final model; answers with the last evaluation."""
         trainer, graph = self.config.trainer, self.prepared.graph
-        self._fit("rl", self.config.schedule, graph, trainer.steps, trainer.prompts_per_step)
+        schedule = self._fit("rl", self.config.schedule, graph, trainer.prompts_per_step)
+        after = self.evaluate()
+        final = self.run_dir / "final"
+        self.checkpoints.write(final, self.step, self._state("rl", schedule))
+        self._close(schedule)
+        return after
+
+    def _point(self, phase: str) -> Point | None:
+        """What this run goes on from, if that is of `phase`."""
+        point = self.origin.point
+        return point if point is not None and point.state["phase"] == phase else None
+
+    def _restore(self, phase: str) -> None:
+        """Have the ranks, whose roles are there, go on from the checkpoint, if it is of `phase`."""
+        if point := self._point(phase):
+            self.checkpoints.load(point)
+
+    def _state(self, phase: str, schedule: AnySchedule) -> State:
+        """The driver's part of a checkpoint."""
+        record = {
+            "phase": phase,
+            "prompts": self.prompts.position,
+            "bad_steps": self.bad_steps,
+            "evaluated": self._evaluated,
+            "records": self.telemetry.sizes(),
+            "before": self._before,
+            "recipe": schedule.graph.state_dict(),
+            "schedule": schedule.state_dict(),
+        }
+        return State(record, schedule.carried())
 
     def _begin(self, kind: Schedule, graph: Graph, steps: int, optim: OptimConfig) -> None:
         """Make the roles of `graph` for so many steps; `optim` is the actor's optimizer."""
@@ -151,28 +223,60 @@ class Job:
         for role, described in self.group.begin(graphs, training, publishes).items():
             self.telemetry.event("role", role=role, **described)
 
-    def _fit(
-        self, name: str, kind: Schedule, graph: Graph, steps: int, prompts_per_step: int
-    ) -> None:
-        """Run `steps` of `graph`, whose roles are there."""
-        rollout = self.config.rollout
-        self.telemetry.phase(name, steps, self.step)
+    def _fit(self, name: str, kind: Schedule, graph: Graph, prompts_per_step: int) -> AnySchedule:
+        """Run the steps of a phase that are left, with `graph`, whose roles are there."""
+        rollout, warm = self.config.rollout, self.config.warm_start.steps
+        first = warm if name == "rl" else 0
+        last = first + (self.config.trainer.steps if name == "rl" else warm)
+        self.telemetry.phase(name, last - first, first)
         sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
         )
         schedule = make_schedule(
             self.config, kind, graph, self.executor, self.prompts, sampling, prompts_per_step
         )
-        for _ in range(steps):
-            self.step += 1
+        if point := self._point(name):
+            graph.load_state_dict(point.state["recipe"])
+            schedule.load_state_dict(
+                point.state["schedule"],
+                prompt_at=self.prompts.at,
+                num_ranks=len(self.group.home.ranks),
+            )
+            self.checkpoints.load_samples(point, schedule)
+        while self.step < last:
+            before = self._state(name, schedule) if self.config.trainer.resumes else None
+            if before is not None and signals.asked():
+                self._stop(before)
             start = time.time()
-            result = schedule.run_step(self.step)
+            result = self._run_step(schedule, before)
             self._record(result, time.time() - start)
             if costs := schedule.meter.costs():
                 self.telemetry.costs({"costs": costs.to_json(), **self._machine(graph)})
-            last = self.step == self.config.warm_start.steps + self.config.trainer.steps
-            if name == "rl" and not last:
-                self._evaluate_and_save()
+            if self.step < last:
+                self._evaluate_and_save(name, self.step - first, schedule)
+        return schedule
+
+    def _run_step(self, schedule: AnySchedule, before: State | None) -> StepResult:
+        """One step; `before` is the driver's state, which a signal may want to go back to."""
+        self.step += 1
+        self.executor.may_abandon = before is not None
+        try:
+            return schedule.run_step(self.step)
+        except Abandoned:
+            assert before is not None
+            self.step -= 1
+            self._stop(before)
+        finally:
+            self.executor.may_abandon = False
+
+    def _stop(self, state: State) -> NoReturn:
+        """Write the checkpoint of the last whole step, if there is none, and end the run."""
+        begun = self.origin.point.state["step"] if self.origin.point else 0
+        if self.step > begun and self.step not in self.checkpoints.scores:
+            self.checkpoints.save(self.step, None, state)
+        raise Stopped(f"stopped after step {self.step}; trainer.resume=auto goes on from there")
+
+    def _close(self, schedule: AnySchedule) -> None:
         left = schedule.close()
         if left:
             self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
@@ -188,21 +292,31 @@ class Job:
             "chunk_tokens": self.config.trainer.max_tokens_per_micro_batch,
         }
 
-    def _evaluate_and_save(self) -> None:
-        done = self.step - self.config.warm_start.steps
+    def _evaluate_and_save(self, phase: str, done: int, schedule: AnySchedule) -> None:
+        """After `done` steps of a phase that goes on."""
         every, save_every = self.config.eval.every, self.config.trainer.save_every
         accuracy = None
-        if every and done % every == 0:
+        if phase == "rl" and every and done % every == 0:
             accuracy = self.evaluate().get("eval_accuracy")
-        if save_every and done % save_every == 0:
-            self._save(accuracy)
+        # A warm start is short, and made again unless the run is one that goes on.
+        keeps = phase == "rl" or self.config.trainer.resumes
+        if keeps and save_every and done % save_every == 0:
+            self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
 
-    # -- evaluation and checkpoints ------------------------------------------------------------
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def evaluate_before(self) -> dict[str, float]:
+        """Held-out metrics before the recipe's first step; a run that goes on has them."""
+        if not self._point("rl"):
+            self._before = self.evaluate()
+        return self._before
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics, recorded at the present step; none where nothing can be evaluated."""
         if self.evaluation is None:
             return {}
+        if self._evaluated[0] == self.step:
+            return self._evaluated[1]
         self.telemetry.stage("evaluating")
         start = time.time()
         metrics = evaluate(
@@ -217,26 +331,8 @@ class Job:
         )
         self.telemetry.log(self.step, metrics)
         self.telemetry.event("evaluation", step=self.step, seconds=time.time() - start, **metrics)
+        self._evaluated = (self.step, metrics)
         return metrics
-
-    def _save(self, accuracy: float | None) -> None:
-        self.telemetry.stage("saving")
-        folder = Path(self.config.run.dir) / "checkpoints"
-        path = folder / f"step_{self.step:06d}"
-        self.group.save(str(path))
-        self._saved[self.step] = accuracy
-        self.telemetry.event("checkpoint", step=self.step, path=str(path), accuracy=accuracy)
-        kept = to_keep(self._saved, self.config.trainer.keep_last)
-        for step in self._saved.keys() - kept:
-            del self._saved[step]
-            shutil.rmtree(folder / f"step_{step:06d}")
-
-    def finish(self) -> None:
-        """Save the final model."""
-        self.telemetry.stage("saving")
-        final = Path(self.config.run.dir) / "final"
-        self.group.save(str(final))
-        self.telemetry.event("checkpoint", step=self.step, path=str(final))
 
     # -- records -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.controller.launch import CallFailed, Launcher
@@ -11,6 +11,7 @@ from hybridrl.controller.placement import HOME
 from hybridrl.flow.executor import Command, Phase
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
+from hybridrl.workers.carried import Carry
 from hybridrl.workers.machine import Machine
 from hybridrl.workers.memory import Memory
 from hybridrl.workers.pool import Reply, Span
@@ -18,13 +19,23 @@ from hybridrl.workers.pools import make_worker
 from hybridrl.workers.rank import RankWorker
 from hybridrl.workers.training import Training, UpdateShare
 
+if TYPE_CHECKING:
+    from hybridrl.checkpoint.distributed import Progress
+
 OnSpan = Callable[[int, Span], None]
 OnMemory = Callable[[int, Memory], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 
 
 class WorkerError(RuntimeError):
-    """A rank failed: which roles, which rank, which node, where its log is, and why."""
+    """A rank failed: which roles, which rank, which node, where its log is, and why.
+
+    `died` says that its process or its node is gone, which may be otherwise next time.
+    """
+
+    def __init__(self, message: str, died: bool = False) -> None:
+        super().__init__(message)
+        self.died = died
 
 
 @dataclass(slots=True)
@@ -121,7 +132,8 @@ class WorkerGroup:
         (roles,) = (pool.roles for pool in self.pools.values() if rank in pool.ranks)
         return WorkerError(
             f"rank {rank} of {self.size} ({', '.join(roles)}) on node {node} failed:"
-            f" {reason}; its log is {log or self._logs}"
+            f" {reason}; its log is {log or self._logs}",
+            error.died,
         )
 
     # -- whole group, blocking -----------------------------------------------------------------
@@ -179,10 +191,30 @@ class WorkerGroup:
         """Change phase where samples live; answers with each rank's weight-switch accounting."""
         return self.gather(self.home.group.enter(phase))
 
-    def save(self, path: str) -> None:
-        """Write the actor as a Hugging Face directory, every critic as one in it."""
+    def save(self, path: str, resume: str | None) -> "dict[str, Progress]":
+        """Write the actor as a Hugging Face directory, every critic as one in it.
+
+        Into `resume` goes what training goes on from. Answers with how far each role is.
+        """
+        progress: dict[str, Progress] = {}
         for pool in self.pools.values():  # one after the other: the actor's folder takes its place
-            self.gather(pool.group.save(path), pool.ranks[0])
+            progress |= self.gather(pool.group.save(path, resume), pool.ranks[0])[0]
+        return progress
+
+    def load(self, path: str, progress: "Mapping[str, Progress]") -> str:
+        """Have every rank go on from `path`; answers with what is wrong, if anything."""
+        wrong: list[str] = []
+        for pool in self.pools.values():
+            wrong += self.gather(pool.group.load(path, dict(progress)), pool.ranks[0])
+        return next(filter(None, wrong), "")
+
+    def save_carried(self, path: str, shares: list[tuple[Carry, ...]]) -> None:
+        """Have the ranks where samples live write their shares of what a step has left."""
+        self.gather(self.home.group.save_carried([path] * len(shares), shares))
+
+    def load_carried(self, path: str, shares: list[tuple[Carry, ...]]) -> list[Any]:
+        """Have them take up their shares; a reference to the parked ones of each, or None."""
+        return self.gather(self.home.group.load_carried([path] * len(shares), shares))
 
     def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
         """Prompt and response texts of samples, by the rank that holds them."""

@@ -246,6 +246,14 @@ class PromptStream:
         epoch, index = divmod(number, len(self._items[source]))
         return position, self._items[source][self._order(source, epoch)[index]]
 
+    def at(self, position: int) -> Item:
+        """What comes at `position`; the stream stays where it is."""
+        here = self.position
+        self.seek(position)
+        _, item = next(self)
+        self.seek(here)
+        return item
+
     def seek(self, position: int) -> None:
         """Go to `position`: the next item is the one that a new stream gives there."""
         if position < 0:

@@ -1,7 +1,8 @@
 """What the driver knows about a sample: identity, lengths, scalars, and which tensors lie where."""
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 
 class SampleId(NamedTuple):
@@ -57,6 +58,17 @@ class Sample:
     scalars: dict[str, float | int | str] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     dropped: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, which `from_json` takes back."""
+        return {**asdict(self), "id": list(self.id), "tensors": sorted(self.tensors)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Sample":
+        """A sample as it was written."""
+        spans = tuple(Span(**span) for span in values["spans"])
+        made = {"id": SampleId(*values["id"]), "spans": spans, "tensors": set(values["tensors"])}
+        return cls(**{**values, **made})
 
     @property
     def tokens(self) -> int:

@@ -25,6 +25,7 @@ class Telemetry:
     (KeyboardInterrupt) or `failed` (any other exception, whose text is the reason). A process that
     is killed leaves `running`, and its pid. A directory that holds an earlier run's records is
     continued: lines are appended, and where a step was logged twice readers take the later one.
+    With `go_on_from`, an earlier answer of `sizes()`, what came after that is cut off first.
 
         with Telemetry(Path("runs/latest"), config, total_steps=100) as telemetry:
             telemetry.phase("rl", 100)
@@ -34,8 +35,14 @@ class Telemetry:
     Every call leaves all files readable. Raises `OSError` when the disk is full.
     """
 
-    def __init__(self, run_dir: Path, config: TelemetryConfig, total_steps: int) -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(
+        self,
+        run_dir: Path,
+        config: TelemetryConfig,
+        total_steps: int,
+        go_on_from: Mapping[str, int] | None = None,
+    ) -> None:
+        self.run_dir, self._go_on_from = Path(run_dir), go_on_from
         self._config = config
         self._total_steps = total_steps
         self._phase = ""
@@ -50,6 +57,8 @@ class Telemetry:
 
     def __enter__(self) -> Self:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        if self._go_on_from is not None:
+            cut(self.run_dir, self._go_on_from)
         self._status = _begin(self.run_dir / "run.json", self._total_steps)
         self._write_status()
         self._capture()
@@ -171,6 +180,20 @@ class Telemetry:
         """Record something that happened: `switch`, `bad_step`, `checkpoint`, `evaluation`, ..."""
         self._append("events", {"kind": kind, "time": time.time(), "phase": self._phase, **fields})
 
+    def note(self, text: str, **fields: Any) -> None:
+        """Show a line, and record it as an event `note`."""
+        self.display.note(text)
+        self.event("note", text=text, **fields)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every record so far, by file: where to go on from, should the run end now."""
+        if self._board is not None:
+            self._board.flush()
+        return {
+            str(file.relative_to(self.run_dir)): file.stat().st_size
+            for file in records_of(self.run_dir)
+        }
+
     def _bubbles(self, step: int) -> dict[str, float]:
         shares = bubble_share(span for span in self._step_spans if span.step == step)
         self._step_spans = []
@@ -201,6 +224,23 @@ class Telemetry:
             self._trace.close()
         if self._board is not None:
             self._board.close()
+
+
+def records_of(run_dir: Path) -> list[Path]:
+    """The files that grow with a run."""
+    found = [run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "lengths", "events")]
+    found += [run_dir / "trace.json", *sorted((run_dir / "tensorboard").glob("*"))]
+    return [file for file in found if file.is_file()]
+
+
+def cut(run_dir: Path, sizes: Mapping[str, int]) -> None:
+    """Bring the records of a run back to what they were when they had these `sizes`."""
+    for file in records_of(run_dir):
+        size = sizes.get(str(file.relative_to(run_dir)), 0)
+        if not size:
+            file.unlink()
+        elif size < file.stat().st_size:
+            os.truncate(file, size)
 
 
 def _begin(path: Path, total_steps: int) -> dict[str, Any]:

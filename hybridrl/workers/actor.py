@@ -314,20 +314,20 @@ class Actor:
 
     def _requests(self, command: Submit) -> list[Request]:
         item: Item = command.prompt
-        sampling = _sampling_params(command.sampling, self.stop_token_ids)
-        seed = self.config.run.seed
         for id in command.ids:
             self._items[id] = (item, ())
-        return [
-            Request(
-                id=id,
-                prompt_ids=item.prompt_ids,
-                sampling=sampling,
-                stream=stream_key(seed, id.prompt, id.branch, id.k, id.attempt),
-                prefix=(id.prompt, id.branch) if len(command.ids) > 1 else None,
-            )
-            for id in command.ids
-        ]
+        shares = len(command.ids) > 1
+        return [self.request(id, item, command.sampling, shares) for id in command.ids]
+
+    def request(self, id: SampleId, item: Item, sampling: Sampling, shares: bool) -> Request:
+        """A response to be drawn from its beginning; `shares` what is cached of its prompt."""
+        return Request(
+            id=id,
+            prompt_ids=item.prompt_ids,
+            sampling=_sampling_params(sampling, self.stop_token_ids),
+            stream=stream_key(self.config.run.seed, id.prompt, id.branch, id.k, id.attempt),
+            prefix=(id.prompt, id.branch) if shares else None,
+        )
 
     def _finish(self, output: Output) -> Finished | None:
         """Keep a finished sample, or leave it to another rank of the instance: all have it."""

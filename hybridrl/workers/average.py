@@ -1,5 +1,7 @@
 """A moving average of the actor's weights, kept as training has them."""
 
+from collections.abc import Mapping
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +28,12 @@ class MovingAverage:
             return
         for name, weights in _local(self.engine).items():
             self.shards[name].lerp_(weights.cpu(), 1 - self.decay)
+        self.version, self.moved = self.engine.version, True
+
+    def take(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Go on from the `shards` of an earlier run, whose weights the engine has already."""
+        for name, tensor in shards.items():
+            self.shards[name].copy_(tensor)
         self.version, self.moved = self.engine.version, True
 
 

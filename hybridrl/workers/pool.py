@@ -14,6 +14,8 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from hybridrl.checkpoint import distributed
+from hybridrl.checkpoint.distributed import Progress
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
 from hybridrl.engines.train.engine import TrainEngine
@@ -197,17 +199,42 @@ class PoolWorker:
         """Make the forward-only roles of `graph` that are no judges."""
 
     @dispatch(Dispatch.SAME)
-    def save(self, path: str) -> Reply:
+    def save(self, path: str, resume: str | None = None) -> Reply:
         """Write the actor as a Hugging Face directory; other trained roles, by name, as one in it.
 
-        Rank 0 writes, all ranks gather.
+        Rank 0 writes, all ranks gather. Into `resume` all ranks write what training goes on from,
+        a folder a role. Answers with how far each role is.
         """
+        progress = {}
         with self._span("save"):
             dtype = self.config.model.compute_dtype
             for name, role in self.trained.items():
                 folder = Path(path) if name == "actor" else Path(path) / name
                 save_hf(role.train_engine, folder, self.tokenizer, dtype)
-        return self._reply(path)
+                progress[name] = distributed.progress_of(role.train_engine)
+            for name, role in self.trained.items() if resume is not None else ():
+                distributed.save(Path(resume or "") / name, role.train_engine, self._kept(name))
+        return self._reply(progress)
+
+    @dispatch(Dispatch.SAME)
+    def load(self, path: str, progress: dict[str, Progress]) -> Reply:
+        """Go on from what `save` has written to `path`; answers with what is wrong, if anything."""
+        with self._span("load"):
+            for name in [name for name in progress if name in self.trained]:
+                engine, kept = self.trained[name].train_engine, self._kept(name)
+                try:
+                    distributed.load(Path(path) / name, engine, progress[name], kept)
+                except ValueError as error:
+                    return self._reply(str(error))
+                self._take(kept)
+        return self._reply("")
+
+    def _kept(self, role: str) -> distributed.Tensors:
+        """What training goes on from besides a role's parameters and moments."""
+        return {}
+
+    def _take(self, kept: distributed.Tensors) -> None:
+        """Use what `_kept` gave, which has been filled."""
 
     @dispatch(Dispatch.SAME)
     def close(self) -> Reply:

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybridrl.checkpoint import distributed
 from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.flow.executor import Advanced, Command, Computed, Finished, Phase, Placed, Resume
@@ -14,6 +16,7 @@ from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor import Actor, ParkedSample, grown
 from hybridrl.workers.build import ActorRoleBuilder
+from hybridrl.workers.carried import Carry, load_carried, save_carried
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.pool import PoolWorker, Reply, Span
@@ -280,6 +283,34 @@ class RankWorker(PoolWorker):
                 self.tokenizer.decode(sample.response_ids, skip_special_tokens=True),
             )
         return self._reply(found)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    @dispatch(Dispatch.PER_RANK)
+    def save_carried(self, path: str, carries: tuple[Carry, ...]) -> Reply:
+        """Write what a step has left to the next one: this rank's share."""
+        with self._span("save"):
+            save_carried(Path(path), self.rank, carries, self.store, self.data_plane)
+        return self._reply(None)
+
+    @dispatch(Dispatch.PER_RANK)
+    def load_carried(self, path: str, carries: tuple[Carry, ...]) -> Reply:
+        """Take up what a step has left to this one; answers with a reference to what is parked."""
+        with self._span("load"):
+            parked = load_carried(Path(path), carries, self.store, self.actor)
+        return self._reply(self.data_plane.put(parked) if parked else None)
+
+    def _kept(self, role: str) -> distributed.Tensors:
+        """The actor's averages."""
+        found: distributed.Tensors = {}
+        for name, average in self.actor.averages.items() if role == "actor" else ():
+            found |= distributed.as_parameters(average.engine, average.shards, name)
+        return found
+
+    def _take(self, kept: distributed.Tensors) -> None:
+        if kept:
+            for name, average in self.actor.averages.items():
+                average.take(distributed.part_of(kept, name))
 
 
 def kv_tokens_of(command: Command) -> int:

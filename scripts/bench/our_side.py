@@ -9,6 +9,7 @@ from blocks import Blocks
 from tasks import side_arguments
 
 from hybridrl.config import TelemetryConfig
+from hybridrl.controller.checkpoints import Origin
 from hybridrl.controller.job import Job
 from hybridrl.controller.launch import launched
 from hybridrl.controller.prepare import prepare
@@ -44,7 +45,7 @@ def main() -> None:
             TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
             launched(config.cluster, run_dir / "logs") as launcher,
         ):
-            job = Job(config, prepare(config), telemetry, launcher)
+            job = Job(config, prepare(config), telemetry, launcher, Origin())
             try:
                 if blocks.begin():
                     job.run_recipe()

@@ -1,6 +1,8 @@
 """The partial schedule: every sample leaves once, none too old, spans by version."""
 
+import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,12 +39,12 @@ def toy(flow: Flow, cfg: dict[str, Any]) -> None:
 
 def make(
     executor, cfg, *, prompts=4, decode_steps=5, over=1.5, staleness=1, stale_kv=False, held=100,
-    num_prompts=10_000,
+    num_prompts=10_000, first_prompt=0,
 ):  # fmt: skip
     return PartialSchedule(
         toy.build(cfg),
         executor,
-        ((i, f"prompt {i}") for i in range(num_prompts)),
+        ((i, f"prompt {i}") for i in range(first_prompt, num_prompts)),
         StepSettings(
             sampling=Sampling(max_new_tokens=20),
             decode_steps=decode_steps,
@@ -161,6 +163,50 @@ def test_what_is_trained_follows_from_decode_steps_not_from_time(
         for step in range(4):
             schedule.run_step(step)
         seen.append(executor.updates)
+    assert seen[0] == seen[1]
+
+
+@given(
+    lengths=lengths,
+    rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
+    decode_steps=st.integers(1, 12),
+    num_instances=st.integers(1, 4),
+    staleness=st.integers(1, 3),
+    filtered=st.booleans(),
+)
+@settings(max_examples=40)
+def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
+    virtual_executor, lengths, rewards, decode_steps, num_instances, staleness, filtered
+):
+    """After every step, through JSON; what is parked is where it was."""
+    cfg: dict[str, Any] = {"k": 2, "filter": filtered}
+    seen = []
+    for resumes in (False, True):
+        executor = virtual_executor(
+            num_instances, 0, of_id(lengths), lambda id: (of_id(rewards)(id), "ok")
+        )
+        settings = {"decode_steps": decode_steps, "over": 1 + staleness, "staleness": staleness}
+        schedule = make(executor, cfg, **settings)
+        for step in range(4):
+            schedule.run_step(step)
+            if resumes:
+                schedule.release()
+                state, before = json.loads(json.dumps(schedule.state_dict())), schedule.carried()
+                pulled = next(schedule.prompts)[0]
+                schedule = make(executor, cfg, **settings, first_prompt=pulled)
+                schedule.load_state_dict(
+                    state, prompt_at=lambda i: f"prompt {i}", num_ranks=num_instances
+                )
+                after = schedule.carried()
+                assert [replace(c, parked=None) for c in after] == [
+                    replace(c, parked=None) for c in before
+                ]
+                parked = {c.id: c.parked.state[1][c.id] for c in before if c.parked is not None}
+                if parked:
+                    schedule.take_parked((0, parked))
+                event("some are parked" if parked else "none is parked")
+        left = sorted(schedule.close())
+        seen.append((executor.updates, sorted(executor.released), left))
     assert seen[0] == seen[1]
 
 

@@ -240,3 +240,31 @@ def test_telemetry_imports_nothing_heavy() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_run_that_goes_on_has_every_step_once(tmp_path: Path) -> None:
+    """What came after the checkpoint is cut off: lines, slices of the trace, TensorBoard's."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = TelemetryConfig(progress=False)
+    sizes = None
+    for first in (1, 4):
+        with Telemetry(tmp_path, config, 6, sizes) as telemetry:
+            telemetry.phase("rl", 6)
+            for step in range(first, 7):
+                telemetry.span("rank 0", "generate", step + first / 10, step + 0.5, step)
+                telemetry.samples(step, [{"id": str(first)}])
+                telemetry.lengths(step, [first])
+                telemetry.log(step, {"loss": float(first)})
+                if step == 3:
+                    sizes = telemetry.sizes()
+    run = load(tmp_path)
+    wanted = [(step, 1 if step < 4 else 4) for step in range(1, 7)]
+    assert [(row["step"], row["loss"]) for row in read_lines(tmp_path / "metrics.jsonl")] == wanted
+    assert [(row["step"], int(row["id"])) for row in run.samples] == wanted
+    assert [(row["step"], *row["lengths"]) for row in run.lengths] == wanted
+    assert [(span.step, round(10 * (span.start % 1))) for span in run.spans] == wanted
+    board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    board.Reload()
+    values = [(x.step, x.tensor_proto.float_val[0]) for x in board.Tensors("rl/loss")]
+    assert values == wanted

@@ -166,7 +166,7 @@ class TrainEngine:
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """Start anew with empty moments and the schedule at its beginning; weights stay."""
-        self.optim = optim
+        self.optim, self.total_steps = optim, total_steps
         self.optimizer, self.lr_scheduler = make_optimizer(
             self.trained_parameters(), optim, total_steps
         )
@@ -174,6 +174,24 @@ class TrainEngine:
     def trained_parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: this rank's shards of all that is not frozen."""
         return [p for root in self.roots for p in root.parameters() if p.requires_grad]
+
+    def resume(self, version: int, steps: int, moments: bool) -> None:
+        """Be where `steps` optimizer steps of the present phase, `version` in all, have led.
+
+        With `moments` the optimizer has room for them, to be filled in place as the weights are
+        (`hybridrl.checkpoint.distributed`).
+        """
+        parameters = self.trained_parameters()
+        self.optimizer, self.lr_scheduler = make_optimizer(
+            parameters, self.optim, self.total_steps, steps
+        )
+        self.version = version
+        for parameter in parameters if moments else ():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(steps), device=self.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
     # Scoring
 

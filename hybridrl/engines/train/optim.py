@@ -11,9 +11,15 @@ from hybridrl.config import LRSchedule, OptimConfig
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], config: OptimConfig, total_steps: int
+    parameters: Iterable[torch.nn.Parameter],
+    config: OptimConfig,
+    total_steps: int,
+    steps_done: int = 0,
 ) -> tuple[AdamW, LambdaLR]:
-    """AdamW (Loshchilov and Hutter 2019) on `parameters`, and its schedule, stepped once a step."""
+    """AdamW (Loshchilov and Hutter 2019) on `parameters`, and its schedule, stepped once a step.
+
+    The schedule begins after `steps_done` of `total_steps`; the moments begin at zero.
+    """
     optimizer = AdamW(
         parameters,
         lr=config.lr,
@@ -22,7 +28,10 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.lr
+    last = steps_done - 1
+    return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps), last)
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:

@@ -1,7 +1,7 @@
 """What every schedule shares: a step's prompts, its rounds, its barriers, its record."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +26,7 @@ from hybridrl.flow.executor import (
     Died,
     Event,
     Executor,
+    Parked,
     Phase,
     Sampling,
     Scope,
@@ -50,6 +51,20 @@ class StepSettings:
     sampling: Sampling
     decode_steps: int
     prompts_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A sample that the next step goes on with: its tensors on `rank`, or what was parked of it.
+
+    `prompt` and `sampling` are those of its `Submit`.
+    """
+
+    id: SampleId
+    prompt: Any
+    sampling: Sampling | None
+    rank: int
+    parked: Parked | None
 
 
 class Schedule(ABC):
@@ -118,6 +133,29 @@ class Schedule(ABC):
         """End the run: release everything; gives what was still unfinished, with the reason."""
         self.release()
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step goes on with, in plain JSON types; between steps."""
+        return {"steps_done": self._steps_done, "meter": self.meter.state_dict()}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Go on from there, before the first step. The prompts must be where they were.
+
+        `prompt_at` gives the prompt at a position. Of what is `carried` then, the tensors must come
+        to be on its rank, one of `num_ranks`, or where `take_parked` is told.
+        """
+        self._steps_done = state["steps_done"]
+        self.meter.load_state_dict(state["meter"])
+
+    def carried(self) -> tuple[Carried, ...]:
+        """Samples of which there is something that `state_dict` does not have: tensors."""
+        return ()
+
+    def take_parked(self, state: Any) -> None:
+        """After `load_state_dict`: all that is parked is behind `state` (`Parked.state`)."""
+        raise AssertionError("nothing is parked")
 
     def _unfinished(self) -> Collection[SampleId]:
         """Samples that the next step goes on with."""

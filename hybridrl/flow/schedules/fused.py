@@ -3,12 +3,12 @@
 RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.flow.batch import phase_of, sampling_of, sections, with_updates_together
-from hybridrl.flow.executor import Executor, Phase, Scope
+from hybridrl.flow.executor import Executor, Phase, Sampling, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRanker
 from hybridrl.flow.sample import Sample
@@ -58,6 +58,21 @@ class FusedSchedule(Schedule):
         super().__init__(graph, executor, prompts, settings)
         self.limits, self.knowledge = limits, knowledge
         self.migration_threshold = migration_threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """With what was learned of lengths."""
+        known = self.knowledge
+        learned = {"ranker": known.ranker.state_dict(), "forecast": known.forecast.state_dict()}
+        return super().state_dict() | learned
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Go on from there; another schedule may have learned nothing of lengths."""
+        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        if "ranker" in state:
+            self.knowledge.ranker.load_state_dict(state["ranker"])
+            self.knowledge.forecast.load_state_dict(state["forecast"])
 
     def _begin(self, step: int) -> None:
         super()._begin(step)
@@ -118,9 +133,7 @@ class FusedSchedule(Schedule):
         self, stage: Stage, dataflow: Dataflow, pulled: Sequence[Prompt], batch: Batch
     ) -> list[Job]:
         """Dispatch the samples of a maker for `pulled` prompts."""
-        sampling = (
-            sampling_of(stage, self.settings.sampling) if "sampling" in stage.options else None
-        )
+        sampling = self._sampling(stage)
         key_of, ranker = self.knowledge.key_of, self.knowledge.ranker
         made = self._begin_samples(stage, pulled, batch)
         predicted = [0.0] * len(made)
@@ -133,6 +146,10 @@ class FusedSchedule(Schedule):
             dataflow.expect(stage, group)
             jobs += [Job(sample, stage, prompt, sampling, tokens, tokens) for sample in group]
         return jobs
+
+    def _sampling(self, stage: Stage) -> Sampling | None:
+        """How a maker draws; None where it places the dataset's own answers."""
+        return sampling_of(stage, self.settings.sampling) if "sampling" in stage.options else None
 
     def _submit(self, overlap: Overlap, jobs: Sequence[Job]) -> None:
         overlap.make([job for job in jobs if job.sampling is not None])

@@ -5,7 +5,7 @@ Long-tail Generation").
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.flow.executor import Executor, Parked
 from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, Prompt, StepSettings
+from hybridrl.flow.schedules.base import Batch, Carried, Prompt, StepSettings
 from hybridrl.flow.schedules.dataflow import MAKERS, Dataflow
 from hybridrl.flow.schedules.fused import FusedSchedule, Knowledge
 from hybridrl.flow.schedules.overlap import Job, Limits
@@ -81,6 +81,72 @@ class PartialSchedule(FusedSchedule):
             knowledge=knowledge,
             migration_threshold=0,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the prompts that are open, and their samples as far as they are."""
+        return super().state_dict() | {
+            "open": [
+                {
+                    "position": position,
+                    "step": group.step,
+                    "jobs": [_job_to_json(job) for job in group.jobs.values()],
+                }
+                for position, group in self._open.items()
+            ]
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Go on from there, with the open prompts' samples."""
+        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        records = [job for group in state["open"] for job in group["jobs"] if job["parked"]]
+        ids = tuple(SampleId(*record["sample"]["id"]) for record in records)
+        parked = Parked(ids, tuple(record["parked"] for record in records), -1, None)
+        for group in state["open"]:
+            position = group["position"]
+            prompt, jobs = prompt_at(position), dict[SampleId, Job]()
+            for record in group["jobs"]:
+                stage, sample = (
+                    self.graph.stages[record["stage"]],
+                    Sample.from_json(record["sample"]),
+                )
+                sample.rank = sample.rank % num_ranks if sample.rank >= 0 else -1
+                predicted = (record["total"], record["tokens"])
+                state_of = parked if record["parked"] else None
+                sampling = self._sampling(stage)
+                jobs[sample.id] = Job(sample, stage, prompt, sampling, *predicted, state_of)
+            self._open[position] = _Open(prompt, group["step"], jobs)
+            self._expect(position, list(jobs.values()))
+
+    def _expect(self, position: int, jobs: Sequence[Job]) -> None:
+        """Have ledger and dataflow know an open prompt's samples, as when they were dispatched."""
+        self._ledger.dispatch(job.sample for job in jobs)
+        groups: dict[str, list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(job.stage.name, []).append(job)
+        for same in groups.values():
+            dataflow = self._dataflow_of(same[0].stage)
+            dataflow.expect(same[0].stage, [job.sample for job in same])
+        dataflow.choose(position, self._ledger)
+
+    def carried(self) -> tuple[Carried, ...]:
+        """Of the open prompts' samples those that are parked, and those that are finished."""
+        jobs = [job for group in self._open.values() for job in group.jobs.values()]
+        return tuple(
+            Carried(job.sample.id, job.prompt, job.sampling, job.sample.rank, _parked(job))
+            for job in jobs
+            if _parked(job) is not None or job.sample.rank >= 0
+        )
+
+    def take_parked(self, state: Any) -> None:
+        """Know where what is parked lies."""
+        before = next(sample.parked for sample in self.carried() if sample.parked is not None)
+        parked = replace(before, state=state)
+        for group in self._open.values():
+            for id, job in group.jobs.items():
+                if _parked(job) is not None:
+                    group.jobs[id] = replace(job, parked=parked)
 
     def close(self) -> dict[SampleId, str]:
         """End the run: what is unfinished is dropped."""
@@ -198,6 +264,23 @@ class PartialSchedule(FusedSchedule):
         ages = [self._step - self._began[sample.id.prompt] for sample in used]
         self._metrics["samples/staleness"] = float(max(ages, default=0))
         return super()._summary(used, num_dropped)
+
+
+def _parked(job: Job) -> Parked | None:
+    """What there is of a sample that has begun and is not finished."""
+    return job.parked if job.sample.rank < 0 else None
+
+
+def _job_to_json(job: Job) -> dict[str, Any]:
+    """`parked` is the number of tokens, of prompt and response, that were parked, if they were."""
+    parked = _parked(job)
+    return {
+        "sample": job.sample.to_json(),
+        "stage": job.stage.name,
+        "total": job.total,
+        "tokens": job.tokens,
+        "parked": None if parked is None else parked.tokens[parked.ids.index(job.sample.id)],
+    }
 
 
 def check_partial(graph: Graph) -> None:

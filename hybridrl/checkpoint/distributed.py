@@ -1,0 +1,140 @@
+"""What training goes on from, written and read by all ranks under any layout (torch's DCP).
+
+A checkpoint holds whole tensors under the model's own names, each rank's part in a file of its own;
+so another layout reads the parts that it needs. Names are `model/PARAMETER`, `exp_avg/PARAMETER`,
+`exp_avg_sq/PARAMETER`, and of a moving average `AVERAGE/average/PARAMETER`.
+"""
+
+import errno
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.tensor import DTensor
+
+from hybridrl.engines.train.engine import TrainEngine
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Optimizer steps of a role: `version` over the run, `steps` of its present learning rate."""
+
+    version: int
+    steps: int
+
+
+def progress_of(engine: TrainEngine) -> Progress:
+    """How far an engine has come."""
+    return Progress(engine.version, engine.lr_scheduler.last_epoch)
+
+
+def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
+    """Write the parameters that are trained, their moments, and what else is `kept`.
+
+    All ranks call it. Raises OSError, on all of them, that names the folder.
+    """
+    state = kept | {name: tensors[0] for name, tensors in _tensors(engine)}
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
+    try:
+        state_dict_saver.save(state, checkpoint_id=folder, planner=planner)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        # torch reports a full disk as an error of its own
+        code = getattr(first, "errno", None) or errno.EIO
+        reason = " ".join(str(first).split())
+        message = f"the checkpoint could not be written: {reason}"
+        raise OSError(code, message, str(folder)) from error
+
+
+def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -> None:
+    """Go on from what `save` has written, under whatever layout: every tensor is filled in place.
+
+    The optimizer must have been made for the phase (`TrainEngine.reset_optimizer`). All ranks call it.
+    Raises ValueError, on all of them, for what cannot be read or is another model's.
+    """
+    try:
+        known = FileSystemReader(folder).read_metadata().state_dict_metadata
+        moments = any(name.startswith("exp_avg/") for name in known)
+        engine.resume(progress.version, progress.steps, moments)
+        copies = dict(_tensors(engine))
+        state = kept | {name: tensors[0] for name, tensors in copies.items()}
+        state_dict_loader.load(state, checkpoint_id=folder, planner=_AnyPadding())
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise ValueError(f"{folder}: {' '.join(str(first).split())}") from error
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+    for one, *others in copies.values():
+        for other in others:
+            _local(other).copy_(_local(one))
+
+
+def as_parameters(engine: TrainEngine, shards: Mapping[str, torch.Tensor], role: str) -> Tensors:
+    """Local `shards` of the average `role`, which lie as the engine's parameters do, to be kept."""
+    specs = engine.named_shards()
+    return {
+        f"{role}/average/{name}": DTensor.from_local(
+            shard,
+            specs[name].device_mesh,
+            specs[name].placements,
+            run_check=False,
+            shape=specs[name].shape,
+            stride=specs[name].stride(),
+        )
+        for name, shard in shards.items()
+    }
+
+
+def part_of(kept: Mapping[str, torch.Tensor], role: str) -> Tensors:
+    """What `as_parameters` was given for `role`: this rank's shards by name."""
+    start = f"{role}/average/"
+    return {x.removeprefix(start): _local(t) for x, t in kept.items() if x.startswith(start)}
+
+
+def _tensors(engine: TrainEngine) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Names and tensors of what is trained; several where a rank holds copies of a tied one."""
+    found: dict[str, list[torch.nn.Parameter]] = {}
+    for chunk in engine.chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(name, []).append(parameter)
+    for name, parameters in found.items():
+        yield f"model/{name}", [parameter.detach() for parameter in parameters]
+        states = [engine.optimizer.state.get(parameter, {}) for parameter in parameters]
+        for key, value in states[0].items():
+            if value.ndim:
+                yield f"{key}/{name}", [state[key] for state in states]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _AnyPadding(DefaultLoadPlanner):
+    """Takes a vocabulary that was padded to another multiple: only rows of both are read.
+
+    What is past the saved ones are zeros already, as `models.tensor_parallel.pad_vocabulary` makes
+    them and training leaves them.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """The default's plan for the sizes that the tensors have here."""
+        assert self.metadata is not None
+        known = self.metadata.state_dict_metadata
+        for name, tensor in self.state_dict.items():
+            saved = known.get(name)
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                saved = cast(TensorStorageMetadata, saved)
+                if saved.size[1:] == tensor.shape[1:]:
+                    known[name] = replace(saved, size=tensor.size())
+        return super().create_local_plan()

@@ -1,0 +1,227 @@
+"""A run's checkpoints: which to go on from, what may have changed since, when one is written."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint import folder
+from hybridrl.checkpoint.folder import Point
+from hybridrl.checkpoint.keep import to_keep
+from hybridrl.config import Config, ConfigError
+from hybridrl.config import Schedule as Name
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.flow.schedules.base import Carried, Schedule
+from hybridrl.telemetry.records import parse, plain
+from hybridrl.telemetry.run import Telemetry
+from hybridrl.workers.carried import Carry
+
+MAY_CHANGE = (
+    "cluster", "eval", "telemetry", "run.dir",
+    "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
+    "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch",
+    "trainer.activation_checkpointing", "trainer.layout",
+    "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
+    "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
+    "rollout.decode_steps", "rollout.migration_threshold", "rollout.migration",
+)  # fmt: skip
+"""What a run may go on with otherwise: how long, where and how fast, not what it learns from."""
+
+_PARKED_ON = 0  # the rank that has to do with parked samples, which lie in the data plane
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from: its settings as they were given, and the point it goes on from.
+
+    Without a point it starts anew. `damaged` says what is wrong with newer checkpoints.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    point: Point | None = None
+    damaged: tuple[str, ...] = ()
+
+    def continues(self, run_dir: Path) -> bool:
+        """Whether the point is of the run in this directory."""
+        return self.point is not None and self.point.run_dir.resolve() == run_dir.resolve()
+
+    def records(self, config: Config) -> dict[str, int] | None:
+        """What of the records in the run directory stands, in bytes by file; None for all."""
+        if self.point is not None and self.continues(Path(config.run.dir)):
+            records: dict[str, int] = self.point.state["records"]
+            return records
+        return {} if config.trainer.resumes else None
+
+
+def find_origin(config: Config) -> Origin:
+    """What `trainer.resume` asks for; before anything else has touched `config`.
+
+    Raises ConfigError where it names nothing to go on from, where all that is there is damaged,
+    where a setting differs that must not, and where the directory has a finished run and no
+    checkpoint.
+    """
+    settings = settings_of(config)
+    wanted, own = config.trainer.resume, Path(config.run.dir)
+    if not config.trainer.resumes:
+        return Origin(settings)
+    # A job that Slurm has started again goes on from what it has written itself, if anything.
+    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    inside = wanted != "auto" and own.resolve() in Path(wanted).resolve().parents
+    points, damaged = ([], []) if inside and not again else folder.search(own)
+    if not points and wanted != "auto":
+        points, damaged = _named(wanted)
+    if points:
+        _check_same(points[0], settings, config.schedule)
+        return Origin(settings, points[0], tuple(damaged))
+    if damaged:
+        allowed = f"a checkpoint that is whole; damaged: {'; '.join(damaged)}"
+        raise ConfigError("trainer.resume", wanted, allowed)
+    _check_unfinished(own, wanted)
+    return Origin(settings)
+
+
+def _named(path: str) -> tuple[list[Point], list[str]]:
+    """The checkpoint, or the newest of the run, at `path`."""
+    if (Path(path) / folder.RESUME).is_dir():
+        try:
+            return [folder.read(Path(path))], []
+        except ValueError as error:
+            return [], [str(error)]
+    found = folder.search(Path(path))
+    if not any(found):
+        allowed = "never, auto, a checkpoint with resume/ in it, or the directory of a run with one"
+        raise ConfigError("trainer.resume", path, allowed)
+    return found
+
+
+def _check_unfinished(run_dir: Path, wanted: str) -> None:
+    """A run that was cut short before its first checkpoint may start anew; a whole one stays."""
+    file = run_dir / "run.json"
+    status = parse(file.read_text()) if file.is_file() else None
+    if isinstance(status, dict) and status.get("state") == "finished":
+        allowed = f"another run.dir: {run_dir} has a finished run without a checkpoint to go on"
+        raise ConfigError("trainer.resume", wanted, allowed)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key, in plain JSON types."""
+    return dict(_flat(plain(asdict(config)), ""))
+
+
+def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _check_same(point: Point, now: Mapping[str, Any], schedule: Name) -> None:
+    before = point.state["settings"]
+    partial = Name.partial.value in (before["schedule"], schedule.value)
+    for key in now.keys() & before.keys():
+        free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+        free |= key == "schedule" and not partial  # serial and fused train on the same batches
+        if now[key] != before[key] and not free:
+            allowed = f"{before[key]}, with which {point.folder} was made"
+            raise ConfigError(key, now[key], allowed)
+
+
+@dataclass(frozen=True)
+class State:
+    """The driver between two steps, in plain JSON types, and the samples of which ranks have more.
+
+    It stays what it is when the next step has begun.
+    """
+
+    record: dict[str, Any]
+    carried: tuple[Carried, ...] = ()
+
+
+class Checkpoints:
+    """Writes a run's checkpoints and deletes those that are not kept.
+
+    `scores` has the held-out accuracy of each that is there, None where it was not measured.
+    """
+
+    def __init__(
+        self, config: Config, origin: Origin, group: WorkerGroup, telemetry: Telemetry
+    ) -> None:
+        self.config, self.settings = config, origin.settings
+        self.group, self.telemetry = group, telemetry
+        self.run_dir = Path(config.run.dir)
+        self.scores: dict[int, float | None] = {}
+        if origin.point is not None and origin.continues(self.run_dir):
+            scores = {int(step): score for step, score in origin.point.state["scores"].items()}
+            self.scores = {x: score for x, score in scores.items() if self._of(x).is_dir()}
+
+    def save(self, step: int, accuracy: float | None, state: State) -> None:
+        """Write the checkpoint of `step`, and let go of those that are no longer kept."""
+        self.scores[step] = accuracy
+        self.write(self._of(step), step, state, accuracy=accuracy)
+        for old in self.scores.keys() - to_keep(self.scores, self.config.trainer.keep_last):
+            del self.scores[old]
+            shutil.rmtree(self._of(old))
+
+    def write(self, path: Path, step: int, state: State, **event: Any) -> None:
+        """Write the weights to `path`, and what a run goes on from, if this one can.
+
+        Raises OSError that names the path; what was at `path` is then whole.
+        """
+        self.telemetry.stage("saving")
+        folder.clear(path)
+        hidden, saves = folder.hidden(path), self.config.trainer.saves
+        try:
+            resume = str(hidden / folder.RESUME) if saves else None
+            progress = self.group.save(str(hidden), resume)
+            if resume is not None:
+                if state.carried:
+                    self.group.save_carried(resume, self._shares(state.carried))
+                roles = {role: asdict(found) for role, found in progress.items()}
+                record = {**state.record, "step": step, "time": time.time(), "roles": roles}
+                record |= {"settings": self.settings, "scores": self.scores}
+                folder.seal(path, plain(record))
+            folder.replace(hidden, path)
+        except OSError:
+            folder.clear(path)
+            raise
+        self.telemetry.event("checkpoint", step=step, path=str(path), **event)
+
+    def load(self, point: Point) -> None:
+        """Have the ranks go on from `point`; raises OSError for what cannot be read."""
+        from hybridrl.checkpoint.distributed import Progress
+
+        roles = {role: Progress(**found) for role, found in point.state["roles"].items()}
+        if wrong := self.group.load(str(point.tensors), roles):
+            raise OSError(0, "the checkpoint cannot be read", wrong)
+
+    def load_samples(self, point: Point, schedule: Schedule) -> None:
+        """Have the ranks take up what `schedule` carries, and say where what is parked lies."""
+        carried = schedule.carried()
+        if not carried:
+            return
+        references = self.group.load_carried(str(point.tensors), self._shares(carried))
+        parked = [sample.id for sample in carried if sample.parked is not None]
+        if parked:
+            places = range(len(self.group.instances[0]))
+            of_place = dict.fromkeys(parked, references[_PARKED_ON])
+            schedule.take_parked(dict.fromkeys(places, of_place))
+
+    def _shares(self, carried: Sequence[Carried]) -> list[tuple[Carry, ...]]:
+        """Who writes, or takes up, which samples: those that are parked are the first rank's."""
+        shares: list[list[Carry]] = [[] for _ in self.group.home.ranks]
+        for sample in carried:
+            if sample.parked is None:
+                shares[sample.rank].append(Carry(sample.id, sample.prompt))
+                continue
+            state = sample.parked.state
+            reference = state[0][sample.id] if state is not None else None
+            carry = Carry(sample.id, sample.prompt, sample.sampling, reference)
+            shares[_PARKED_ON].append(carry)
+        return [tuple(share) for share in shares]
+
+    def _of(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / f"step_{step:06d}"

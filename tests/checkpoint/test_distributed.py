@@ -1,0 +1,136 @@
+"""What training goes on from: under any layout, and on the same one bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hybridrl.checkpoint import distributed
+from hybridrl.config import (
+    LRSchedule,
+    ModelConfig,
+    OptimConfig,
+    PipelineSchedule,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+
+OPTIM = OptimConfig(lr=1e-2, schedule=LRSchedule.linear, weight_decay=0.1)
+FSDP = TrainLayoutConfig(fsdp=2)
+TP = TrainLayoutConfig(fsdp=1, tp=2)
+WHOLE = TrainLayoutConfig(fsdp=1)
+PIPELINE = TrainLayoutConfig(pp=2, fsdp=2, tp=2)
+ZIGZAG = TrainLayoutConfig(pp=2, fsdp=1, schedule=PipelineSchedule.zero_bubble)
+REPLICAS = TrainLayoutConfig(replicas=2, fsdp=1, tp=2)
+
+
+class Loss:
+    normalise, needs_entropy = "token", False
+    fields = ("advantages",)
+
+    def __call__(self, log_probs, entropy, fields):
+        return -log_probs * fields["advantages"], {}
+
+
+@pytest.fixture
+def make_source(tmp_path):
+    """Four layers; a vocabulary of 41, which two ranks pad to 42."""
+
+    def write(tied):
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
+            initializer_range=0.3,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).save_pretrained(tmp_path / "source")
+        return tmp_path / "source"
+
+    return write
+
+
+def make(source, layout):
+    trainer = TrainerConfig(optim=OPTIM, layout=layout, steps=10)
+    return TrainEngine(
+        str(source), model=ModelConfig(), trainer=trainer, device=torch.device("cpu")
+    )
+
+
+def update(engine, number):
+    """One step on eight sequences, dealt over the ranks."""
+    random = torch.Generator().manual_seed(number)
+    made = [
+        TrainSequence(
+            torch.randint(0, 41, (9,), generator=random), 4,
+            {"advantages": float(torch.randn(1, generator=random))},
+        )
+        for _ in range(8)
+    ]  # fmt: skip
+    return engine.update(made[dist.get_rank() :: dist.get_world_size()], Loss())
+
+
+def whole(engine):
+    """Every tensor that is saved, whole, by name; on all ranks."""
+    mine = {
+        name: tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor
+        for name, (tensor, *_) in distributed._tensors(engine)
+    }
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return {name: tensor[:41] for part in gathered for name, tensor in part.items()}
+
+
+def begin(source, layout, folder):
+    """Two steps, saved; then what was saved, and a third step's metrics and result."""
+    engine = make(source, layout)
+    update(engine, 0)
+    update(engine, 1)
+    distributed.save(folder, engine, {})
+    saved, progress = whole(engine), distributed.progress_of(engine)
+    return saved, progress, update(engine, 2), whole(engine)
+
+
+def go_on(source, layout, folder, progress):
+    engine = make(source, layout)
+    distributed.load(folder, engine, progress, {})
+    return whole(engine), distributed.progress_of(engine), update(engine, 2), whole(engine)
+
+
+def size(layout) -> int:
+    return layout.pp * layout.replicas * layout.fsdp * layout.tp
+
+
+def check(ranks, source, folder: Path, first, *layouts) -> None:
+    saved, progress, metrics, after = ranks(size(first), begin, source, first, folder)[0]
+    assert progress == distributed.Progress(2, 2)
+    assert sum(name.startswith("exp_avg/") for name in saved) == len(saved) / 3 > 40
+    for then in layouts:
+        results = ranks(size(then), go_on, source, then, folder, progress)
+        for loaded, again, others_metrics, others_after in results:
+            assert again == progress
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+            if first == then:
+                assert others_metrics == metrics
+                assert all(torch.equal(others_after[name], after[name]) for name in after)
+            for key in ("loss", "grad_norm", "lr"):
+                assert others_metrics[key] == pytest.approx(metrics[key], abs=1e-6, rel=1e-6)
+
+
+def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None:
+    check(ranks, make_source(tied=True), tmp_path / "saved", FSDP, FSDP, TP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(TP, WHOLE), (WHOLE, PIPELINE), (PIPELINE, PIPELINE), (PIPELINE, ZIGZAG), (ZIGZAG, ZIGZAG),
+     (ZIGZAG, REPLICAS), (REPLICAS, FSDP)],
+)  # fmt: skip
+def test_any_layout_goes_on_from_any_other(ranks, make_source, tmp_path, tied, first, then) -> None:
+    check(ranks, make_source(tied), tmp_path / "saved", first, then)

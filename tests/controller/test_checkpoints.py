@@ -1,0 +1,120 @@
+"""What a run goes on from, and what is refused; nothing is started."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.checkpoint import folder
+from hybridrl.config import Config, ConfigError
+from hybridrl.controller.checkpoints import find_origin, settings_of
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
+    """A run in `tmp_path / "run"` that may go on."""
+    run = [f"run.dir={tmp_path / 'run'}", "trainer.resume=auto"]
+    return lambda *overrides: make_config(*run, *overrides)
+
+
+@pytest.fixture
+def publish(config: Callable[..., Config]) -> Callable[..., Path]:
+    """`publish(path, step, *overrides)` leaves a checkpoint of a run with `overrides`."""
+
+    def write(path: Path, step: int, *overrides: str) -> Path:
+        (folder.hidden(path) / "resume").mkdir(parents=True)
+        settings = json.loads(json.dumps(settings_of(config(*overrides))))
+        state = {"settings": settings, "step": step, "time": step, "records": {"a.jsonl": step}}
+        folder.seal(path, state)
+        folder.replace(folder.hidden(path), path)
+        return path
+
+    return write
+
+
+def test_a_run_goes_on_from_its_newest_whole_checkpoint(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert find_origin(config()).point is None
+    for step in (3, 6, 9):
+        publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step)
+    assert find_origin(config("trainer.resume=never")).point is None
+    origin = find_origin(config())
+    assert origin.point is not None
+    assert (origin.point.state["step"], origin.damaged) == (9, ())
+    assert origin.records(config()) == {"a.jsonl": 9}
+    damaged = tmp_path / "run" / "checkpoints" / "step_000009" / "resume" / "state.json"
+    damaged.write_text("{")
+    origin = find_origin(config())
+    assert origin.point is not None
+    assert origin.point.state["step"] == 6
+    assert [line.startswith(f"{damaged}: ") for line in origin.damaged] == [True]
+    before = tmp_path / "run" / "checkpoints" / "step_000003"
+    origin = find_origin(config(f"trainer.resume={before}"))  # back to an earlier one
+    assert origin.point is not None
+    assert origin.point.folder == before
+
+
+def test_another_run_goes_on_from_it_once(
+    config: Callable[..., Config],
+    publish: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a directory of its own; when Slurm starts that job again, from what it has by then."""
+    publish(tmp_path / "run" / "final", 6)
+    other = [f"run.dir={tmp_path / 'other'}", f"trainer.resume={tmp_path / 'run'}"]
+    origin = find_origin(config(*other))
+    assert origin.point is not None
+    assert origin.point.folder == tmp_path / "run" / "final"
+    assert not origin.continues(tmp_path / "other")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert find_origin(config(*other)).point == origin.point
+    publish(tmp_path / "other" / "checkpoints" / "step_000008", 8)
+    origin = find_origin(config(*other))
+    assert origin.point is not None
+    assert origin.point.state["step"] == 8
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ConfigError) as raised:
+        find_origin(config)
+    return str(raised.value)
+
+
+def test_what_is_learned_from_must_not_change(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6, "schedule=serial")
+    free = ["trainer.steps=7", "cluster.ranks=4", "trainer.layout.tp=2", "telemetry.report=false"]
+    free += ["schedule=fused", "eval.every=1", "trainer.layout.fsdp=2", "trainer.save_every=5"]
+    assert find_origin(config(*free)).point is not None
+    made = f", with which {path} was made"
+    assert refused(config("trainer.optim.lr=0.5")) == f"trainer.optim.lr=0.5: wanted 1e-05{made}"
+    assert refused(config("run.seed=3")) == f"run.seed=3: wanted 0{made}"
+    assert refused(config("recipe=ppo")).startswith("recipe.")
+    assert refused(config("schedule=partial")) == f"schedule=partial: wanted serial{made}"
+
+
+def test_where_there_is_nothing_to_go_on_from(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    wanted = "wanted never, auto, a checkpoint with resume/ in it, or the directory of a run"
+    assert refused(config(f"trainer.resume={nowhere}")).startswith(
+        f"trainer.resume={nowhere}: {wanted}"
+    )
+    path = publish(tmp_path / "run" / "final", 6)
+    (path / "resume" / "state.json").write_text("")
+    assert refused(config()).startswith(
+        f"trainer.resume=auto: wanted a checkpoint that is whole; damaged: {path}/resume/state.json"
+    )
+    (path / "resume" / "state.json").unlink()
+    (path / "resume").rmdir()
+    status: dict[str, Any] = {"state": "finished"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(status))
+    assert "has a finished run without a checkpoint" in refused(config())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"state": "interrupted"}))
+    assert find_origin(config()).records(config()) == {}  # it begins anew, and so do its records
