@@ -128,7 +128,7 @@ def _job(action: str, config: Any) -> None:
             _fail(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:
         again = config if signals.time_is_up() else None
-        _fail(f"{stopped or 'interrupted'}; {where}", signals.exit_code(), again)
+        _fail(f"{str(stopped) or 'interrupted'}; {where}", signals.exit_code(), again)
     print(json.dumps({**result, "seconds": round(time.time() - started, 1)}), flush=True)
 
 

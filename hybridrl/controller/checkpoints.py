@@ -185,9 +185,11 @@ class Checkpoints:
                 record |= {"settings": self.settings, "scores": self.scores}
                 folder.seal(path, plain(record))
             folder.replace(hidden, path)
-        except OSError:
+        except OSError as error:
             folder.clear(path)
-            raise
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
         self.telemetry.event("checkpoint", step=step, path=str(path), **event)
 
     def load(self, point: Point) -> None:
