@@ -59,8 +59,8 @@ def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
 def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -> None:
     """Go on from what `save` has written, under whatever layout: every tensor is filled in place.
 
-    The optimizer must have been made for the phase (`TrainEngine.reset_optimizer`). All ranks call it.
-    Raises ValueError, on all of them, for what cannot be read or is another model's.
+    The optimizer must have been made for the phase (`TrainEngine.reset_optimizer`). All ranks call
+    it. Raises ValueError, on all of them, for what cannot be read or is another model's.
     """
     try:
         known = FileSystemReader(folder).read_metadata().state_dict_metadata
