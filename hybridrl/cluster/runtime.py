@@ -152,6 +152,7 @@ def _use_token(ray: Any, address: str) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.pop(setup.AUTH_MODE_ENV_VAR, None)
         ray._raylet.Config.initialize("")
+        setup.AuthenticationTokenLoader.instance().reset_cache()  # of an earlier run of its own
         gcs = services.canonicalize_bootstrap_address_or_die(address)
         with _no_stderr():  # where Ray prints a refusal
             try:

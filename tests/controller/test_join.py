@@ -24,27 +24,24 @@ def answer(address: str, logs: Path) -> Any:
         return ray.get(ray.remote(Actor).remote().answer.remote(), timeout=60)
 
 
-@pytest.fixture
-def has_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a first local run, for which Ray writes `~/.ray/auth_token`."""
-    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-
-
 def test_a_token_is_not_shown_to_a_cluster_that_knows_none(
-    cluster: str, has_token: None, tmp_path: Path
+    cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A local run before, in this process, has made Ray write one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ray_runtime(ClusterConfig(ranks=1), {}, tmp_path / "logs"):
+        assert (tmp_path / ".ray" / "auth_token").exists()
     assert answer(cluster, tmp_path) == 42
 
 
 @pytest.mark.slow
 def test_a_cluster_that_wants_a_token(
     start_cluster: Callable[..., contextlib.AbstractContextManager[str]],
-    has_token: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    with start_cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as address:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    with start_cluster(RAY_AUTH_MODE="token") as address:
         assert answer(address, tmp_path) == 42
         monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
         with pytest.raises(ConfigError, match=r"cluster\.address=.*[Tt]oken"):
