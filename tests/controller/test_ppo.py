@@ -98,6 +98,21 @@ def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) ->
         assert (moved - others).norm() / moved.norm() < 5e-6, folder
 
 
+def test_a_pool_of_its_own_works_while_the_other_does(run_of: Callable[[str], Any]) -> None:
+    """Values of finished samples while others decode; both updates at once; nothing is left."""
+    run = run_of("split, fused")
+    steps = [{span.name: span for span in result.spans} for result in run.steps]
+    for spans in steps:
+        assert spans["values"].start < spans["generate"].stop
+    for spans in steps[1:]:  # in the first the critic is alone
+        assert spans["update_actor"].start < spans["update_critic"].stop
+        assert spans["update_critic"].start < spans["update_actor"].stop
+    assert run.stored == [0, 0, 0]
+    work = [span for span in run.spans if span.name in ("values", "reward")]
+    lanes = {span.lane for span in work if not span.lane.startswith("driver")}
+    assert lanes == {"rank 2"}
+
+
 def test_the_critic_warms_up_alone(run_of: Callable[[str], Any]) -> None:
     """In the first step the actor is left as it is; in the others both take every mini-batch."""
     first, *rest = rl_lines(run_of("serial"))
