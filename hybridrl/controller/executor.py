@@ -3,14 +3,15 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from hybridrl.cluster import signals
 from hybridrl.config import Config
+from hybridrl.controller.assign import assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
+from hybridrl.controller.rounds import Rounds, Work, single
 from hybridrl.controller.worker_group import Pool, WorkerGroup
-from hybridrl.engines.train.balance import balance
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope, Trained
 from hybridrl.flow.graph import Graph, Kind, Stage
@@ -18,27 +19,9 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.workers.pool import Published
 from hybridrl.workers.training import UpdateShare
 
-# Moving samples costs a few milliseconds a step; below this surplus of the fullest rank's tokens
-# over the mean they train where they were made.
-_TOLERATED_IMBALANCE = 0.02
-
 
 class Abandoned(Exception):
     """A step was given up before it has changed anything, since the run was asked to end."""
-
-
-# Work of several rounds of calls: it yields the calls of a round, each with its rank, is sent their
-# answers in that order once all are there, and returns its events.
-_Work = Generator[Mapping[Any, int], list[Any], list[Event]]
-
-
-@dataclass(slots=True)
-class _Round:
-    """The calls in flight of a piece of work, and the answers so far."""
-
-    work: _Work
-    calls: list[Any]
-    answers: dict[Any, Any] = field(default_factory=dict)
 
 
 class RayExecutor:
@@ -67,8 +50,7 @@ class RayExecutor:
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
-        self._pending: dict[Any, tuple[int, _Round]] = {}  # calls in flight, with their rank
-        self._told: list[Event] = []  # events that the next `wait` gives
+        self._rounds = Rounds(group)
         # Where a sample's tensors can be had without its rank: references by field.
         self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
         # What each role outside of the actor's pool has made, which its update may look at.
@@ -115,9 +97,9 @@ class RayExecutor:
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Start a bounded generation call on an instance."""
-        self._begin(self._advance(instance, commands, num_decode_steps))
+        self._rounds.begin(self._advance(instance, commands, num_decode_steps))
 
-    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> _Work:
+    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> Work:
         """One event for an instance: every rank's finished samples, every place's parked state."""
         published: list[Published] = yield self.group.call_advance(instance, commands, num_steps)
         answers: list[Advanced] = [answer.event for answer in published]
@@ -139,7 +121,7 @@ class RayExecutor:
             mine = slice(rank, None, len(ranks))
             if ids[mine]:
                 call = self.group.call_place(rank, stage, tuple(ids[mine]), tuple(prompts[mine]))
-                self._begin(_single(call, rank))
+                self._rounds.begin(single(call, rank))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Start a stage where the samples lie; if it needs the world, on the other ranks too.
@@ -148,7 +130,7 @@ class RayExecutor:
         """
         scope = self.scope(stage)
         if scope is Scope.POOL:
-            self._begin(self._lend(stage, samples))
+            self._rounds.begin(self._lend(stage, samples))
             return
         by_rank = _by_rank(samples)
         for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(by_rank):
@@ -162,9 +144,9 @@ class RayExecutor:
                     for sample in mine
                 )
                 call = self.group.call_judge(rank, stage, ids, fields)
-            self._begin(_single(call, rank))
+            self._rounds.begin(single(call, rank))
 
-    def _lend(self, stage: Stage, samples: Sequence[Sample]) -> _Work:
+    def _lend(self, stage: Stage, samples: Sequence[Sample]) -> Work:
         """Copies to the stage's pool, the stage there, and home what it has made."""
         ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks))]
@@ -228,9 +210,9 @@ class RayExecutor:
         What their ranks have published is fetched as it is; only for the rest they are asked, and
         answer when their present call ends.
         """
-        self._begin(self._infer(stage, instance, samples))
+        self._rounds.begin(self._infer(stage, instance, samples))
 
-    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> _Work:
+    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> Work:
         """One event for an instance: each rank has the results of its own samples."""
         ranks = self.group.instances[instance]
         coming = [sample for sample in samples if sample.rank not in ranks]
@@ -253,35 +235,12 @@ class RayExecutor:
         return [_as_one([answer.event for answer in published])]
 
     def wait(self) -> list[Event]:
-        """Events of the calls that have ended, at least one, in the order they were started."""
-        events, self._told = self._told, []
-        while not events:
-            if self.may_abandon and signals.asked():
-                raise Abandoned
-            if not self._pending:
-                raise RuntimeError("nothing is in flight")
-            for reference in self.group.launcher.wait(list(self._pending)):
-                rank, calls = self._pending.pop(reference)
-                calls.answers[reference] = self.group.take(rank, reference)
-                if len(calls.answers) == len(calls.calls):
-                    events += self._go_on(calls.work, [calls.answers[x] for x in calls.calls])
-        return events
+        """Events of the calls that have ended, at least one; may raise `Abandoned`."""
+        return self._rounds.wait(self._check_asked)
 
-    def _begin(self, work: _Work) -> None:
-        self._told += self._go_on(work, None)
-
-    def _go_on(self, work: _Work, answers: list[Any] | None) -> list[Event]:
-        """Start the next round of `work`; its events where there is none."""
-        try:
-            calls = work.send(answers) if answers is not None else next(work)
-            while not calls:
-                calls = work.send([])
-        except StopIteration as ended:
-            events: list[Event] = ended.value
-            return events
-        started = _Round(work, list(calls))
-        self._pending |= {call: (rank, started) for call, rank in calls.items()}
-        return []
+    def _check_asked(self) -> None:
+        if self.may_abandon and signals.asked():
+            raise Abandoned
 
     def _known(self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]) -> None:
         if published.reference is not None:
@@ -291,9 +250,9 @@ class RayExecutor:
     def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
         self.may_abandon = False
-        self._begin(self._update(stage, samples))
+        self._rounds.begin(self._update(stage, samples))
 
-    def _update(self, stage: Stage, samples: Sequence[Sample]) -> _Work:
+    def _update(self, stage: Stage, samples: Sequence[Sample]) -> Work:
         pool = self._pool(stage)
         atom = stage.options.get("atom", 1)
         if pool is self.group.home:
@@ -375,12 +334,6 @@ class RayExecutor:
         return parcels
 
 
-def _single(call: Any, rank: int) -> _Work:
-    """One call, whose answer is an event."""
-    events: list[Event] = yield {call: rank}
-    return events
-
-
 def _as_one(answers: Sequence[Computed]) -> Computed:
     """What several ranks have made of their own samples."""
     some = [a for a in answers if a.ids]
@@ -410,33 +363,3 @@ def _add(parcels: dict[int, list[Any]], sent: Iterable[Mapping[int, Sequence[Any
     for by_receiver in sent:
         for receiver, references in by_receiver.items():
             parcels[receiver] += references
-
-
-def assign_ranks(
-    samples: Sequence[Sample], num_ranks: int, atom: int = 1, move: bool = False
-) -> list[int]:
-    """Which rank trains which sample: where it lies if that is balanced, else by tokens.
-
-    `atom` consecutive samples stay together. Depends on lengths and places only, never on time;
-    with `move` on lengths alone, whatever lies where.
-    """
-    here = [sample.rank for sample in samples]
-    loads = [0] * num_ranks
-    for sample in samples:
-        loads[sample.rank] += sample.tokens
-    together = all(len(set(here[i : i + atom])) == 1 for i in range(0, len(here), atom))
-    if not move and together and max(loads) <= (1 + _TOLERATED_IMBALANCE) * sum(loads) / num_ranks:
-        return here
-    return deal(samples, num_ranks, atom)
-
-
-def deal(samples: Sequence[Sample], num_ranks: int, atom: int = 1) -> list[int]:
-    """Which rank gets which sample, by tokens; `atom` consecutive ones stay together."""
-    atoms = [samples[i : i + atom] for i in range(0, len(samples), atom)]
-    parts = balance([sum(s.tokens for s in group) for group in atoms], num_ranks)
-    ranks = [0] * len(samples)
-    for rank, part in enumerate(parts):
-        for index in part:
-            for i in range(index * atom, min((index + 1) * atom, len(samples))):
-                ranks[i] = rank
-    return ranks

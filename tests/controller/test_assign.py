@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from hybridrl.controller.assign import assign_ranks
 from hybridrl.controller.evaluate import pass_at_k
-from hybridrl.controller.executor import assign_ranks
 from hybridrl.flow.sample import Sample, SampleId
 
 

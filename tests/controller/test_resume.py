@@ -104,8 +104,15 @@ def test_it_goes_on_as_if_it_had_not_ended(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [["schedule=fused", "rollout.migration_threshold=12"], PARTIAL, PPO, SAFE, ["averaged"]],
-    ids=["fused", "partial", "ppo", "safe_rlhf", "averaged"],
+    [
+        ["schedule=fused", "rollout.migration_threshold=12"],
+        PARTIAL,
+        PPO,
+        [*PPO, "cluster.placement=split"],
+        SAFE,
+        ["averaged"],
+    ],
+    ids=["fused", "partial", "ppo", "split", "safe_rlhf", "averaged"],
 )
 def test_so_does_every_kind_of_run(
     train: Callable[..., Any],
