@@ -64,8 +64,8 @@ class _Totals:
 class TrainEngine:
     """One rank's part of a model in training.
 
-    Invariant: between calls the master weights are sharded and in float32, no gradient is left,
-    and all ranks hold the same `version` (optimizer steps done).
+    Invariant: between calls what is trained is sharded and in float32, no gradient is left, and all
+    ranks hold the same `version` (optimizer steps done).
 
     Example: `engine.update(sequences, loss)` trains one step on this rank's sequences;
     `engine.log_probs(sequences)` scores; `engine.named_shards()` feeds the weight switch.

@@ -19,6 +19,8 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.engines.train import build
+from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout.dtensors import layout_of
 
@@ -43,11 +45,14 @@ class Surrogate:
 def make(path, layout=(1, 1, 1), lora=LORA, dtype=DType.float32, lr=0.05, **options):
     pp, fsdp, tp = layout
     sequence, schedule = options.pop("sequence", False), options.pop("schedule", "one_f_one_b")
+    if large := options.pop("large", False):  # as large models are: groups per layer, resharded
+        build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
     return TrainEngine(
         str(path),
         model=ModelConfig(compute_dtype=dtype),
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=30,
+            activation_checkpointing=large,
             optim=OptimConfig(lr=lr, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
                 pp=pp,
@@ -157,6 +162,8 @@ SLOW = [
     ("qwen3", (1, 1, 2), {"sequence": True}),
     ("gemma3_text", (1, 2, 2), {"sequence": True}),
     ("mistral", (1, 4, 1), {}),
+    ("qwen3", (1, 2, 1), {"large": True}),
+    ("llama", (2, 2, 1), {"large": True}),
 ]
 
 
