@@ -4,17 +4,16 @@ Every method is collective: all ranks call it in the same order.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalise import token_weights
@@ -38,10 +37,9 @@ from hybridrl.engines.train.packed import (
     scored_positions,
 )
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
-from hybridrl.layout.box import Box
-from hybridrl.layout.parameters import Parameter
-from hybridrl.models.adapters import add_adapters, pair_of
-from hybridrl.models.load import SCORE, load_causal_lm, load_value_model
+from hybridrl.engines.train.weights import ModelShards
+from hybridrl.models.adapters import add_adapters
+from hybridrl.models.load import load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
@@ -61,7 +59,7 @@ class _Totals:
     longest: int
 
 
-class TrainEngine:
+class TrainEngine(ModelShards):
     """One rank's part of a model in training.
 
     Invariant: between calls what is trained is sharded and in float32, no gradient is left, and all
@@ -126,9 +124,7 @@ class TrainEngine:
             keep_unsharded=self._keep_unsharded,
             gen_tp=gen_tp,
         )
-        self.parameters, self.adapters = parts.parameters, parts.adapters
-        self.layout = parts.layout
-        self.chunks, self.roots = parts.chunks, parts.roots
+        super().__init__(parts, self.dims, device, self.lora)
         modules = [module for root in self.roots for module in root.modules()]
         self._dropouts = [m.eval() for m in modules if isinstance(m, nn.Dropout)]
         if trainer.activation_checkpointing:
@@ -170,10 +166,6 @@ class TrainEngine:
         self.optimizer, self.lr_scheduler = make_optimizer(
             self.trained_parameters(), optim, total_steps
         )
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer steps: this rank's shards of all that is not frozen."""
-        return [p for root in self.roots for p in root.parameters() if p.requires_grad]
 
     def resume(self, version: int, steps: int, moments: bool) -> None:
         """Be where `steps` optimizer steps of the present phase, `version` in all, have led.
@@ -498,77 +490,6 @@ class TrainEngine:
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
-    # Weights
-
-    def _reshard(self) -> None:
-        for module in fsdp_modules(self.roots):
-            module.reshard()
-
-    def named_shards(self) -> dict[str, DTensor]:
-        """This rank's shards under their Hugging Face names; tied ones once. Not copies.
-
-        Adapters are among them, see `models.stages.plain_name`.
-        """
-        found: dict[str, DTensor] = {}
-        for chunk in self.chunks:
-            for name, parameter in chunk.named_parameters():
-                found.setdefault(name, cast(DTensor, parameter.detach()))
-        return found
-
-    def trained(self) -> set[str]:
-        """Those names of `named_shards` that the optimizer steps; the others stay as loaded."""
-        pairs = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
-        return {name for name, parameter in pairs if parameter.requires_grad}
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter of the model, in its order; tied ones and adapters left out."""
-        return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of `shapes` whole, one after the other, in float32, adapters merged.
-
-        All ranks iterate together.
-        """
-        shards = self.named_shards()
-        for parameter in self.parameters:
-            yield parameter.name, self._whole(parameter, shards)
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is trained of a model with adapters, as `weights` yields; of others nothing."""
-        shards = self.named_shards()
-        heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
-        for parameter in (*self.adapters, *heads):
-            yield parameter.name, self._whole(parameter, shards)
-
-    def _whole(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
-        """A parameter from the shards of all ranks, with its adapters, in float32."""
-        name, owner = parameter.name, self.layout.rules[parameter.name].stages[0]
-        tensor = torch.empty(parameter.shape, device=self.device)
-        if owner == self.dims.rank("pp"):
-            whole = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
-            tensor = whole.to(self.device, torch.float32).contiguous()  # it may be offloaded
-            if self.lora is not None and (pair := pair_of(name))[0] in shards:
-                a, b = (shards[adapter].full_tensor().to(self.device) for adapter in pair)
-                tensor = tensor.addmm(b, a, alpha=self.lora.scaling)
-        if self.dims.axes.pp > 1:
-            dist.broadcast(tensor, group=self.dims.mesh.get_group("pp"), group_src=owner)
-        return tensor
-
-    @torch.no_grad()
-    def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy another model's whole parameters [..] over those of the same names here.
-
-        `weights` (an engine's, of any layout) is used up on every rank; what it lacks stays.
-        """
-        own = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
-        for name, tensor in weights:
-            for parameter in [cast(DTensor, found) for key, found in own if key == name]:
-                for held in self.layout.local(name, dist.get_rank()):
-                    part = held.intersect(Box.whole(tuple(tensor.shape)))
-                    if part is not None:  # else padding of a vocabulary
-                        local = parameter.to_local()[part.slices(held)]
-                        local.copy_(tensor[part.slices()])
-
     # Phases
 
     def offload(self) -> None:
@@ -589,3 +510,7 @@ class TrainEngine:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim:
                     state[name] = value.to(device, non_blocking=False)
+
+    def _reshard(self) -> None:
+        for module in fsdp_modules(self.roots):
+            module.reshard()

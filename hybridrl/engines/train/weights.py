@@ -1,0 +1,100 @@
+"""A model in shards: a rank's tensors by name, and the whole ones that all ranks make of them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybridrl.config import LoraConfig
+from hybridrl.engines.train.build import Parts, TrainDims
+from hybridrl.layout.box import Box
+from hybridrl.layout.parameters import Parameter
+from hybridrl.models.adapters import pair_of
+from hybridrl.models.load import SCORE
+
+
+class ModelShards:
+    """This rank's part of a model, by the model's own names.
+
+    `parameters` are the model's, tied ones once; `adapters` those of `lora`, if it has any; both as
+    layouts see them.
+    """
+
+    def __init__(
+        self, parts: Parts, dims: TrainDims, device: torch.device, lora: LoraConfig | None
+    ) -> None:
+        self.parameters, self.adapters, self.layout = parts.parameters, parts.adapters, parts.layout
+        self.chunks, self.roots = parts.chunks, parts.roots
+        self.dims, self.device, self.lora = dims, device, lora
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer steps: this rank's shards of all that is not frozen."""
+        return [p for root in self.roots for p in root.parameters() if p.requires_grad]
+
+    def named_shards(self) -> dict[str, DTensor]:
+        """This rank's shards under their Hugging Face names; tied ones once. Not copies.
+
+        Adapters are among them, see `models.stages.plain_name`.
+        """
+        found: dict[str, DTensor] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                found.setdefault(name, cast(DTensor, parameter.detach()))
+        return found
+
+    def trained(self) -> set[str]:
+        """Those names of `named_shards` that the optimizer steps; the others stay as loaded."""
+        pairs = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        return {name for name, parameter in pairs if parameter.requires_grad}
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every parameter of the model, in its order; tied ones and adapters left out."""
+        return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter of `shapes` whole, one after the other, in float32, adapters merged.
+
+        All ranks iterate together.
+        """
+        shards = self.named_shards()
+        for parameter in self.parameters:
+            yield parameter.name, self._whole(parameter, shards)
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is trained of a model with adapters, as `weights` yields; of others nothing."""
+        shards = self.named_shards()
+        heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
+        for parameter in (*self.adapters, *heads):
+            yield parameter.name, self._whole(parameter, shards)
+
+    def _whole(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
+        """A parameter from the shards of all ranks, with its adapters, in float32."""
+        name, owner = parameter.name, self.layout.rules[parameter.name].stages[0]
+        tensor = torch.empty(parameter.shape, device=self.device)
+        if owner == self.dims.rank("pp"):
+            whole = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
+            tensor = whole.to(self.device, torch.float32).contiguous()  # it may be offloaded
+            if self.lora is not None and (pair := pair_of(name))[0] in shards:
+                a, b = (shards[adapter].full_tensor().to(self.device) for adapter in pair)
+                tensor = tensor.addmm(b, a, alpha=self.lora.scaling)
+        if self.dims.axes.pp > 1:
+            dist.broadcast(tensor, group=self.dims.mesh.get_group("pp"), group_src=owner)
+        return tensor
+
+    @torch.no_grad()
+    def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy another model's whole parameters [..] over those of the same names here.
+
+        `weights` (an engine's, of any layout) is used up on every rank; what it lacks stays.
+        """
+        own = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        for name, tensor in weights:
+            for parameter in [cast(DTensor, found) for key, found in own if key == name]:
+                for held in self.layout.local(name, dist.get_rank()):
+                    part = held.intersect(Box.whole(tuple(tensor.shape)))
+                    if part is not None:  # else padding of a vocabulary
+                        local = parameter.to_local()[part.slices(held)]
+                        local.copy_(tensor[part.slices()])
