@@ -24,6 +24,9 @@ STRICT = [
 ADAM = ["trainer.optim.eps=1e-8", "trainer.optim.clip_grad_norm=1.0", "trainer.mini_batches=2"]
 PARTIAL = ["schedule=partial", "rollout.over_provision=2", "rollout.max_staleness=2"]
 PPO = ["recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=4", "critic.optim.lr=1e-2"]
+ADAPTERS = [
+    "actor.lora.rank=2", "actor.lora.dropout=0.1", "critic.lora.rank=2", "warm_start.steps=2",
+]  # fmt: skip
 SAFE = [
     "recipe=safe_rlhf", "recipe.multiplier=0.5", "recipe.multiplier_lr=0.8", "recipe.num_samples=4",
     "cost=regex", "cost.pattern='(?s)[a-m].*'", "cost.extract=null", "recipe.threshold=-0.25",
@@ -111,8 +114,9 @@ def test_it_goes_on_as_if_it_had_not_ended(
         [*PPO, "cluster.placement=split"],
         SAFE,
         ["averaged"],
+        [*PPO, *ADAPTERS],
     ],
-    ids=["fused", "partial", "ppo", "split", "safe_rlhf", "averaged"],
+    ids=["fused", "partial", "ppo", "split", "safe_rlhf", "averaged", "adapters"],
 )
 def test_so_does_every_kind_of_run(
     train: Callable[..., Any],
@@ -121,7 +125,7 @@ def test_so_does_every_kind_of_run(
     tmp_path: Path,
     more: list[str],
 ) -> None:
-    """Whatever there is to go on from: two schedules' samples, critics, a multiplier, averages."""
+    """Whatever there is to go on from: schedules' samples, critics, averages, adapters, ..."""
     changed = tuple(setting.partition("=")[0] + "=" for setting in [*STRICT, *ADAM])
     if more[0].startswith("recipe") or more == ["averaged"]:
         changed += ("recipe=",)
