@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.config import ClusterConfig
+from hybridrl.cluster import containers
+from hybridrl.config import ClusterConfig, Container
 
 _PLAIN = re.compile(r"[\w/.+@%-]+")  # what Hydra reads as it stands
 
@@ -47,10 +48,18 @@ class Batch:
 
     def text(self) -> str:
         """The script."""
+        cluster = self.cluster
         lines = ["#!/bin/bash", f"# By hand: sbatch {shlex.quote(str(self.script))}"]
         lines += [f"#SBATCH {option}" for option in self._directives()]
-        lines += ["", "set -e", *self.cluster.setup]
-        command = [f"exec {shlex.quote(sys.executable)} -P -m hybridrl.cli {self.command}"]
+        lines += ["", "set -e", *containers.load_modules(cluster), *cluster.setup]
+        python = shlex.quote(cluster.python or sys.executable)
+        if cluster.container is not Container.none:
+            mounts = [self.work_dir, self.directory]
+            directory = shlex.quote(str(self.directory))
+            directory += "/$SLURM_ARRAY_TASK_ID" if self.sweep else ""
+            lines += containers.meet_and_start_nodes(cluster, directory, mounts)
+            python = containers.driver(cluster, mounts)
+        command = [f"exec {python} -P -m hybridrl.cli {self.command}"]
         command += [shlex.quote(option) for option in self.options]
         targets = [f"run.dir={_hydra_value(str(path))}" for path in self.run_dirs]
         if self.sweep:

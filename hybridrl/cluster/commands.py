@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.cluster import slurm
+from hybridrl.cluster import containers, slurm
 from hybridrl.cluster.batch import Batch
 from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
 
@@ -65,6 +65,7 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     config = compose.check(taken.overrides, taken.config_dir, sweep)
     if config.cluster.kind is not ClusterKind.slurm:
         raise ConfigError("cluster", config.cluster.kind.value, "slurm, to submit a run")
+    containers.check_image(config.cluster)
     directory = compose.run_directory(taken.overrides, taken.config_dir, sweep)
     path = Path(directory).absolute()
     if path.exists() and any(path.iterdir()):
@@ -125,6 +126,7 @@ def examine_nodes(cluster: ClusterConfig, place: Path, args: Sequence[str]) -> t
 
     Its script and its log are below `place` meanwhile. Raises SlurmError when it is refused.
     """
+    containers.check_image(cluster)
     slurm.check_partition(cluster)
     with tempfile.TemporaryDirectory(prefix=".doctor", dir=place) as folder:
         batch = Batch(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")

@@ -3,11 +3,13 @@
 States: starting; up, until standard input ends (the driver closes it, or is dead), Ray ends, or a
 signal comes; then everything that Ray has started here is ended, whatever session it hid in, its
 workers' logs are kept in the run directory, and its temporary directory is gone. Exits with 0 when
-told to end by its standard input, 1 when Ray ended by itself, 143 after a signal.
+told to end by its standard input, 1 when Ray ended by itself, 3 where the run directory is not on
+this node, 143 after a signal.
 """
 
 import argparse
 import contextlib
+import getpass
 import os
 import select
 import signal
@@ -19,9 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hybridrl.cluster.containers import MEETING
 from hybridrl.cluster.leftovers import MARK, keep_logs, no_process_stays
 
 RANK = "hybridrl_rank"  # Ray's name for a place where one rank may run
+HIDDEN = 3
 OBJECT_STORE_BYTES = 512 * 1024**2
 _STDIN = 0
 _POLL_S = 0.2
@@ -42,22 +46,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", help="of the node; Slurm's, if not given")
     parser.add_argument("--address", help="host:port of the head; this is the head without it")
+    parser.add_argument("--scratch", type=Path, help="of this node, for caches and what Ray spills")
     parser.add_argument("--temp", type=Path, help="Ray's directory; made under /tmp, if not given")
     parser.add_argument("--logs", type=Path, required=True, help="the run's directory of logs")
     parser.add_argument("--ranks", type=int, required=True, help="that this node holds")
     parser.add_argument("--gpus", type=int, required=True, help="of this node")
     options = parser.parse_args(argv)
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
+    name = options.name or os.environ["SLURMD_NODENAME"]
+    if options.address is None and options.temp is None:  # the head is elsewhere, in a container
+        options.address = _meet(options.logs)
+        if options.address is None:
+            return 0
+    if not options.logs.is_dir():
+        where = options.logs.parent
+        print(f"hybridrl: node {name} does not see run.dir={where}", file=sys.stderr, flush=True)
+        return HIDDEN
     # Short: Ray's sockets below it have 107 characters.
     temp = options.temp or Path(tempfile.mkdtemp(prefix="hrl", dir="/tmp"))
-    name = options.name or os.environ["SLURMD_NODENAME"]
-    env = os.environ | {
-        MARK: str(temp),
-        "RAY_START_HOOK": "hybridrl.cluster.ray_node.no_client_server",
-        # What else runs on a shared node must not make Ray kill a rank: Slurm sets the limits.
-        "RAY_memory_monitor_refresh_ms": "0",
-    }
+    env = (
+        os.environ
+        | _caches(options.scratch)
+        | {
+            MARK: str(temp),
+            "RAY_START_HOOK": "hybridrl.cluster.ray_node.no_client_server",
+            # What else runs on a shared node must not make Ray kill a rank: Slurm sets the limits.
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+    )
     with contextlib.suppress(_Ended), _cleared(temp, options.logs):
         with (options.logs / f"ray-{name}.log").open("w") as log:
             process = subprocess.Popen(
@@ -89,21 +108,52 @@ def _command(options: argparse.Namespace, name: str, temp: Path) -> list[str]:
     where = [f"--address={options.address}"]
     if options.address is None:
         where = ["--head", "--port=0", "--include-dashboard=false"]
+    spill = []
+    if options.scratch is not None:
+        spill = [f"--object-spilling-directory={options.scratch}/ray-{temp.name}"]
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where,
         f"--node-name={name}", f"--temp-dir={temp}",
         f"--num-cpus={options.ranks + 2}", f"--num-gpus={options.gpus}",
         f'--resources={{"{RANK}": {options.ranks}}}',
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}", *spill,
         "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
         "--disable-usage-stats",
     ]  # fmt: skip
 
 
+def _meet(logs: Path) -> str | None:
+    """Where the head listens, once it says so in the job's meeting place; None if told to end."""
+    file = Path(os.environ[MEETING]) / "head"
+    while not file.is_file():
+        if _told_to_end(_POLL_S):
+            return None
+    return file.read_text().strip()
+
+
+def _caches(scratch: Path | None) -> dict[str, str]:
+    """Variables that keep what compilers make on this node, beside whatever the user has set."""
+    given = [os.environ.get(name) for name in ("SLURM_TMPDIR", "TMPDIR")]
+    place = str(scratch or next(filter(None, given), "/tmp"))
+    caches = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+        "TORCH_EXTENSIONS_DIR": "torch_extensions",
+        "VLLM_CACHE_ROOT": "vllm",
+    }
+    place = f"{place}/hybridrl-{getpass.getuser()}"
+    return {k: f"{place}/{v}" for k, v in caches.items() if k not in os.environ}
+
+
+def _told_to_end(patience: float) -> bool:
+    """Whether standard input ends within so many seconds."""
+    return bool(select.select([_STDIN], [], [], patience)[0]) and not os.read(_STDIN, 4096)
+
+
 def _wait(process: "subprocess.Popen[bytes]") -> bool:
     """Wait until standard input ends (True) or the process does (False)."""
     while process.poll() is None:
-        if select.select([_STDIN], [], [], _POLL_S)[0] and not os.read(_STDIN, 4096):
+        if _told_to_end(_POLL_S):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)

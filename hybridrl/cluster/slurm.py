@@ -6,7 +6,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from hybridrl.cluster.containers import MEETING
 from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.config.errors import names
 
@@ -95,7 +97,10 @@ def allocation(config: ClusterConfig) -> Allocation:
     env = os.environ
     if "SLURM_JOB_ID" not in env or "SLURMD_NODENAME" not in env:
         raise ConfigError("cluster", "slurm", "a node of a Slurm job; hybridrl submit makes one")
-    nodes = tuple(call("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split())
+    if meeting := env.get(MEETING):
+        nodes = tuple((Path(meeting) / "nodes").read_text().split())
+    else:
+        nodes = tuple(call("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split())
     if len(nodes) != config.nodes:
         raise ConfigError("cluster.nodes", config.nodes, f"the {len(nodes)} of this Slurm job")
     here = env["SLURMD_NODENAME"]

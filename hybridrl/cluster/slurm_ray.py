@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cluster import slurm
+from hybridrl.cluster.containers import MEETING
 from hybridrl.cluster.errors import RayStartError
+from hybridrl.cluster.ray_node import HIDDEN
 from hybridrl.config import ClusterConfig
+from hybridrl.telemetry.records import write_atomic
 
 _POLL_S = 0.1
 _END_S = 15.0  # a node takes a few seconds to end Ray; Slurm's KillWait is 30
@@ -26,6 +29,8 @@ class SlurmRay:
     def __init__(self, config: ClusterConfig, logs: Path, allocation: slurm.Allocation) -> None:
         self.config, self.logs, self.allocation = config, logs, allocation
         self.address = ""
+        meeting = os.environ.get(MEETING)
+        self.meeting = Path(meeting) if meeting else None
         self._deadline = time.monotonic() + config.start_timeout_s
         self._steps: list[subprocess.Popen[bytes]] = []
 
@@ -54,7 +59,11 @@ class SlurmRay:
         """Run Ray on `nodes` as a step of the job; on the way out it is told to end, and has."""
         program = [sys.executable, "-P", "-m", "hybridrl.cluster.ray_node", f"--logs={self.logs}"]
         program += [f"--ranks={self.config.ranks_per_node}", f"--gpus={self.config.gpus_per_node}"]
-        command = slurm.srun(self.allocation, nodes, *program, *options)
+        if self.config.local_scratch is not None:
+            program.append(f"--scratch={self.config.local_scratch}")
+        command = [*program, *options]
+        if self.meeting is None:
+            command = slurm.srun(self.allocation, nodes, *command)
         # Its standard input is the link: it ends with this process, however that ends.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None
@@ -84,7 +93,9 @@ class SlurmRay:
     def _describe(self, missing: Sequence[str], ended: Sequence[int]) -> str:
         """One line: which nodes, of how many, and where to look."""
         limit = f"within cluster.start_timeout_s={self.config.start_timeout_s:g}"
-        if ended:
+        if HIDDEN in ended:
+            limit = f"where run.dir={self.logs.parent} is not there: it must be on all nodes"
+        elif ended:
             limit = f"and the step that starts it has ended with {ended[0]}"
         names = ", ".join(missing)
         logs = ", ".join(str(self.logs / f"ray-{node}.log") for node in missing[:3])
@@ -105,15 +116,18 @@ def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[SlurmRay]:
     """
     found = slurm.allocation(config)
     logs.mkdir(parents=True, exist_ok=True)
-    os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     starting = SlurmRay(config, logs.resolve(), found)
+    if starting.meeting is None:  # else the batch script has told all nodes
+        os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     with (
         contextlib.ExitStack() as steps,
         tempfile.TemporaryDirectory(prefix="hrl", dir="/tmp", ignore_cleanup_errors=True) as temp,
     ):
         steps.enter_context(starting.step(starting.nodes[:1], f"--temp={temp}"))
         starting.wait_for_head(Path(temp) / "ray_current_cluster")
-        if starting.nodes[1:]:
+        if starting.meeting is not None:
+            write_atomic(starting.meeting / "head", starting.address)
+        elif starting.nodes[1:]:
             address = f"--address={starting.address}"
             steps.enter_context(starting.step(starting.nodes[1:], address))
         yield starting

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.config.cluster import ClusterConfig, ClusterKind, Placement, PoolsConfig
+from hybridrl.config.cluster import (
+    ClusterConfig,
+    ClusterKind,
+    Container,
+    Placement,
+    PoolsConfig,
+)
 from hybridrl.config.data import DataConfig, SourceConfig, SourceKind
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import (
@@ -147,6 +153,7 @@ __all__ = [
     "ClusterKind",
     "Config",
     "ConfigError",
+    "Container",
     "DType",
     "DataConfig",
     "Deterministic",

@@ -21,6 +21,14 @@ class ClusterKind(Enum):
     processes = "processes"  # this machine without Ray, to debug: rank 0 is the driver itself
 
 
+class Container(Enum):
+    """What a Slurm job's processes run in."""
+
+    none = "none"  # the nodes' own file systems
+    pyxis = "pyxis"  # Slurm's plugin for Enroot: srun --container-image
+    apptainer = "apptainer"  # apptainer exec; Singularity's successor
+
+
 @dataclass(kw_only=True, slots=True)
 class PoolsConfig:
     """Ranks of each pool under placement=split; 0 takes what the other leaves, or half."""
@@ -79,7 +87,20 @@ class ClusterConfig:
     sbatch: list[str] = field(default_factory=list)
     """Slurm: more options of sbatch (`[--constraint=h100, --mail-type=END]`)."""
     setup: list[str] = field(default_factory=list)
-    """Slurm: lines of the batch script before the run (`['module load cuda']`)."""
+    """Slurm: lines of the batch script before the run (`['ulimit -n 65536']`)."""
+    modules: list[str] = field(default_factory=list)
+    """Slurm: what the batch script loads with `module load` (`[cuda/12.4]`)."""
+    container: Container = Container.none
+    """Slurm: what the whole job runs in, the driver and the ranks."""
+    image: str | None = None
+    """Slurm: the container's image: a file, or what Pyxis or Apptainer can fetch."""
+    mounts: list[str] = field(default_factory=list)
+    """Slurm: `SOURCE:TARGET[:ro]`; the working directory and the run directory are mounted, too."""
+    python: str | None = None
+    """Slurm: the job's Python; null takes that of `hybridrl submit`, or a container's `python3`."""
+    local_scratch: str | None = None
+    """Slurm: a directory of each node's own for compilers' caches and what Ray spills; null takes
+    the first of $SLURM_TMPDIR, $TMPDIR and /tmp there."""
     requeue: int = 0
     """Slurm: how often the job may start again, at its time limit, after preemption, or when a
     node or a rank has died; then `trainer.resume` is at least `auto`."""
@@ -131,7 +152,10 @@ class ClusterConfig:
         if self.kind is ClusterKind.processes and self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
         slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
-        for key in (*slurm, "account", "qos", "time", "sbatch", "setup", "requeue"):
+        if self.container is not Container.none:
+            raise ConfigError("cluster.container", self.container.value, "cluster=slurm before it")
+        job = ("account", "qos", "time", "sbatch", "setup", "requeue", "modules", "image", "mounts")
+        for key in (*slurm, *job, "python", "local_scratch"):
             value = getattr(self, key)
             if value and (key, value) != ("nodes", 1):
                 raise ConfigError(f"cluster.{key}", value, "cluster=slurm before it")
@@ -151,11 +175,33 @@ class ClusterConfig:
             )
         if gpus and self.ranks > gpus:
             raise ConfigError("cluster.ranks", self.ranks, f"at most the {gpus} GPUs of all nodes")
-        for option in (*self.sbatch, *self.setup):
-            if "\n" in option:
-                raise ConfigError("cluster.sbatch", option, "one line each")
+        for key in ("sbatch", "setup", "modules", "mounts"):
+            for option in getattr(self, key):
+                if "\n" in option or not option:
+                    raise ConfigError(f"cluster.{key}", option, "one line each")
+        self._check_container()
         for option in self.sbatch:
             if not option.startswith("-"):
                 raise ConfigError(
                     "cluster.sbatch", option, "options of sbatch: [--constraint=h100]"
                 )
+
+    def _check_container(self) -> None:
+        kind = self.container.value
+        if self.container is Container.none:
+            for key in ("image", "mounts"):
+                if getattr(self, key):
+                    allowed = "cluster.container=pyxis or apptainer beside it"
+                    raise ConfigError(f"cluster.{key}", getattr(self, key), allowed)
+            return
+        if self.requeue:
+            allowed = "0: a driver in a container cannot tell Slurm to start its job again"
+            raise ConfigError("cluster.requeue", self.requeue, allowed)
+        if not self.image:
+            allowed = f"an image for cluster.container={kind}: a file, or docker://..."
+            raise ConfigError("cluster.image", self.image, allowed)
+        for mount in self.mounts:
+            source, *target = mount.split(":")
+            if not source.startswith("/") or len(target) > 2 or "," in mount:
+                allowed = "SOURCE:TARGET or SOURCE:TARGET:ro, from the root"
+                raise ConfigError("cluster.mounts", mount, allowed)

@@ -63,6 +63,53 @@ def two_nodes(local_slurm: Any) -> Iterator[Any]:
         yield running
 
 
+_APPTAINER = r"""#!/bin/bash
+# apptainer exec [--nv] --bind A:B,... IMAGE COMMAND, without the image: in a mount namespace with
+# a /tmp of its own, in which lies what is bound, and without Slurm's commands.
+shift
+[ "$1" = --nv ] && shift
+bind=$2 image=$3
+shift 3
+[ -f "$image" ] || exit 255
+export APPTAINER_CONTAINER=$image
+exec unshare --mount --propagation private bash -c '
+    stage=/run/stub-$$ bind=$0
+    mkdir -p $stage && mount -t tmpfs tmpfs $stage
+    for pair in ${bind//,/ }; do
+        mkdir -p "$stage${pair%%:*}" && mount --bind "${pair%%:*}" "$stage${pair%%:*}"
+    done
+    for file in $(type -ap srun scontrol sbatch); do mount --bind /dev/null "$file"; done
+    mount --rbind $stage/tmp /tmp && cd "$PWD" && exec "$@"' "$bind" "$@"
+"""
+_SRUN = r"""#!/bin/bash
+# srun with the options of Pyxis, by the apptainer beside it.
+options=()
+while [[ $1 == -* ]]; do
+    case $1 in
+        --container-image=*) image=${1#*=} ;;
+        --container-mounts=*) mounts=${1#*=} ;;
+        --container-workdir=*) ;;
+        *) options+=("$1") ;;
+    esac
+    shift
+done
+[ "$image" ] && set -- "$(dirname "$0")/apptainer" exec --bind "$mounts" "$image" "$@"
+exec /usr/bin/srun "${options[@]}" "$@"
+"""
+
+
+@pytest.fixture
+def stub_containers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an image, and the named seam: programs with the options of containers."""
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("this user may not make a mount namespace (unshare --mount)")
+    folder = tmp_path_factory.mktemp("programs")
+    for name, text in {"apptainer": _APPTAINER, "srun": _SRUN, "train.sif": ""}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
 @dataclass
 class Jobs:
     """Submits in a working directory of its own, as the command line does, and waits."""

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cluster import commands, slurm
+from hybridrl.cluster import commands, ray_node, slurm
 from hybridrl.cluster.batch import Batch
-from hybridrl.config import ClusterConfig, ClusterKind, ConfigError
+from hybridrl.cluster.slurm_ray import SlurmRay
+from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Container
 from hybridrl.config.compose import check, register
 
 
 def made(folder: Path, *options: str, **others: object) -> Batch:
     """A batch whose Python is a program that prints its arguments, one a line."""
-    cluster = ClusterConfig(kind=ClusterKind.slurm, ranks=1, **others)  # type: ignore[arg-type]
+    cluster = ClusterConfig(kind=ClusterKind.slurm, **{"ranks": 1, **others})  # type: ignore[arg-type]
     return Batch(cluster, folder, folder, tuple(options))
 
 
@@ -95,6 +96,17 @@ def test_settings_become_directives(tmp_path: Path) -> None:
         ("cluster.gpus_per_node=8 cluster.nodes=0", "cluster.nodes=0: wanted 1 or more"),
         ("cluster.gpus_per_node=8 cluster.cpus_per_node=0", "cluster.cpus_per_node=0: wanted 1"),
         ("cluster.gpus_per_node=8 cluster.sbatch=[x]", "cluster.sbatch=x: wanted options of"),
+        ("cluster.gpus_per_node=8 cluster.container=pyxis", "cluster.image=None: wanted an image"),
+        ("cluster.gpus_per_node=8 cluster.container=docker",
+         "cluster.container=docker: wanted one of none, pyxis, apptainer"),
+        ("cluster.gpus_per_node=8 cluster.image=a.sif",
+         "cluster.image=a.sif: wanted cluster.container=pyxis or apptainer beside it"),
+        ("cluster.gpus_per_node=8 cluster.container=apptainer cluster.image=a.sif"
+         " cluster.mounts=[data]", "cluster.mounts=data: wanted SOURCE:TARGET or"),
+        ("cluster.gpus_per_node=8 cluster.container=pyxis cluster.image=a cluster.requeue=1",
+         "cluster.requeue=1: wanted 0: a driver in a container"),
+        ("cluster=local cluster.modules=[cuda]", "cluster.modules=['cuda']: wanted cluster=slurm"),
+        ("cluster=local cluster.container=pyxis", "cluster.container=pyxis: wanted cluster=slurm"),
         ("cluster=local cluster.partition=h100", "cluster.partition=h100: wanted cluster=slurm"),
         ("cluster=local cluster.nodes=2", "cluster.nodes=2: wanted cluster=slurm"),
     ],
@@ -104,6 +116,72 @@ def test_wrong_settings(overrides: str, line: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check(["cluster=slurm", *overrides.split()])
     assert str(raised.value).startswith(line)
+
+
+IN_CONTAINER = {"gpus_per_node": 8, "image": "/images/a b.sif", "mounts": ["/data:/data:ro"]}
+
+
+def test_modules_are_loaded_where_a_shell_does_not_know_them(tmp_path: Path) -> None:
+    """The named seam: an `init` of Lmod that says what it is asked for."""
+    init = tmp_path / "lmod/init/bash"
+    init.parent.mkdir(parents=True)
+    init.write_text('module() { echo "module $*"; }\n')
+    text = made(tmp_path, modules=["cuda/12.4", "a b"]).text().partition("exec ")[0]
+    env = {"LMOD_PKG": str(tmp_path / "lmod")}
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "module load cuda/12.4 a b\n"
+    done = subprocess.run(["bash", "-c", text + "echo on"], capture_output=True, text=True)
+    assert done.returncode != 0, "without modules here the job must not go on"
+    assert "on" not in done.stdout
+
+
+def test_apptainer_runs_the_driver_and_the_other_nodes(tmp_path: Path) -> None:
+    text = made(tmp_path, nodes=2, ranks=2, container=Container.apptainer, **IN_CONTAINER).text()
+    bind = f"--bind {tmp_path}:{tmp_path},{tmp_path}:{tmp_path},/data:/data:ro"
+    inside = f"apptainer exec --nv {bind} '/images/a b.sif' python3 -P -m hybridrl"
+    assert f"\nexec {inside}.cli train \\\n" in text
+    assert f"    {inside}.cluster.ray_node --ranks=1 --gpus=8 --logs={tmp_path}/logs)\n" in text
+    assert "exec srun $step --nodes=1 --ntasks=1" in text
+    alone = made(tmp_path, container=Container.apptainer, **IN_CONTAINER | {"gpus_per_node": 0})
+    assert "--nv" not in alone.text()
+    assert "ray_node" not in alone.text()
+
+
+def test_pyxis_gives_both_to_srun(tmp_path: Path) -> None:
+    text = made(tmp_path, nodes=2, ranks=2, container=Container.pyxis, **IN_CONTAINER).text()
+    options = [
+        "--container-image='/images/a b.sif'",
+        f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}:{tmp_path},/data:/data:ro",
+        f"--container-workdir={tmp_path}",
+    ]
+    for option in options:
+        assert text.count(f"{option} \\\n") == 2
+    first = 'exec srun $step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \\\n'
+    assert first in text
+    assert "    python3 -P -m hybridrl.cli train \\\n" in text
+
+
+def test_a_run_directory_that_a_node_does_not_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hidden = tmp_path / "run/logs"
+    options = ["--name=n2", "--address=x:1", f"--logs={hidden}", "--ranks=1", "--gpus=0"]
+    assert ray_node.main(options) == ray_node.HIDDEN
+    assert capsys.readouterr().err == f"hybridrl: node n2 does not see run.dir={hidden.parent}\n"
+    job = slurm.Allocation("7", ("n1", "n2"), "n1", 1)
+    starting = SlurmRay(ClusterConfig(ranks=1), hidden, job)
+    said = starting._describe(["n2"], [ray_node.HIDDEN])
+    assert f"where run.dir={hidden.parent} is not there: it must be on all nodes: n2;" in said
+
+
+def test_caches_are_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    monkeypatch.setenv("SLURM_TMPDIR", "/local/7")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    found = ray_node._caches(None)
+    assert found["TORCHINDUCTOR_CACHE_DIR"].startswith("/local/7/hybridrl-")
+    assert "TRITON_CACHE_DIR" not in found
+    assert ray_node._caches(Path("/nvme"))["VLLM_CACHE_ROOT"].startswith("/nvme/hybridrl-")
 
 
 def test_one_rank_for_every_gpu() -> None:

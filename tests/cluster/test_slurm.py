@@ -1,6 +1,7 @@
 """Jobs on a real Slurm of two nodes, started for the session: how they run and how they end."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -119,6 +120,25 @@ def test_two_jobs_side_by_side_on_two_nodes(jobs: Any, two: list[str]) -> None:
     assert jobs.left() == []
 
 
+@pytest.mark.parametrize("kind", ["apptainer", "pyxis"])
+def test_both_nodes_in_containers(
+    jobs: Any, two: list[str], kind: str, stub_containers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose driver and ranks are where there is no Slurm, and /tmp is another one."""
+    monkeypatch.setenv("PATH", f"{stub_containers}{os.pathsep}{os.environ['PATH']}")
+    image = stub_containers / "train.sif"
+    job = jobs.submit(
+        *two, f"cluster.container={kind}", f"cluster.image={image}",
+        f"cluster.python={sys.executable}", "run.dir=run",
+    )["job"]  # fmt: skip
+    assert jobs.wait(job) == "COMPLETED", jobs.printed()
+    assert run_json(Path("run"))["state"] == "finished"
+    record = json.loads(Path("run/environment.json").read_text())
+    assert record["container"] == str(image)
+    assert sorted(node["node"] for node in record["nodes"]) == ["n1", "n2"]
+    jobs.wait_for(lambda: jobs.left() == [], timeout=30)
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "line"),
     [
@@ -133,6 +153,8 @@ def test_two_jobs_side_by_side_on_two_nodes(jobs: Any, two: list[str]) -> None:
         ("cluster.time=soon", SlurmError, "sbatch: Invalid --time specification"),
         ("model=pretrained model.path=/nope", ConfigError,
          "model.path=/nope: wanted a directory that exists, or a hub name"),
+        ("cluster.container=apptainer cluster.image=./nope.sif", ConfigError,
+         "cluster.image=./nope.sif: wanted a file that exists, or docker://..."),
         ("run.dir=full", ConfigError,
          "run.dir=full: wanted a directory that is not there yet, or empty"),
     ],
