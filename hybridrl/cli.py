@@ -24,7 +24,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   plan     what a weight switch would move       hybridrl plan layout model=llama3_70b
   report   render a run's page                   hybridrl report RUN
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
-  submit   a run as a Slurm job                  hybridrl submit --help
+  submit   a run as a job of Slurm or of Ray     hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
   doctor   what will hurt a run on these machines  hybridrl doctor --help
 

@@ -41,6 +41,10 @@ class Batch:
             return [self.directory]
         return [self.directory / str(task) for task in range(len(self.tasks))]
 
+    def targets(self) -> list[str]:
+        """The override of every run that names its directory."""
+        return [f"run.dir={_hydra_value(str(path))}" for path in self.run_dirs]
+
     def log(self, job: str, task: int = 0) -> Path:
         """Where what task number `task` of `job` prints will be."""
         name = f"{job}_{task}.out" if self.sweep else f"{job}.out"
@@ -61,7 +65,7 @@ class Batch:
             python = containers.driver(cluster, mounts)
         command = [f"exec {python} -P -m hybridrl.cli {self.command}"]
         command += [shlex.quote(option) for option in self.options]
-        targets = [f"run.dir={_hydra_value(str(path))}" for path in self.run_dirs]
+        targets = self.targets()
         if self.sweep:
             lines += ["case $SLURM_ARRAY_TASK_ID in"]
             for number, (own, target) in enumerate(zip(self.tasks, targets, strict=True)):

@@ -1,4 +1,7 @@
-"""`hybridrl submit | status | logs | cancel`: a run as a Slurm job. Each yields lines to print."""
+"""`hybridrl submit | status | logs | cancel`: a run as a job of Slurm, or of a Ray cluster.
+
+Each yields lines to print.
+"""
 
 import json
 import re
@@ -12,15 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.cluster import containers, slurm
+from hybridrl.cluster import containers, ray_jobs, slurm
 from hybridrl.cluster.batch import Batch
+from hybridrl.cluster.ray_jobs import RayJob
 from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
 
 SUBMIT_USAGE = """usage: hybridrl submit [--dry-run] cluster=slurm cluster.gpus_per_node=N ...
        hybridrl submit -m ... KEY=A,B        a sweep, as one job array
+       hybridrl submit cluster=ray cluster.address=http://HEAD:8265 ...
 
-Checks what hybridrl train would run, writes RUN/slurm/job.sh, and gives it to sbatch.
---dry-run prints the script and does nothing. docs/clusters.md has the keys of cluster=slurm.
+Checks what hybridrl train would run, writes RUN/slurm/job.sh, and gives it to sbatch; or gives the
+run to the job service of a standing Ray cluster. --dry-run prints the script, or the command, and
+does nothing. docs/clusters.md has the keys.
 """
 _JOB = re.compile(r"\d+(_\d+)?")
 _POLL_S = 0.5
@@ -38,8 +44,12 @@ def submit(args: Sequence[str]) -> Iterator[str]:
     given = [arg for arg in args if arg != "--dry-run"]
     batch, configs = _plan(given)
     _prepare_all(configs)
+    on_ray = batch.cluster.kind is ClusterKind.ray
     if len(given) < len(args):
-        yield batch.text().rstrip()
+        yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
+        return
+    if on_ray:
+        yield from _submit_to_ray(batch)
         return
     job = _submit(batch)
     tasks = range(len(batch.tasks)) if batch.sweep else (0,)
@@ -63,8 +73,10 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
         raise ConfigError("option", " ".join(args), "-m, --config-dir, --dry-run; overrides")
     sweep = bool(options.multirun)
     config = compose.check(taken.overrides, taken.config_dir, sweep)
-    if config.cluster.kind is not ClusterKind.slurm:
-        raise ConfigError("cluster", config.cluster.kind.value, "slurm, to submit a run")
+    if config.cluster.kind not in (ClusterKind.slurm, ClusterKind.ray):
+        raise ConfigError("cluster", config.cluster.kind.value, "slurm or ray, to submit a run")
+    if sweep and config.cluster.kind is ClusterKind.ray:
+        raise ConfigError("option", "-m", "a single run with cluster=ray")
     containers.check_image(config.cluster)
     directory = compose.run_directory(taken.overrides, taken.config_dir, sweep)
     path = Path(directory).absolute()
@@ -96,6 +108,19 @@ def _prepare_all(configs: Sequence[Config]) -> None:
             seen.append(alike)
             with tempfile.TemporaryDirectory() as folder:
                 prepare(deepcopy(replace(config, run=replace(config.run, dir=folder))))
+
+
+def _submit_to_ray(batch: Batch) -> Iterator[str]:
+    new = [path for path in (batch.directory, *batch.directory.parents) if not path.exists()]
+    try:
+        job = ray_jobs.submit(batch)
+    except (ConfigError, slurm.SlurmError):
+        if new:
+            shutil.rmtree(new[-1], ignore_errors=True)
+        raise
+    yield f"submitted job {job} to {batch.cluster.address}"
+    yield f"to follow it: hybridrl logs -f {shlex.quote(_shown(batch.directory))}"
+    yield json.dumps({"job": job, "run": str(batch.directory), "logs": []})
 
 
 def _submit(batch: Batch) -> str:
@@ -150,12 +175,16 @@ def status(args: Sequence[str]) -> Iterator[str]:
 
     A sweep's directory stands for all of its runs.
     """
-    targets = list(args) or sorted(
-        str(file.parents[1]) for file in Path("runs").glob("*/slurm/job")
-    )
+    runs = Path("runs")
+    found = [*runs.glob("*/slurm/job"), *runs.glob("*/ray/job.json")]
+    targets = list(args) or sorted(str(file.parents[1]) for file in found)
     if not targets:
         yield "no submitted run in ./runs; name a run directory or a job id"
     for target in targets:
+        if RayJob.is_of(Path(target)):
+            ray_job = RayJob(Path(target))
+            yield f"{ray_job.id}  {ray_job.state()}  {_shown(Path(target))}"
+            continue
         for job, run_dir in _runs(target):
             yield f"{job}  {_state(job, run_dir)}  {_shown(run_dir)}"
 
@@ -166,6 +195,9 @@ def logs(args: Sequence[str]) -> Iterator[str]:
     targets = [arg for arg in args if arg != "-f"]
     if len(targets) != 1:
         raise ConfigError("logs", " ".join(args), "[-f] and one run directory or job id")
+    if RayJob.is_of(Path(targets[0])):
+        yield from RayJob(Path(targets[0])).lines(follow)
+        return
     job, run_dir = _runs(targets[0])[0]
     file = run_dir / "slurm" / f"{job}.out"
     if not follow and not file.is_file():
@@ -179,6 +211,12 @@ def cancel(args: Sequence[str]) -> Iterator[str]:
     if not args:
         raise ConfigError("cancel", "", "run directories or job ids")
     for target in args:
+        if RayJob.is_of(Path(target)):
+            ray_job = RayJob(Path(target))
+            lives = ray_job.lives()
+            ray_job.stop()
+            yield f"cancelled job {ray_job.id}" if lives else f"job {ray_job.id} has ended before"
+            continue
         job = target if _JOB.fullmatch(target) else _job_of(Path(target))
         if job == target and not slurm.jobs(job):
             raise ConfigError("job", job, "a job that Slurm knows")

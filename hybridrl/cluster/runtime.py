@@ -73,13 +73,14 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
             yield ray
         return
     if config.address is not None:
-        _check_address(config.address)
+        address = _own_cluster() if config.kind is ClusterKind.ray else config.address
+        _check_address(address)
         with _ended(ray):
             try:
-                _use_token(ray, config.address)
-                ray.init(address=config.address, **options)
+                _use_token(ray, address)
+                ray.init(address=address, **options)
             except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
-                raise _no_cluster(config.address, error) from error
+                raise _no_cluster(address, error) from error
             signals.reinstall()
             yield ray
         return
@@ -126,6 +127,13 @@ def _ended(ray: Any) -> Iterator[None]:
         ray.shutdown()
 
 
+def _own_cluster() -> str:
+    """The cluster that this process is a job of, as Ray tells it."""
+    if "RAY_ADDRESS" not in os.environ:
+        raise ConfigError("cluster", "ray", "a job of a Ray cluster; hybridrl submit makes one")
+    return os.environ["RAY_ADDRESS"]
+
+
 def _check_address(address: str) -> None:
     """Ray tries for minutes to reach an address where nobody listens."""
     host, sign, port = address.rpartition(":")
@@ -158,8 +166,7 @@ def _use_token(ray: Any, address: str) -> None:
             try:
                 ray._raylet.GcsClient(address=gcs)
             except setup.AuthenticationError:
-                _refresh_token()
-                setup.ensure_token_if_auth_enabled(create_token_if_missing=False)
+                show_token()
                 ray._raylet.GcsClient(address=gcs)
 
 
@@ -173,6 +180,15 @@ def _no_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def show_token() -> None:
+    """Show Ray's token from here on; raises AuthenticationError where there is none."""
+    with contextlib.suppress(ImportError):
+        from ray._private.authentication import authentication_token_setup as setup
+
+        _refresh_token()
+        setup.ensure_token_if_auth_enabled(create_token_if_missing=False)
 
 
 def _refresh_token() -> None:

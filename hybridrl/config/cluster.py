@@ -18,6 +18,7 @@ class ClusterKind(Enum):
 
     local = "local"  # this machine, or a running Ray cluster at `address`
     slurm = "slurm"  # the nodes of a Slurm allocation
+    ray = "ray"  # a standing Ray cluster that runs jobs: hybridrl submit
     processes = "processes"  # this machine without Ray, to debug: rank 0 is the driver itself
 
 
@@ -55,7 +56,7 @@ class ClusterConfig:
     """Ranks, the Ray cluster that they run on, and what a Slurm job of theirs asks for."""
 
     kind: ClusterKind = ClusterKind.local
-    """Where the ranks are; chosen by `cluster=local`, `cluster=slurm` or `cluster=processes`."""
+    """Where the ranks are; chosen by `cluster=local`, `slurm`, `ray` or `processes`."""
     ranks: int = 2
     """Worker processes; one per accelerator, or any number on CPU. 0: one per GPU of all nodes."""
     placement: Placement = Placement.colocate
@@ -149,13 +150,22 @@ class ClusterConfig:
         return self.ranks // self.nodes
 
     def _check_local(self) -> None:
+        served = (self.address or "").startswith(("http://", "https://"))
+        if self.kind is ClusterKind.ray and not served:
+            allowed = "the address of a Ray cluster's dashboard: http://HEAD:8265"
+            raise ConfigError("cluster.address", self.address, allowed)
         if self.kind is ClusterKind.processes and self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
         slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
         if self.container is not Container.none:
             raise ConfigError("cluster.container", self.container.value, "cluster=slurm before it")
-        job = ("account", "qos", "time", "sbatch", "setup", "requeue", "modules", "image", "mounts")
-        for key in (*slurm, *job, "python", "local_scratch"):
+        job: tuple[str, ...] = (
+            *("account", "qos", "time", "sbatch", "setup"),
+            *("requeue", "modules", "image", "mounts"),
+        )
+        if self.kind is not ClusterKind.ray:
+            job = (*job, "python")
+        for key in (*slurm, *job, "local_scratch"):
             value = getattr(self, key)
             if value and (key, value) != ("nodes", 1):
                 raise ConfigError(f"cluster.{key}", value, "cluster=slurm before it")

@@ -205,7 +205,16 @@ def test_a_dry_run_needs_no_slurm_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["recipe=grpo"], "cluster=local: wanted slurm, to submit a run"),
+        (["recipe=grpo"], "cluster=local: wanted slurm or ray, to submit a run"),
+        (["cluster=ray"], "cluster.address=None: wanted the address of a Ray cluster's dashboard"),
+        (
+            ["cluster=ray", "cluster.address=head:6379"],
+            "cluster.address=head:6379: wanted the address of a Ray cluster's dashboard",
+        ),
+        (
+            ["-m", "cluster=ray", "cluster.address=http://head:8265", "run.seed=1,2"],
+            "option=-m: wanted a single run with cluster=ray",
+        ),
         (["--cfg", "job", "cluster=slurm"], "option=--cfg job cluster=slurm: wanted -m,"),
         (["cluster=slurm", "cluster.gpus_per_node=8", "trainer.stepz=1"], "trainer.stepz=1: "),
     ],

@@ -94,6 +94,7 @@ NEEDED = {
     ("data", "huggingface"): ["data.sources.main.name=x"],
     ("data", "reasoning_gym"): ["data.sources.main.name=x"],
     ("reward", "function"): ["reward.function=a:b"],
+    ("cluster", "ray"): ["cluster.address=http://head:8265"],
     ("reward", "sum"): ["+reward.parts={a: {kind: exact}}"],
     ("cost", "function"): ["cost.function=a:b"],
     ("cost", "model"): ["cost.model=some/model"],
