@@ -36,7 +36,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("settings", REFUSED, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(x, marks=pytest.mark.slow if "ppo" in x else ()) for x in REFUSED],
+)
 def test_what_cannot_be_is_one_line(
     make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path, settings: str
 ) -> None:

@@ -236,6 +236,7 @@ def formats(path, sequences):
     return found
 
 
+@pytest.mark.slow
 def test_frozen_weights_lie_in_the_compute_format_and_dropout_is_repeatable(
     ranks: Callable, tiny: Callable, sequences: list
 ) -> None:
