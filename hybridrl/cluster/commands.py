@@ -43,6 +43,10 @@ def submit(args: Sequence[str]) -> Iterator[str]:
         return
     given = [arg for arg in args if arg != "--dry-run"]
     batch, configs = _plan(given)
+    if batch.script.exists():  # a run that goes on
+        from hybridrl.controller.checkpoints import find_origin
+
+        find_origin(replace(configs[0], run=replace(configs[0].run, dir=str(batch.directory))))
     _prepare_all(configs)
     on_ray = batch.cluster.kind is ClusterKind.ray
     if len(given) < len(args):
@@ -80,7 +84,7 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     containers.check_image(config.cluster)
     directory = compose.run_directory(taken.overrides, taken.config_dir, sweep)
     path = Path(directory).absolute()
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and any(path.iterdir()) and "trainer.resume=auto" not in options.overrides:
         raise ConfigError("run.dir", directory, "a directory that is not there yet, or empty")
     configs = [compose.check(o, taken.config_dir) for o in compose.choices(taken.overrides)]
     fixed, swept = [], []
@@ -126,7 +130,8 @@ def _submit_to_ray(batch: Batch) -> Iterator[str]:
 def _submit(batch: Batch) -> str:
     """Write the script and give it to sbatch; the job's id. Leaves nothing when it is refused."""
     slurm.check_partition(batch.cluster)
-    new = [path for path in (batch.directory, *batch.directory.parents) if not path.exists()]
+    folders = (batch.script.parent, *batch.script.parent.parents)
+    new = [path for path in folders if not path.exists()]
     try:
         for run_dir in (batch.directory, *batch.run_dirs):
             (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -137,7 +142,8 @@ def _submit(batch: Batch) -> str:
         allowed = f"a writable directory ({error.strerror})"
         raise ConfigError("run.dir", batch.directory, allowed) from error
     except (slurm.SlurmError, ConfigError):
-        shutil.rmtree(new[-1] if new else batch.script.parent, ignore_errors=True)
+        if new:
+            shutil.rmtree(new[-1], ignore_errors=True)
         raise
     (batch.directory / "slurm" / "job").write_text(f"{job}\n")
     if batch.sweep:

@@ -83,6 +83,9 @@ def test_settings_become_directives(tmp_path: Path) -> None:
     assert body.startswith("module load cuda\nexec ")
     assert "#SBATCH --exclusive\n" in made(folder).text()
     assert "gres" not in made(folder).text()
+    again = made(folder, requeue=3, warn_s=90).text()
+    assert "#SBATCH --requeue\n#SBATCH --signal=B:USR1@90\n" in again
+    assert "--no-requeue" not in again
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,7 @@ def test_settings_become_directives(tmp_path: Path) -> None:
         ("cluster=local cluster.modules=[cuda]", "cluster.modules=['cuda']: wanted cluster=slurm"),
         ("cluster=local cluster.container=pyxis", "cluster.container=pyxis: wanted cluster=slurm"),
         ("cluster=local cluster.partition=h100", "cluster.partition=h100: wanted cluster=slurm"),
+        ("cluster=local cluster.requeue=2", "cluster.requeue=2: wanted cluster=slurm"),
         ("cluster=local cluster.nodes=2", "cluster.nodes=2: wanted cluster=slurm"),
     ],
 )  # fmt: skip

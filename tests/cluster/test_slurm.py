@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hybridrl.cluster import commands
+from hybridrl.cluster import commands, slurm
 from hybridrl.cluster.slurm import SlurmError
 from hybridrl.config import ConfigError
 from hybridrl.telemetry.records import read_lines
@@ -220,6 +222,88 @@ def test_a_killed_node_is_named(jobs: Any, two: list[str]) -> None:
         r"hybridrl: rank [01] of 2 \(.*\) on node n2 \(pid \d+\) failed: its proc", line
     )
     assert jobs.left() == []
+
+
+def tensors(run_dir: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters and moments of the actor at the end of a run."""
+    dcp_to_torch_save(run_dir / "final" / "resume" / "actor", folder / "whole.pt")
+    found: dict[str, torch.Tensor] = torch.load(folder / "whole.pt")
+    return found
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [line["step"] for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.fixture
+def long(two: list[str]) -> list[str]:
+    """A run of some seconds on two nodes that starts again by itself, exact to the last bit."""
+    changed = ("trainer.steps", "trainer.save_every")
+    kept = [setting for setting in two if not setting.startswith(changed)]
+    settings = ["trainer.steps=40", "eval.every=0", "deterministic=strict", "trainer.optim.lr=1e-2"]
+    return [*kept, *settings, "trainer.optim.schedule=linear", "cluster.requeue=3"]
+
+
+def again(jobs: Any, job: str, count: int) -> None:
+    """Wait until Slurm has the job waiting to start again, and let it."""
+    jobs.wait_for(lambda: slurm.jobs(job)[0]["Restarts"] == str(count))
+    jobs.wait_for(lambda: jobs.state(job) in ("PENDING", "RUNNING"))
+    if jobs.state(job) == "PENDING":  # Slurm waits two minutes
+        jobs.slurm.call("scontrol", "update", f"jobid={job}", "starttime=now")
+
+
+def test_short_jobs_end_as_one_long_job_does(jobs: Any, long: list[str], tmp_path: Path) -> None:
+    """Warned twice in the middle of the run, as before a time limit; then the same tensors."""
+    whole = jobs.submit(*long, "run.dir=whole")["job"]
+    assert jobs.wait(whole) == "COMPLETED", jobs.printed()
+    job = jobs.submit(*long, "run.dir=chain")["job"]
+    for count in (1, 2):
+        done = len(steps(Path("chain")))
+        jobs.wait_for(lambda n=done: len(steps(Path("chain"))) > n + 3, job)
+        jobs.slurm.call("scancel", "--batch", "--signal=USR1", job)
+        again(jobs, job, count)
+        assert f"the job starts again ({count} of 3)" in jobs.printed()
+    assert jobs.wait(job, timeout=300) == "COMPLETED", jobs.printed()
+    assert steps(Path("whole")) == steps(Path("chain")) == list(range(1, 41))
+    a, b = tensors(Path("whole"), tmp_path), tensors(Path("chain"), tmp_path)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert jobs.left() == []
+
+
+def test_a_run_whose_node_was_killed_finishes(jobs: Any, long: list[str]) -> None:
+    submitted = jobs.submit(*long, "trainer.save_every=5", "run.dir=run")
+    job = submitted["job"]
+    jobs.wait_for(lambda: (Path("run") / "checkpoints" / "step_000005").is_dir(), job)
+
+    jobs.slurm.kill_node("n2")
+    try:
+        jobs.wait_for(lambda: jobs.state(job) != "RUNNING")
+    finally:
+        jobs.slurm.start_node("n2")
+    again(jobs, job, 1)
+
+    assert jobs.wait(job, timeout=300) == "COMPLETED", jobs.printed()
+    lines = Path(submitted["logs"][0]).read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("hybridrl: ")]
+    assert re.match(r"hybridrl: rank [01] of 2 \(.*\) on node n2 \(pid \d+\) failed", line)
+    assert line.endswith("; the job starts again (1 of 3)")
+    assert steps(Path("run")) == list(range(1, 41))
+    assert jobs.left() == []
+
+
+def test_a_run_that_always_dies_ends(jobs: Any, long: list[str]) -> None:
+    job = jobs.submit(*long, "cluster.requeue=1", "run.dir=run")["job"]
+    for count in (1, 2):
+        done = len(steps(Path("run")))
+        jobs.wait_for(lambda n=done: len(steps(Path("run"))) > n, job)
+        name = "ray::RankWorker"
+        next(p for p in jobs.slurm.processes() if p.name().startswith(name)).kill()
+        if count == 1:
+            again(jobs, job, count)
+    assert jobs.wait(job) == "FAILED"
+    lines = [line for line in jobs.printed().splitlines() if line.startswith("hybridrl: ")]
+    assert lines[0].endswith("; the job starts again (1 of 1)")
+    assert lines[1].endswith("; all 1 restarts of cluster.requeue are used up")
 
 
 def test_a_node_that_does_not_join_is_named(jobs: Any, two: list[str]) -> None:
