@@ -312,7 +312,10 @@ def _fail(message: str, code: int, again: Config | None = None) -> None:
     if left:
         from hybridrl.cluster import slurm
 
-        slurm.start_again()
+        try:
+            slurm.start_again()
+        except slurm.SlurmError as error:
+            _fail(str(error), code)
     sys.exit(code)
 
 

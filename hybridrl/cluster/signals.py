@@ -50,6 +50,11 @@ def asked() -> bool:
     return _asked is not None
 
 
+def answered() -> None:
+    """The run ends now, as it was asked to: another signal must not cut that short."""
+    _last["time"] = time.monotonic()
+
+
 def time_is_up() -> bool:
     """Whether the last signal was SIGUSR1, which Slurm sends before it takes the nodes away."""
     return _last["signal"] == signal.SIGUSR1

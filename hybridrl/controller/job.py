@@ -274,6 +274,7 @@ class Job:
         begun = self.origin.point.state["step"] if self.origin.point else 0
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
+        signals.answered()
         raise Stopped(f"stopped after step {self.step}; trainer.resume=auto goes on from there")
 
     def _close(self, schedule: AnySchedule) -> None:
