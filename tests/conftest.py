@@ -32,6 +32,17 @@ ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
 
 
+RUNS = {"cluster", "controller", "scripts", "test_cli.py", "test_readme.py"}
+"""Tests of whole runs: one after the other, so that Ray's waits are shared with other tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n 2 --dist loadgroup` one process has all runs, the other computes meanwhile."""
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[0] in RUNS:
+            item.add_marker(pytest.mark.xdist_group("runs"))
+
+
 class _ByValue:
     """A call that reaches a process which cannot import the module of its function."""
 

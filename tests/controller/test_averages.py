@@ -31,7 +31,15 @@ def averaged(flow, cfg):
 """
 
 
-@pytest.mark.parametrize("more", [[], ["schedule=fused", "rollout.layout.tp=2", "cluster.ranks=4"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(
+            ["schedule=fused", "rollout.layout.tp=2", "cluster.ranks=4"], marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_it_is_the_average_of_the_checkpoints(
     train: Callable[..., Any], tiny_run: list[str], tmp_path: Path, more: list[str]
 ) -> None:

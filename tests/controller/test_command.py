@@ -39,6 +39,7 @@ def offline() -> tuple[str, ...]:
     return prefix
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
     command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
