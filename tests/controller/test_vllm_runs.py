@@ -23,6 +23,7 @@ RUNS = {
     "serial": ["rollout=vllm"],
     "fused": ["rollout=vllm", *FUSED],
     "fused, tp 2": ["rollout=vllm", "rollout.layout.tp=2", *FUSED],
+    "split": ["rollout=vllm", "cluster.placement=split"],
     "native, adapters": ADAPTERS,
     "tp 2, adapters": ["rollout=vllm", "rollout.layout.tp=2", *ADAPTERS],
 }
@@ -49,6 +50,7 @@ def run_of(
         ("serial", "native"),
         ("fused", "serial"),
         ("fused, tp 2", "native"),
+        ("split", "native"),
         ("tp 2, adapters", "native, adapters"),
     ],
 )
