@@ -75,6 +75,7 @@ def find_origin(config: Config) -> Origin:
         points, damaged = _named(wanted)
     if points:
         _check_same(points[0], settings, config.schedule)
+        _check_warm_start(points[0], config)
         return Origin(settings, points[0], tuple(damaged))
     if damaged:
         allowed = f"a checkpoint that is whole; damaged: {'; '.join(damaged)}"
@@ -128,6 +129,16 @@ def _check_same(point: Point, now: Mapping[str, Any], schedule: Name) -> None:
         if now[key] != before[key] and not free:
             allowed = f"{before[key]}, with which {point.folder} was made"
             raise ConfigError(key, now[key], allowed)
+
+
+def _check_warm_start(point: Point, config: Config) -> None:
+    """What the recipe's roles began as must be there, once the recipe has begun."""
+    if config.warm_start.steps and point.state["phase"] == "rl":
+        try:
+            folder.read(point.run_dir / "warm_start")
+        except ValueError as error:
+            allowed = f"a run with the checkpoint of its warm start ({error})"
+            raise ConfigError("trainer.resume", config.trainer.resume, allowed) from None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,13 @@ def publish(config: Callable[..., Config]) -> Callable[..., Path]:
     def write(path: Path, step: int, *overrides: str) -> Path:
         (folder.hidden(path) / "resume").mkdir(parents=True)
         settings = json.loads(json.dumps(settings_of(config(*overrides))))
-        state = {"settings": settings, "step": step, "time": step, "records": {"a.jsonl": step}}
+        state = {
+            "settings": settings,
+            "step": step,
+            "time": step,
+            "phase": "rl",
+            "records": {"a.jsonl": step},
+        }
         folder.seal(path, state)
         folder.replace(folder.hidden(path), path)
         return path
@@ -116,5 +122,17 @@ def test_where_there_is_nothing_to_go_on_from(
     status: dict[str, Any] = {"state": "finished"}
     (tmp_path / "run" / "run.json").write_text(json.dumps(status))
     assert "has a finished run without a checkpoint" in refused(config())
+    warm = "warm_start.steps=2"
+    publish(tmp_path / "run" / "checkpoints" / "step_000004", 4, warm)
+    start = "trainer.resume=auto: wanted a run with the checkpoint of its warm start"
+    assert refused(config(warm)).startswith(start)
+    publish(tmp_path / "run" / "warm_start", 2, warm)
+    assert find_origin(config(warm)).point is not None
+
+
+def test_it_begins_anew_where_no_checkpoint_was_reached(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"state": "interrupted"}))
     assert find_origin(config()).records(config()) == {}  # it begins anew, and so do its records
