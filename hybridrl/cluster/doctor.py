@@ -133,7 +133,9 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     links: list[Link] = []
     if len(probes) > 1:
         (address,) = answers([probes[0].listen.remote()], "listen")
-        answers([probe.join.remote(*address) for probe in probes], "meet")
+        # Where a host's name stands for 127.0.0.1, gloo and NCCL must be told the interface.
+        doing = "meet (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface)"
+        answers([probe.join.remote(*address) for probe in probes], doing)
         measured = answers([probe.measure.remote() for probe in probes], "exchange messages")
         links = [*measured[0], *(x for links in measured[1:] for x in links if x.kind == "send")]
     machines = {machine.node: machine for machine, _, _ in reversed(looks)}
