@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/images/curves"
 SETTINGS = {
     # fine-tuning is what the warm start would be
-    "sft": ["warm_start.steps=0", "trainer.optim.lr=2e-3"],
+    "sft": [
+        "warm_start.steps=0", "trainer.steps=120", "trainer.optim.lr=2e-3",
+        "trainer.optim.schedule=constant",
+    ],
     # the teacher is what grpo has made, so that runs first
     "distill": ["teacher.path={runs}/grpo-{steps}-{seed}/final"],
     # those of recipes/safe_rlhf/README.md
@@ -47,10 +50,9 @@ def train(recipe: str, steps: int, seed: int, runs: Path) -> Path:
     if not any(text.startswith("recipe=") for text in more):
         more.append(f"recipe={recipe}")
     command = [
-        sys.executable, "-m", "hybridrl.cli", "train", "experiment=spell_tiny", *more,
+        sys.executable, "-m", "hybridrl.cli", "train", "experiment=spell_tiny", "cluster=processes",
         f"trainer.steps={steps}", "trainer.save_every=0", "eval.every=5", f"run.seed={seed}",
-        "telemetry.tensorboard=false", "telemetry.report=false", "telemetry.progress=false",
-        f"run.dir={folder}",
+        "telemetry.tensorboard=false", "telemetry.report=false", f"run.dir={folder}", *more,
     ]  # fmt: skip
     print(f"{recipe}: {steps} steps", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)

@@ -64,6 +64,7 @@ def _rank(function: Callable[[], Any], rank: int, size: int, directory: Path) ->
         dist.init_process_group(
             "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size
         )
+        dist.barrier()  # a rank that is done at once would leave before the others have met it
         torch.save(function(), directory / f"result{rank}")
         dist.destroy_process_group()
     except BaseException:
