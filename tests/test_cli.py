@@ -131,7 +131,10 @@ WRONG = [
     ("critic.layout.tp=3", "critic.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = clus"),
     ("cost_critic.layout.pp=0", "cost_critic.layout.pp=0: wanted 1 or more"),
     ("critic.optim.lr=0", "critic.optim.lr=0.0: wanted above 0"),
-    ("critic.paths=x", "critic.paths=x: wanted a known key: one of layout, lora, optim, path (did you"),
+    (
+        "critic.paths=x",
+        "critic.paths=x: wanted a known key: one of layout, lora, optim, path (did you",
+    ),
     ("recipe=ppo critic.path=/none", "critic.path=/none: wanted a directory that exists, or a h"),
     ("recipe=ppo critic.path=unweighted", "critic.path=unweighted: wanted weights in safetens"),
     ("recipe=ppo cluster.ranks=4 critic.layout.tp=4", "critic.layout.tp=4: wanted one of 1, 2 (i"),
