@@ -32,6 +32,10 @@ SETTINGS = {
         "recipe.multiplier=0.5", "recipe.multiplier_lr=0.3", "recipe.multiplier_max=1",
         "recipe.kl_coef=0.2", "trainer.optim.lr=1e-4", "trainer.optim.schedule=constant",
     ],
+    # it takes one sample of a prompt, and the greedy one
+    "remax": ["trainer.prompts_per_step=128"],
+    # a vote is to be right more often than any single mistake
+    "ttrl": ["warm_start.steps=300"],
     # as many samples a step as the others, from an eighth of the prompts
     "brorl": ["recipe=grpo", "recipe.group_size=64", "trainer.prompts_per_step=4"],
 }  # fmt: skip

@@ -43,7 +43,7 @@ def test_the_page_does_what_it_says(jobs: Any, tiny: list[str]) -> None:
     """Every command of docs/clusters.md, its runs made small: followed, listed, swept."""
     page = (ROOT / "docs/clusters.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         if "submitit" in block:
             continue  # a test of its own, below
