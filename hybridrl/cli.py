@@ -241,7 +241,7 @@ def _doctor(args: list[str]) -> None:
     from rich.console import Console
 
     from hybridrl.cluster import commands, doctor
-    from hybridrl.cluster.slurm import SlurmError
+    from hybridrl.cluster.errors import JobError
     from hybridrl.config import ClusterKind, compose
 
     if {"-h", "--help"} & set(args):
@@ -255,7 +255,7 @@ def _doctor(args: list[str]) -> None:
     if config.cluster.kind is ClusterKind.slurm and not doctor.inside_a_job():
         try:
             output, code = commands.examine_nodes(config.cluster, doctor.existing(run_dir), args)
-        except SlurmError as error:
+        except JobError as error:
             _fail(str(error), 1)
         print(output, end="")
         sys.exit(code)
@@ -288,12 +288,12 @@ def _new_recipe(args: list[str]) -> None:
 def _slurm(command: str, args: list[str]) -> None:
     """What has to do with Slurm jobs."""
     from hybridrl.cluster import commands
-    from hybridrl.cluster.slurm import SlurmError
+    from hybridrl.cluster.errors import JobError
 
     try:
         for line in getattr(commands, command)(args):
             print(line, flush=True)
-    except SlurmError as error:
+    except JobError as error:
         _fail(str(error), 1)
 
 
@@ -311,10 +311,11 @@ def _fail(message: str, code: int, again: Config | None = None) -> None:
     print(f"hybridrl: {' '.join(message.split())}", file=sys.stderr, flush=True)
     if left:
         from hybridrl.cluster import slurm
+        from hybridrl.cluster.errors import JobError
 
         try:
             slurm.start_again()
-        except slurm.SlurmError as error:
+        except JobError as error:
             _fail(str(error), code)
     sys.exit(code)
 

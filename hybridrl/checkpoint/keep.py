@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 
-def to_keep(scores: Mapping[int, float | None], keep_last: int, final: bool = False) -> set[int]:
-    """Steps whose checkpoints stay: the best, the last `keep_last`, and the newest when `final`.
+def to_keep(scores: Mapping[int, float | None], keep_last: int) -> set[int]:
+    """Steps whose checkpoints stay: the best and the last `keep_last`.
 
     `scores` maps the step of every checkpoint to its held-out score (higher is better), or None
     where it was not evaluated. Of equal scores the earliest is the best. Raises ValueError for a
@@ -17,6 +17,4 @@ def to_keep(scores: Mapping[int, float | None], keep_last: int, final: bool = Fa
     evaluated = [step for step in steps if scores[step] is not None]
     if evaluated:
         kept.add(max(evaluated, key=lambda step: (scores[step], -step)))
-    if final and steps:
-        kept.add(steps[-1])
     return kept

@@ -17,6 +17,7 @@ from typing import Any
 
 from hybridrl.cluster import containers, ray_jobs, slurm
 from hybridrl.cluster.batch import Batch
+from hybridrl.cluster.errors import JobError
 from hybridrl.cluster.ray_jobs import RayJob
 from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
 
@@ -118,7 +119,7 @@ def _submit_to_ray(batch: Batch) -> Iterator[str]:
     new = [path for path in (batch.directory, *batch.directory.parents) if not path.exists()]
     try:
         job = ray_jobs.submit(batch)
-    except (ConfigError, slurm.SlurmError):
+    except (ConfigError, JobError):
         if new:
             shutil.rmtree(new[-1], ignore_errors=True)
         raise
@@ -141,7 +142,7 @@ def _submit(batch: Batch) -> str:
     except OSError as error:
         allowed = f"a writable directory ({error.strerror})"
         raise ConfigError("run.dir", batch.directory, allowed) from error
-    except (slurm.SlurmError, ConfigError):
+    except (JobError, ConfigError):
         if new:
             shutil.rmtree(new[-1], ignore_errors=True)
         raise

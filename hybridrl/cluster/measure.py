@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from hybridrl.workers.machine import Machine, look_around
+from hybridrl.workers.machine import Machine, look_around, node_name
 from hybridrl.workers.meeting import meeting_place
 
 _DISK_BYTES = 32 * 2**20
@@ -157,9 +157,10 @@ class Probe:
 
         One where the directory is missing is left out: other nodes have not found it here.
         """
-        node = look_around().node
         places = {"run.dir": Path(run_dir), "scratch": Path(scratch or tempfile.gettempdir())}
-        return [measure_disk(role, path, node) for role, path in places.items() if path.is_dir()]
+        return [
+            measure_disk(role, path, node_name()) for role, path in places.items() if path.is_dir()
+        ]
 
     def sees(self, file: str) -> bool:
         """Whether a file that another node has written is here."""
@@ -194,14 +195,14 @@ class Probe:
         import torch.distributed as dist
 
         gpu = self._device == "cuda"
-        links = [self._all_reduce(size) for size in (_GPU_SIZES if gpu else _CPU_SIZES)]
+        sizes, nbytes = (_GPU_SIZES, _GPU_LINK_BYTES) if gpu else (_CPU_SIZES, _CPU_LINK_BYTES)
+        links = [self._all_reduce(size) for size in sizes]
         ring = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         for a, b in sorted({(min(pair), max(pair)) for pair in ring}):
             dist.barrier()
             if self.rank in (a, b):
-                seconds = self._ping(a, b, _GPU_LINK_BYTES if gpu else _CPU_LINK_BYTES)
+                seconds = self._ping(a, b, nbytes)
                 if self.rank == a:
-                    nbytes = _GPU_LINK_BYTES if gpu else _CPU_LINK_BYTES
                     links.append(Link("send", (a, b), nbytes, seconds))
         dist.barrier()
         dist.destroy_process_group()

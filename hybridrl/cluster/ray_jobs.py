@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cluster.batch import Batch
+from hybridrl.cluster.errors import JobError
 from hybridrl.cluster.runtime import show_token
-from hybridrl.cluster.slurm import SlurmError
 from hybridrl.config import ConfigError
 
 _STOP_S = "20"  # a run ends in a few seconds; Ray gives a job three by default
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
-class RayJobError(SlurmError):
+class RayJobError(JobError):
     """The job service refused, or has forgotten the job."""
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.cluster.containers import MEETING
+from hybridrl.cluster.errors import JobError
 from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.config.errors import names
 
 _FIELD = re.compile(r"(\w+)=(.*?)(?= [\w:/]+=|$)")
 
 
-class SlurmError(RuntimeError):
+class SlurmError(JobError):
     """A command of Slurm failed; the message is Slurm's own."""
 
 

@@ -15,7 +15,8 @@ from hybridrl.config import ClusterConfig, ClusterKind
 from hybridrl.controller.data_plane import RayDataPlane
 from hybridrl.workers.data_plane import DataPlane
 
-_DEATH_S = 2.0  # Ray hears of a dead process within milliseconds
+DEATH_S = 2.0
+"""How long a death may come after the failure that it caused; Ray hears of it in milliseconds."""
 
 
 class CallFailed(RuntimeError):
@@ -113,7 +114,7 @@ class RayLauncher:
     def first_dead(self, group: Any) -> tuple[int, CallFailed] | None:
         """See `Launcher`."""
         pending = {handle.__ray_ready__.remote(): i for i, handle in enumerate(group.workers)}
-        end = time.monotonic() + _DEATH_S
+        end = time.monotonic() + DEATH_S
         while pending and (left := end - time.monotonic()) > 0:
             ready, _ = self.ray.wait(list(pending), timeout=left)
             for reference in ready:

@@ -20,12 +20,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridrl.config import ClusterConfig
-from hybridrl.controller.launch import CallFailed
+from hybridrl.controller.launch import DEATH_S, CallFailed
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods
 
 _POLL_S = 0.2
-_DEATH_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +125,7 @@ class ProcessLauncher:
 
     def first_dead(self, group: ProcessGroup) -> tuple[int, CallFailed] | None:
         """See `Launcher`."""
-        end = time.monotonic() + _DEATH_S
+        end = time.monotonic() + DEATH_S
         children = [(i, rank) for i, rank in enumerate(group.ranks) if isinstance(rank, _Child)]
         while children and time.monotonic() < end:
             for number, rank in children:

@@ -90,12 +90,17 @@ class Machine:
         return min(self.memory, self.memory_limit or self.memory)
 
 
+def node_name() -> str:
+    """Slurm's name for this node, elsewhere the host's."""
+    return os.environ.get("SLURMD_NODENAME", os.uname().nodename)
+
+
 def look_around() -> Machine:
     """This machine, now."""
     memory, shm = psutil.virtual_memory(), Path("/dev/shm")
     has_shm = shm.is_dir()
     return Machine(
-        node=os.environ.get("SLURMD_NODENAME", os.uname().nodename),
+        node=node_name(),
         host=socket.gethostname(),
         clock=time.time(),
         system=platform.platform(),

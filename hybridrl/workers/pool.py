@@ -25,7 +25,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.workers.build import RoleBuilder
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
-from hybridrl.workers.machine import look_around
+from hybridrl.workers.machine import look_around, node_name
 from hybridrl.workers.meeting import meeting_place
 from hybridrl.workers.memory import Memory, measure_memory
 from hybridrl.workers.roles import Scalars
@@ -148,7 +148,7 @@ class PoolWorker:
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         return {
             "pid": os.getpid(),
-            "node": os.environ.get("SLURMD_NODENAME", os.uname().nodename),
+            "node": node_name(),
             "log": _log_file(),
         }
 
