@@ -10,12 +10,14 @@ import pickle
 import queue
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,7 +62,6 @@ class ProcessLauncher:
         self.config = config
         self.data_plane: DataPlane = LocalDataPlane()
         self._ranks: list[_Here | _Child] = []
-        self._answers: Any = None
 
     def __enter__(self) -> Self:
         os.environ |= {
@@ -78,16 +79,13 @@ class ProcessLauncher:
     ) -> None:
         for rank in self._ranks:
             rank.kill()
-        if self._answers is not None:
-            self._answers.close()
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
         """See `Launcher`."""
         size, context = self.config.ranks, multiprocessing.get_context("spawn")
-        self._answers = context.Queue()
         for rank in range(1, size):
             made = _pickled(partial(make, rank, size, *args))
-            self._ranks.append(_Child(context, rank, made, self._answers))
+            self._ranks.append(_Child(context, rank, made))
         self._ranks.insert(0, _Here(make(0, size, *args)))
         return ProcessGroup(worker, self._ranks)
 
@@ -102,19 +100,12 @@ class ProcessLauncher:
             if isinstance(here, _Here) and here.waiting:
                 here.step()
             else:
-                self._receive()
+                working = [r for r in self._ranks if isinstance(r, _Child) and r.waiting]
+                found = wait([rank.answers for rank in working])
+                for rank in working:
+                    if rank.answers in found:
+                        rank.receive()
         return ready
-
-    def _receive(self) -> None:
-        """Take the next answer of another rank, or find which of them will not answer."""
-        children = [rank for rank in self._ranks if isinstance(rank, _Child)]
-        try:
-            rank, value, cause = pickle.loads(self._answers.get(timeout=_POLL_S))
-        except queue.Empty:
-            for child in children:
-                child.give_up_if_dead()
-            return
-        children[rank - 1].answer(value, cause)
 
     def get(self, reference: Call) -> Any:
         """See `Launcher`."""
@@ -173,17 +164,20 @@ class _Here:
 class _Child:
     """A rank in a process of its own, which takes calls from a queue and answers in `answers`.
 
-    Queues, not pipes: their threads take what is written, so that neither side waits for the other
-    while this one is in a collective.
+    Both sides write in a thread, so that neither waits for the other while it is in a collective.
+    Its pipe of answers has one writer: where the process dies, in the middle of an answer too, the
+    pipe ends, and no lock is left behind.
     """
 
-    def __init__(self, context: Any, rank: int, made: bytes, answers: Any) -> None:
-        self.rank = rank
+    def __init__(self, context: Any, rank: int, made: bytes) -> None:
         self.waiting: deque[Call] = deque()
+        self.answers: Connection
+        self.answers, writer = context.Pipe(duplex=False)
         self._calls: Any = context.Queue()
-        given = (rank, made, self._calls, answers)
+        given = (rank, made, self._calls, writer)
         self._process = context.Process(target=_serve, args=given, name=f"rank {rank}")
         self._process.start()
+        writer.close()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = Call()
@@ -191,9 +185,18 @@ class _Child:
         self._calls.put(_pickled((name, args, kwargs)))
         return call
 
-    def answer(self, value: Any, cause: Exception | None) -> None:
-        """Its oldest call has ended."""
-        call = self.waiting.popleft()
+    def receive(self) -> None:
+        """Its oldest call has ended, or it has died and no call of it will."""
+        try:
+            answer = self.answers.recv_bytes()
+        except (EOFError, OSError):  # between two answers, or within one
+            self._process.join()
+            failure = self.death()
+            for call in self.waiting:
+                call.done, call.failure = True, failure
+            self.waiting.clear()
+            return
+        call, (value, cause) = self.waiting.popleft(), pickle.loads(answer)
         call.done, call.value = True, value
         call.failure = None if cause is None else CallFailed(str(cause), cause)
 
@@ -202,12 +205,6 @@ class _Child:
         if self._process.exitcode is None:
             return None
         return CallFailed(f"its process ended with {self._process.exitcode}", died=True)
-
-    def give_up_if_dead(self) -> None:
-        if failure := self.death():
-            for call in self.waiting:
-                call.done, call.failure = True, failure
-            self.waiting.clear()
 
     def kill(self) -> None:
         self._process.kill()
@@ -224,12 +221,14 @@ def _pickled(value: Any) -> bytes:
     return found
 
 
-def _serve(rank: int, made: bytes, calls: Any, answers: Any) -> None:
+def _serve(rank: int, made: bytes, calls: Any, answers: Connection) -> None:
     """Answer calls until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends this process
     os.environ["LOCAL_RANK"] = str(rank)
     sys.stdout = sys.stderr  # standard output is for the run's result
     worker, parent = pickle.loads(made)(), os.getppid()
+    done: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_write, args=(done, answers), daemon=True).start()
     while os.getppid() == parent:
         try:
             name, args, kwargs = pickle.loads(calls.get(timeout=1.0))
@@ -241,4 +240,9 @@ def _serve(rank: int, made: bytes, calls: Any, answers: Any) -> None:
         except Exception as error:
             traceback.print_exc()
             cause = error
-        answers.put(_pickled((rank, value, cause)))
+        done.put(_pickled((value, cause)))
+
+
+def _write(done: "queue.SimpleQueue[bytes]", answers: Connection) -> None:
+    while True:
+        answers.send_bytes(done.get())

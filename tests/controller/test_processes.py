@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,13 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
         return bytes(2**22)
 
+    @dispatch(Dispatch.SAME)
+    def die_while_answering(self, rank: int) -> bytes:
+        """An answer that is too large for a pipe, and soon the end of its rank."""
+        if rank == self.rank:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return bytes(2**24)
+
 
 def test_calls_reach_their_ranks() -> None:
     """Also with many large answers under way, and after one has failed."""
@@ -149,10 +158,16 @@ def test_calls_reach_their_ranks() -> None:
                 launcher.get(raised[number])
             assert isinstance(failed.value.cause, ConfigError)
             assert not failed.value.died
+        dying = group.die_while_answering(1)
+        time.sleep(1.0)  # nobody reads meanwhile
         with pytest.raises(CallFailed) as failed:
-            launcher.get(group.fail(["", "die", ""])[1])
+            launcher.get(dying[1])
         assert failed.value.died
         assert launcher.first_dead(group)[0] == 1  # type: ignore[index]
+        assert len(launcher.get(dying[2])) == 2**24
+        with pytest.raises(CallFailed) as failed:
+            launcher.get(group.fail(["", "", "die"])[2])
+        assert failed.value.died
     for pid in pids[1:]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
