@@ -96,7 +96,10 @@ def test_two_ranks_do_what_ray_does(
 
 
 @pytest.mark.slow
-def test_a_breakpoint_stops_at_the_terminal(tiny_run: list[str], tmp_path: Path) -> None:
+def test_a_breakpoint_stops_at_the_terminal(
+    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # Ray sets it in this process
     (tmp_path / "mine.py").write_text(BREAKS)
     command = [sys.executable, "-m", "hybridrl.cli", "train", "cluster=processes", *tiny_run]
     command += [*SHORT, "trainer.steps=1", f"recipe={{target: '{tmp_path}/mine.py:stops'}}"]
