@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.launch import DEATH_S, CallFailed
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
@@ -82,7 +84,9 @@ class ProcessLauncher:
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
         """See `Launcher`."""
-        size, context = self.config.ranks, multiprocessing.get_context("spawn")
+        # Forked by a server that has imported the worker, and nothing else: no rank pays for that.
+        size, context = self.config.ranks, multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([worker.__module__])
         for rank in range(1, size):
             made = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_Child(context, rank, made))
@@ -158,7 +162,10 @@ class _Here:
         call.done = True
 
     def kill(self) -> None:
+        """What it shares with the others ends with them; the next run may begin in this process."""
         self.waiting.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class _Child:
@@ -174,7 +181,8 @@ class _Child:
         self.answers: Connection
         self.answers, writer = context.Pipe(duplex=False)
         self._calls: Any = context.Queue()
-        given = (rank, made, self._calls, writer)
+        environment = dict(os.environ) | {"LOCAL_RANK": str(rank)}
+        given = (environment, made, self._calls, writer)
         self._process = context.Process(target=_serve, args=given, name=f"rank {rank}")
         self._process.start()
         writer.close()
@@ -221,10 +229,13 @@ def _pickled(value: Any) -> bytes:
     return found
 
 
-def _serve(rank: int, made: bytes, calls: Any, answers: Connection) -> None:
+def _serve(
+    environment: dict[str, str], made: bytes, calls: "queue.Queue[bytes]", answers: Connection
+) -> None:
     """Answer calls until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends this process
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ.clear()  # that of the server is as old as the server
+    os.environ.update(environment)
     sys.stdout = sys.stderr  # standard output is for the run's result
     worker, parent = pickle.loads(made)(), os.getppid()
     done: queue.SimpleQueue[bytes] = queue.SimpleQueue()

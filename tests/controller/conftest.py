@@ -239,28 +239,38 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., Trained]:
-    """`train(run_dir, *overrides)` trains on the cluster that tests share."""
+    """`train(run_dir, *overrides)` trains on the Ray cluster that tests share."""
+    return lambda run_dir, *overrides: _train(
+        run_dir, make_config(*overrides, f"cluster.address={cluster}", f"run.dir={run_dir}")
+    )
 
-    def run(run_dir: Path, *overrides: object) -> Trained:
-        results: list[StepResult] = []
-        stored: list[list[int]] = []
-        record = job.Job._record
 
-        def spy(self: job.Job, result: StepResult, seconds: float) -> None:
-            results.append(result)
-            record(self, result, seconds)
+@pytest.fixture(scope="session")
+def train_here(make_config: Callable[..., Config]) -> Callable[..., Trained]:
+    """The same without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
+    return lambda run_dir, *overrides: _train(
+        run_dir,
+        make_config("cluster=processes", "cluster.ranks=2", *overrides, f"run.dir={run_dir}"),
+    )
 
-        def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> None:
-            stored.append(self.gather(self._group.release(ids)))
 
-        config = make_config(*overrides, f"cluster.address={cluster}", f"run.dir={run_dir}")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job.Job, "_record", spy)
-            patch.setattr(WorkerGroup, "release", count)
-            job.train(config)
-        return Trained(run_dir, results, stored[-1])
+def _train(run_dir: Path, config: Config) -> Trained:
+    results: list[StepResult] = []
+    stored: list[list[int]] = []
+    record = job.Job._record
 
-    return run
+    def spy(self: job.Job, result: StepResult, seconds: float) -> None:
+        results.append(result)
+        record(self, result, seconds)
+
+    def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> None:
+        stored.append(self.gather(self._group.release(ids)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job.Job, "_record", spy)
+        patch.setattr(WorkerGroup, "release", count)
+        job.train(config)
+    return Trained(run_dir, results, stored[-1])
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def test_it_is_the_average_of_the_checkpoints(
 
 
 def test_ppo_ewma_is_a_setting(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     """Of recipes with a ratio; the weight from the rollout's policy to the average is bounded.
 
@@ -83,7 +83,7 @@ def test_ppo_ewma_is_a_setting(
     ewma = ["recipe=grpo", "recipe.old_log_probs=ewma", "recipe.ewma_decay=0.99"]
     ewma += ["recipe.correction=truncate", "trainer.mini_batches=2", "trainer.optim.lr=2e-2"]
     ewma += ["recipe.kl_coef=0.01", "recipe.reference_decay=0.3"]
-    run = train(tmp_path / "run", *settings, *ewma, "trainer.steps=3", "eval.every=0")
+    run = train_here(tmp_path / "run", *settings, *ewma, "trainer.steps=3", "eval.every=0")
     weights = [line["correction_weight"] for line in run.metrics]
     assert weights[0] == pytest.approx(1, abs=1e-5)
     assert abs(weights[-1] - 1) > 1e-3

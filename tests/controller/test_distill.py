@@ -31,7 +31,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_student_comes_near_the_teacher(
-    train: Callable[..., Any], tiny_run: list[str], user_code: Path, teacher: Path, tmp_path: Path
+    train_here: Callable[..., Any],
+    tiny_run: list[str],
+    user_code: Path,
+    teacher: Path,
+    tmp_path: Path,
 ) -> None:
     """The recorded KL of the first step is that of transformers; it falls."""
     file = tmp_path / "told.py"
@@ -50,7 +54,7 @@ def test_the_student_comes_near_the_teacher(
         "    flow.actor.update(samples, loss=DistillLoss())\n"
     )
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    run = train(
+    run = train_here(
         tmp_path / "run", *settings, f"recipe={{target: '{file}:told'}}", "trainer.steps=16",
         "trainer.prompts_per_step=16",
         f"teacher.path={teacher}", "trainer.optim.lr=1e-2", "eval.every=0", "eval.num_prompts=2",
@@ -70,12 +74,14 @@ def test_the_student_comes_near_the_teacher(
 
 
 def test_by_default_the_teacher_is_the_start(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     """After the warm start: it teaches nothing, but for the last bits of two engines."""
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
     settings += ["warm_start.steps=2", "trainer.optim.lr=1e-9", "eval.num_prompts=2"]
-    run = train(tmp_path / "run", *settings, "recipe=distill", "trainer.steps=1", "eval.every=0")
+    run = train_here(
+        tmp_path / "run", *settings, "recipe=distill", "trainer.steps=1", "eval.every=0"
+    )
     (line,) = [line for line in run.metrics if "reverse_kl" in line]
     assert abs(line["reverse_kl"]) < 1e-5
     assert read_lines(run.dir / "samples.jsonl")

@@ -27,6 +27,14 @@ def run(
     return lambda name, *overrides: train(tmp_path / name, *tiny_run, *overrides).steps
 
 
+@pytest.fixture
+def run_here(
+    tiny_run: list[str], train_here: Callable[..., Any], tmp_path: Path
+) -> Callable[..., list[StepResult]]:
+    """The same without Ray."""
+    return lambda name, *overrides: train_here(tmp_path / name, *tiny_run, *overrides).steps
+
+
 def gradient(run_dir: Path) -> torch.Tensor:
     """Of a single step with a huge eps, where AdamW is plain descent: p - g / (1 + |g| / eps)."""
     before, after = (load_file(run_dir / f / "model.safetensors") for f in ("start", "final"))
@@ -42,14 +50,14 @@ PLAIN_DESCENT = [
 
 
 def test_one_rank_and_two_ranks_agree(
-    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
     """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
     found = {}
     for ranks in (1, 2):
         name = f"ranks{ranks}"
         settings = [f"recipe={{target: '{user_code}:probe'}}"]
-        (result,) = run(name, f"cluster.ranks={ranks}", *PLAIN_DESCENT, *settings)
+        (result,) = run_here(name, f"cluster.ranks={ranks}", *PLAIN_DESCENT, *settings)
         texts = {
             r["id"]: (r["response"], r["reward"])
             for r in read_lines(tmp_path / name / "samples.jsonl")
@@ -85,14 +93,14 @@ LAYOUTS = {
 
 
 def test_layouts_reproduce_one_rank(
-    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
     """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
     shape = ["model.tiny.num_layers=2", "model.tiny.num_heads=4", "model.tiny.num_kv_heads=2"]
     recipe = [f"recipe={{target: '{user_code}:probe'}}"]
     found = {}
     for number, (name, layout) in enumerate(LAYOUTS.items()):
-        results = run(f"layout{number}", *shape, *recipe, *layout, *PLAIN_DESCENT)
+        results = run_here(f"layout{number}", *shape, *recipe, *layout, *PLAIN_DESCENT)
         texts = {
             (r["phase"], r["id"]): (r["response"], r["reward"])
             for r in read_lines(tmp_path / f"layout{number}" / "samples.jsonl")
@@ -116,11 +124,11 @@ def test_layouts_reproduce_one_rank(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(
-    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
     settings = [f"recipe={{target: '{user_code}:poison'}}", "trainer.save_every=1"]
     with pytest.raises(job.TrainingStopped, match=r"2 steps in a row .*max_bad_steps=2"):
-        run("nan", "trainer.steps=5", "trainer.max_bad_steps=2", *settings)
+        run_here("nan", "trainer.steps=5", "trainer.max_bad_steps=2", *settings)
     run_dir = tmp_path / "nan"
     events = read_lines(run_dir / "events.jsonl")
     assert [e["step"] for e in events if e["kind"] == "bad_step"] == [1, 2]
@@ -136,9 +144,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
-    run: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
-    run(
+    run_here(
         "troubled",
         "trainer.steps=2",
         f"reward.function={user_code}:troubled",
@@ -176,11 +184,11 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_named_and_earlier_records_stay(
-    run: Callable[..., list[StepResult]], tmp_path: Path
+    run_here: Callable[..., list[StepResult]], tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "full", 1) as disk:
         with pytest.raises(OSError, match=r"'[^']*/full/[^']+'"):  # a record or a checkpoint
-            run("full", "trainer.steps=20", "trainer.save_every=1", "trainer.keep_last=20")
+            run_here("full", "trainer.steps=20", "trainer.save_every=1", "trainer.keep_last=20")
         steps = [r["step"] for r in read_lines(disk / "metrics.jsonl") if "reward_mean" in r]
         assert steps[0] == 1
         assert steps == list(range(1, len(steps) + 1))

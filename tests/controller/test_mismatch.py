@@ -10,10 +10,10 @@ FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "es
 
 
 def test_the_recorded_mismatch_is_that_of_the_samples(
-    train: Callable[..., Any], tiny_run: list[str], user_code: Path, tmp_path: Path
+    train_here: Callable[..., Any], tiny_run: list[str], user_code: Path, tmp_path: Path
 ) -> None:
     """A rollout engine in bfloat16; `gap` is each sample's largest, by a pass of the trainer."""
-    run = train(
+    run = train_here(
         tmp_path / "run",
         *tiny_run,
         f"recipe={{target: '{user_code}:probe'}}",

@@ -24,6 +24,7 @@ def parts(user_code: Path, model: str) -> list[str]:
 @pytest.fixture(scope="module")
 def runs(
     train: Callable[..., Any],
+    train_here: Callable[..., Any],
     long_tail: list[str],
     user_code: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -31,9 +32,12 @@ def runs(
     (model,) = [s.partition("=")[2] for s in long_tail if s.startswith("reward.model=")]
     kept = [setting for setting in long_tail if not setting.startswith(("reward", "recipe"))]
     settings = [*kept, *parts(user_code, model), "recipe.group_size=4", "trainer.steps=2"]
-    ways = {"serial": [], "fused": ["schedule=fused", "rollout.migration_threshold=12"]}
+    fused = ["schedule=fused", "rollout.migration_threshold=12"]
     folder = tmp_path_factory.mktemp("parts")
-    return {name: train(folder / name, *settings, *way) for name, way in ways.items()}
+    return {
+        "serial": train_here(folder / "serial", *settings),
+        "fused": train(folder / "fused", *settings, *fused),
+    }
 
 
 def test_the_reward_is_the_weighted_sum(runs: dict[str, Any]) -> None:

@@ -41,14 +41,18 @@ MOMENTS = ("num_tokens", "mean", "squares")
 
 @pytest.fixture(scope="module")
 def run_of(
-    train: Callable[..., Any], long_tail: list[str], tmp_path_factory: pytest.TempPathFactory
+    train: Callable[..., Any],
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Any]:
     """Three steps on two ranks by the name in `RUNS`; the actor learns from the second on."""
     kept = [setting for setting in long_tail if not setting.startswith("recipe")]
 
     @functools.cache
     def run(name: str) -> Any:
-        return train(tmp_path_factory.mktemp("ppo"), *kept, *PPO, "cluster.ranks=2", *RUNS[name])
+        run = train_here if name in ("serial", "critic of tp 2") else train
+        return run(tmp_path_factory.mktemp("ppo"), *kept, *PPO, "cluster.ranks=2", *RUNS[name])
 
     return run
 

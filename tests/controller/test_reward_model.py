@@ -18,12 +18,12 @@ RM = ["recipe=rm", "trainer.steps=6", "reward_model.optim.lr=1e-2", "eval.every=
 
 @pytest.fixture(scope="module")
 def run(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
     settings += [*RM, "trainer.prompts_per_step=16", "trainer.save_every=3", "data.eval_size=40"]
     layout = ["reward_model.layout.tp=2", "warm_start.steps=2"]
-    return train(tmp_path_factory.mktemp("rm") / "run", *settings, *layout)
+    return train_here(tmp_path_factory.mktemp("rm") / "run", *settings, *layout)
 
 
 def lines(run: Any, key: str) -> list[dict[str, Any]]:
