@@ -46,11 +46,6 @@ LOSSES: Mapping[str, str] = {
     "bradley_terry": "hybridrl.algorithms.sequence_losses:BradleyTerryLoss",
     "value": "hybridrl.algorithms.critic:ValueLoss",
 }
-CONTROLLERS: Mapping[str, str] = {
-    "fixed_kl": "hybridrl.algorithms.control:FixedKL",
-    "adaptive_kl": "hybridrl.algorithms.control:AdaptiveKL",
-    "multiplier": "hybridrl.algorithms.control:Multiplier",
-}
 KL_ESTIMATORS: Mapping[str, str] = {
     "k1": "hybridrl.algorithms.kl:k1",
     "k2": "hybridrl.algorithms.kl:k2",
@@ -85,7 +80,6 @@ _load = functools.cache(load_function)
 __all__ = [
     "ADVANTAGES",
     "BUDGETS",
-    "CONTROLLERS",
     "KL_ESTIMATORS",
     "LOSSES",
     "NORMALISATIONS",

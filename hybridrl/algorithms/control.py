@@ -17,15 +17,6 @@ Number = TypeVar("Number", float, torch.Tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedKL:
-    """A KL coefficient that stays what it is."""
-
-    def __call__(self, coef: float, kl: float, num_samples: int) -> float:
-        """The next coefficient."""
-        return coef
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdaptiveKL:
     """A KL coefficient that keeps the KL to the reference near `target`.
 

@@ -6,10 +6,13 @@ reference at every token (section 3.5); the critic's values turn it into an adva
 
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
+from typing import Any
 
 import torch
 
 from hybridrl.algorithms import critic, losses
+from hybridrl.algorithms.control import AdaptiveKL
 from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
@@ -31,6 +34,10 @@ class PPOConfig(OldPolicy):
     """Weight of the KL penalty in the reward; 0 needs no reference."""
     kl: str = "k1"
     """Estimator of that KL: k1, k2 or k3."""
+    kl_target: float | None = None
+    """Distance from the reference, nats per response, that `kl_coef` adapts to; null: it stays."""
+    kl_horizon: float = 10000.0
+    """Responses in which it adapts: n of them change it by at most a fifth of n / kl_horizon."""
     reference_decay: float | None = None
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     clip: float = 0.2
@@ -51,6 +58,8 @@ class PPOConfig(OldPolicy):
         for key in ("kl_coef", "critic_warmup"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"recipe.{key}", getattr(self, key), "0 or more")
+        if self.kl_target is not None and not self.kl_coef:
+            raise ConfigError("recipe.kl_target", self.kl_target, "null with kl_coef=0: 0 stays 0")
 
 
 @recipe("ppo")
@@ -75,13 +84,36 @@ def ppo(flow: Flow, cfg: PPOConfig) -> None:
 
 def add_token_rewards(flow: Flow, samples: Stream, cfg: PPOConfig) -> Stream:
     """The reward at the last token, less the KL penalty at every token."""
-    reference = "log_probs"  # of which the policy has no KL
+    samples, fields, penalty = add_kl(flow, samples, cfg)
+    function = partial(critic.token_rewards, **penalty)
+    return samples.map(function, ("reward", *fields), ("token_rewards",))
+
+
+def add_kl(
+    flow: Flow, samples: Stream, cfg: PPOConfig
+) -> tuple[Stream, tuple[str, ...], dict[str, Any]]:
+    """Each response's distance `kl` from the reference, in nats.
+
+    Also gives what a penalty is made of: fields (the log-probabilities of policy and reference, and
+    a coefficient that changes), and settings.
+    """
+    fields = ("log_probs", "log_probs")  # the policy has no KL of itself
     if cfg.kl_coef:
         samples = add_reference(flow, samples, cfg.reference_decay)
-        reference = "reference_log_probs"
-    function = partial(penalised, kl_coef=cfg.kl_coef, kl=cfg.kl)
-    inputs = ("reward", "log_probs", reference)
-    return samples.map(function, inputs, ("token_rewards",), scalars=("kl",))
+        fields = ("log_probs", "reference_log_probs")
+    samples = samples.map(distance, fields, scalars=("kl",))
+    if cfg.kl_target is None:
+        return samples, fields, {"kl": cfg.kl, "kl_coef": cfg.kl_coef}
+    state = flow.state("kl_coef", cfg.kl_coef)
+    adapt = AdaptiveKL(target=cfg.kl_target, horizon=cfg.kl_horizon)
+
+    def follow(kl: list[float]) -> list[float]:
+        coef = state.get()
+        state.set(adapt(coef, fmean(kl), len(kl)))  # for the next step
+        return [coef] * len(kl)
+
+    samples = samples.by_batch(follow, ("kl",), ("kl_coef",), name="kl_coef")
+    return samples, (*fields, "kl_coef"), {"kl": cfg.kl}
 
 
 def add_advantages(samples: Stream, cfg: PPOConfig) -> Stream:
@@ -94,9 +126,6 @@ def add_advantages(samples: Stream, cfg: PPOConfig) -> Stream:
     return whitened(samples, "raw_advantages")
 
 
-def penalised(
-    reward: float, log_probs: torch.Tensor, reference: torch.Tensor, *, kl_coef: float, kl: str
-) -> tuple[torch.Tensor, float]:
-    """Rewards of one response, and what it is away from the reference: for the record, in nats."""
-    rewards = critic.token_rewards(reward, log_probs, reference, kl_coef, kl=kl)
-    return rewards, (log_probs - reference).sum().item()
+def distance(log_probs: torch.Tensor, reference: torch.Tensor) -> float:
+    """The sum of log p - log p_reference over one response."""
+    return (log_probs - reference).sum().item()

@@ -15,8 +15,7 @@ from hybridrl.algorithms.control import Multiplier, with_cost
 from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import add_old_log_probs
-from hybridrl.recipes.ppo import PPOConfig
-from hybridrl.recipes.reference import add_reference
+from hybridrl.recipes.ppo import PPOConfig, add_kl
 from hybridrl.recipes.whiten import whitened
 
 
@@ -79,13 +78,9 @@ def add_multiplier(flow: Flow, samples: Stream, cfg: SafeRLHFConfig) -> Stream:
 
 def add_token_rewards(flow: Flow, samples: Stream, cfg: SafeRLHFConfig) -> Stream:
     """Rewards and costs at the last token; at every token each has half of the KL penalty."""
-    reference = "log_probs"  # of which the policy has no KL
-    if cfg.kl_coef:
-        samples = add_reference(flow, samples, cfg.reference_decay)
-        reference = "reference_log_probs"
-    function = partial(penalised, kl_coef=cfg.kl_coef / 2, kl=cfg.kl)
-    inputs = ("reward", "cost", "log_probs", reference)
-    return samples.map(function, inputs, ("token_rewards", "token_costs"), scalars=("kl",))
+    samples, fields, penalty = add_kl(flow, samples, cfg)
+    function = partial(penalised, **penalty)
+    return samples.map(function, ("reward", "cost", *fields), ("token_rewards", "token_costs"))
 
 
 def add_advantages(samples: Stream, cfg: SafeRLHFConfig) -> Stream:
@@ -103,14 +98,13 @@ def penalised(
     cost: float,
     log_probs: torch.Tensor,
     reference: torch.Tensor,
-    *,
     kl_coef: float,
     kl: str,
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Rewards and costs of one response, and its distance from the reference, in nats."""
-    rewards = critic.token_rewards(reward, log_probs, reference, kl_coef, kl=kl)
-    costs = critic.token_rewards(cost, log_probs, reference, -kl_coef, kl=kl)
-    return rewards, costs, (log_probs - reference).sum().item()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards and costs of one response, which share the KL penalty."""
+    rewards = critic.token_rewards(reward, log_probs, reference, kl_coef / 2, kl=kl)
+    costs = critic.token_rewards(cost, log_probs, reference, -kl_coef / 2, kl=kl)
+    return rewards, costs
 
 
 def estimate(

@@ -1,27 +1,22 @@
 """Adaptive coefficients and multipliers against verl and autograd."""
 
 import math
-import pickle
 from types import ModuleType
 
 import pytest
 import torch
 
-from hybridrl.algorithms import CONTROLLERS, resolve
-from hybridrl.algorithms.control import AdaptiveKL, FixedKL, Multiplier, with_cost
+from hybridrl.algorithms.control import AdaptiveKL, Multiplier, with_cost
 from hybridrl.config import ConfigError
 
 
 def test_kl_controllers_agree_with_verl(core_algos: ModuleType) -> None:
     theirs = core_algos.AdaptiveKLController(0.2, 0.05, 100)
-    fixed = core_algos.FixedKLController(0.2)
     ours, control = 0.2, AdaptiveKL(target=0.05, horizon=100)
     for kl, num_samples in [(0.0, 8), (0.05, 8), (0.052, 16), (3.0, 64), (-1.0, 4), (0.048, 1)]:
         theirs.update(kl, num_samples)
-        fixed.update(kl, num_samples)
         ours = control(ours, kl, num_samples)
         assert ours == pytest.approx(float(theirs.value), rel=1e-14)
-        assert FixedKL()(0.2, kl, num_samples) == fixed.value
 
 
 def test_multiplier_is_gradient_ascent_on_its_logarithm() -> None:
@@ -50,18 +45,6 @@ def test_costs_join_rewards() -> None:
     torch.testing.assert_close(with_cost(a, c, 0.0), a)
     torch.testing.assert_close(with_cost(a, c, 3.0), 0.25 * a - 0.75 * c)
     assert with_cost(2.0, 1.0, 1.0) == 0.5
-
-
-def test_names_resolve_and_pickle() -> None:
-    for control in (FixedKL(), AdaptiveKL(target=0.1), Multiplier(lr=0.2)):
-        assert pickle.loads(pickle.dumps(control)) == control
-    assert [resolve(CONTROLLERS, "recipe.control", name) for name in CONTROLLERS] == [
-        FixedKL,
-        AdaptiveKL,
-        Multiplier,
-    ]
-    with pytest.raises(ConfigError, match=r"wanted one of fixed_kl, adaptive_kl, multiplier"):
-        resolve(CONTROLLERS, "recipe.control", "pid")
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, math.nan])

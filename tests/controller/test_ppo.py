@@ -134,6 +134,26 @@ def test_the_critic_warms_up_alone(run_of: Callable[[str], Any]) -> None:
     assert {line["critic/explained_variance"] != 0 for line in rest} == {True}
 
 
+def test_the_coefficient_follows_the_kl(
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Its rule, from the distances that are recorded: it moves the next step's penalty."""
+    kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
+    settings = ["recipe=ppo", "recipe.num_samples=4", "recipe.kl_coef=0.2", "trainer.steps=3"]
+    settings += ["recipe.kl_target=0.05", "recipe.kl_horizon=32", "eval.every=0"]
+    run = train_here(tmp_path / "run", *kept, *settings, "trainer.optim.lr=1e-2")
+    coefs = [0.2]
+    for line, step in zip(rl_lines(run), run.steps[-3:], strict=True):
+        found = [sample.scalars for sample in step.samples]
+        assert {scalars["kl_coef"] for scalars in found} == {coefs[-1]}
+        error = min(max(sum(scalars["kl"] for scalars in found) / 16 / 0.05 - 1, -0.2), 0.2)
+        coefs.append(coefs[-1] * (1 + error * 16 / 32))
+        assert line["state/kl_coef"] == pytest.approx(coefs[-1], rel=1e-9)
+        coefs[-1] = line["state/kl_coef"]
+    assert len(coefs) == 4
+    assert coefs[0] > coefs[1] < coefs[-1]  # at first there is no distance
+
+
 def test_checkpoints_hold_the_critic_beside_the_actor(run_of: Callable[[str], Any]) -> None:
     run = run_of("serial")
     for folder in (run.dir / "final", run.dir / "checkpoints" / "step_000002"):
@@ -177,6 +197,14 @@ def test_each_role_has_the_updates_of_its_own_stages() -> None:
     wanted = [10 * 2 * 3 + (10 - 6) * 2 * 4, 0, 0]
     assert [total_updates(flow.graph, role, 10, trainer) for role in roles] == wanted
     assert total_updates(flow.graph, "actor", 21, trainer) == 5 * 4
+
+
+def test_a_coefficient_of_zero_cannot_follow(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = ["recipe=ppo", "recipe.kl_coef=0", "recipe.kl_target=1", f"run.dir={tmp_path}/run"]
+    with pytest.raises(ConfigError, match=r"^recipe.kl_target=1.0: wanted null with kl_coef=0"):
+        prepare(make_config(*settings))
 
 
 ALPHABET = TinyModelConfig().alphabet

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
@@ -201,4 +200,4 @@ class PackedModel(nn.Module):
         weight = self.model.score.weight
         if self.tp_group is not None:
             weight = weight.to_local()
-        return functional.linear(hidden.float(), weight.float())[:, 0]
+        return hidden.float() @ weight[0].float()
