@@ -60,7 +60,7 @@ test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q -n 2 --dist loadgroup
 
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
-	$(PYTEST) -q -m "slow and not vllm"
+	$(PYTEST) -q -m "slow and not vllm and not slurm"
 
 test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
@@ -70,7 +70,11 @@ test-vllm: $(BIN)/.dev $(BIN)/.vllm  ## tests that need vLLM
 
 test-slurm: $(BIN)/.dev  ## tests on a Slurm of two nodes, which they start on this machine
 	scripts/slurm/install.sh
-	$(PYTEST) -q -m slurm
+	$(PYTEST) -q -m "slurm and not slow"
+
+test-slow-slurm: $(BIN)/.dev  ## those of them that take minutes
+	scripts/slurm/install.sh
+	$(PYTEST) -q -m "slurm and slow"
 
 test-slow-vllm: $(BIN)/.dev $(BIN)/.vllm  ## those of them that take minutes
 	$(PYTEST) -q -m "vllm and slow"
@@ -111,4 +115,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-gpu install-vllm test-vllm test-slow-vllm test-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-slow test-gpu install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, required=True, help="that this node holds")
     parser.add_argument("--gpus", type=int, required=True, help="of this node")
     options = parser.parse_args(argv)
-    if options.scratch is not None:
-        options.scratch.mkdir(parents=True, exist_ok=True)
+    scratch: Path = options.scratch or _own_scratch()
+    scratch.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     name = options.name or os.environ["SLURMD_NODENAME"]
@@ -69,18 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     temp = options.temp or Path(tempfile.mkdtemp(prefix="hrl", dir="/tmp"))
     env = (
         os.environ
-        | _caches(options.scratch)
+        | _caches(scratch)
         | {
             MARK: str(temp),
             "RAY_START_HOOK": "hybridrl.cluster.ray_node.no_client_server",
             # What else runs on a shared node must not make Ray kill a rank: Slurm sets the limits.
             "RAY_memory_monitor_refresh_ms": "0",
+            # Idle workers ready beforehand; the ranks, whose environment differs, are others.
+            "RAY_prestart_worker_first_driver": "0",
         }
     )
-    with contextlib.suppress(_Ended), _cleared(temp, options.logs):
+    spill = scratch / f"ray-{temp.name}"
+    with contextlib.suppress(_Ended), _cleared(temp, spill, options.logs):
         with (options.logs / f"ray-{name}.log").open("w") as log:
             process = subprocess.Popen(
-                _command(options, name, temp),
+                _command(options, name, temp, spill),
                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         told = _wait(process)
@@ -89,11 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _cleared(temp: Path, logs: Path) -> Any:
+def _cleared(temp: Path, spill: Path, logs: Path) -> Any:
     try:
         with no_process_stays(str(temp)):
             yield
     finally:
+        shutil.rmtree(spill, ignore_errors=True)
         keep_logs(temp, logs)
 
 
@@ -103,22 +108,22 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Ended
 
 
-def _command(options: argparse.Namespace, name: str, temp: Path) -> list[str]:
-    """`ray start` with no port that is not free: 0 lets the system choose each."""
+def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) -> list[str]:
+    """`ray start` with no port that is not free: 0 lets the system choose each.
+
+    Neither autoscaler nor log monitor: nodes do not come and go, and logs are read from files.
+    """
     where = [f"--address={options.address}"]
     if options.address is None:
-        where = ["--head", "--port=0", "--include-dashboard=false"]
-    spill = []
-    if options.scratch is not None:
-        spill = [f"--object-spilling-directory={options.scratch}/ray-{temp.name}"]
+        where = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where,
         f"--node-name={name}", f"--temp-dir={temp}",
         f"--num-cpus={options.ranks + 2}", f"--num-gpus={options.gpus}",
         f'--resources={{"{RANK}": {options.ranks}}}',
-        f"--object-store-memory={OBJECT_STORE_BYTES}", *spill,
+        f"--object-store-memory={OBJECT_STORE_BYTES}", f"--object-spilling-directory={spill}",
         "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
-        "--disable-usage-stats",
+        "--include-log-monitor=false", "--disable-usage-stats",
     ]  # fmt: skip
 
 
@@ -131,17 +136,21 @@ def _meet(logs: Path) -> str | None:
     return file.read_text().strip()
 
 
-def _caches(scratch: Path | None) -> dict[str, str]:
+def _own_scratch() -> Path:
+    """A directory of this node's own, where the user names none."""
+    given = [Path(os.environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if name in os.environ]
+    return next((path for path in given if path.is_dir()), Path("/tmp"))  # a container may lack it
+
+
+def _caches(scratch: Path) -> dict[str, str]:
     """Variables that keep what compilers make on this node, beside whatever the user has set."""
-    given = [os.environ.get(name) for name in ("SLURM_TMPDIR", "TMPDIR")]
-    place = str(scratch or next(filter(None, given), "/tmp"))
     caches = {
         "TRITON_CACHE_DIR": "triton",
         "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
         "TORCH_EXTENSIONS_DIR": "torch_extensions",
         "VLLM_CACHE_ROOT": "vllm",
     }
-    place = f"{place}/hybridrl-{getpass.getuser()}"
+    place = f"{scratch}/hybridrl-{getpass.getuser()}"
     return {k: f"{place}/{v}" for k, v in caches.items() if k not in os.environ}
 
 

@@ -90,6 +90,8 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "_temp_dir": str(temp),
+        # Idle workers ready beforehand; the ranks, whose environment differs, are others.
+        "_system_config": {"prestart_worker_first_driver": False},
     }
     os.environ[MARK] = str(temp)
     try:

@@ -3,7 +3,8 @@
     python scripts/slurm/local_slurm.py [--nodes=2] COMMAND ...
 
 runs COMMAND with it (`bash` for a shell). Needs Debian's packages: scripts/slurm/install.sh. The
-nodes are n1, n2, ...: a slurmd each, on ports of their own, with 16 CPUs that are only numbers.
+nodes are n1, n2, ...: a slurmd each, on ports of their own, with 16 CPUs that are only numbers. Two
+partitions have them all: main, and urgent, whose jobs take the nodes from those of main.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+GRACE_S = 60  # that a preempted job of main has to end in
 _START_S = 30.0
 _CONF = """\
 ClusterName=local
@@ -31,7 +33,7 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -49,6 +51,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MessageTimeout=60
 Prolog={folder}/prolog
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
 # A node that is to be held up does not start a job's first step.
 _PROLOG = """\
@@ -140,13 +144,12 @@ class LocalSlurm:
 
     def start_node(self, node: str) -> None:
         """Start a node, and wait until Slurm has it."""
-        if "idle" not in self.call("sinfo", "-hn", node, "-o%T"):
-            # What the controller finds out by itself after SlurmdTimeout, five minutes.
-            self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
+        # What the controller finds out by itself after SlurmdTimeout, five minutes.
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
         env = {"LOCAL_SLURM_NODE": node}
         self._daemons[node] = self._daemon("slurmd", "-D", "-N", node, env=env)
-        self._wait(lambda: "idle" in self.call("sinfo", "-hn", node, "-o%T"), node)
+        self._wait(lambda: not self.call("sinfo", "-hn", node, "-o%T").startswith("down"), node)
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
@@ -158,6 +161,19 @@ class LocalSlurm:
         finally:
             file.unlink()
 
+    @contextlib.contextmanager
+    def settings(self, *lines: str) -> Iterator[None]:
+        """Meanwhile, slurm.conf has these lines, too."""
+        file = self.folder / "slurm.conf"
+        kept = file.read_text()
+        try:
+            file.write_text("\n".join([kept, *lines, ""]))
+            self.call("scontrol", "reconfigure")
+            yield
+        finally:
+            file.write_text(kept)
+            self.call("scontrol", "reconfigure")
+
     def _start(self) -> None:
         ports = _free_ports(1 + len(self.nodes))
         host = socket.gethostname().partition(".")[0]
@@ -166,7 +182,8 @@ class LocalSlurm:
         for node, port in zip(self.nodes, ports[1:], strict=True):
             conf += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
             conf += " CPUs=16 RealMemory=16000\n"
-        conf += "PartitionName=main Nodes=ALL Default=YES State=UP\n"
+        conf += f"PartitionName=main Nodes=ALL Default=YES GraceTime={GRACE_S}\n"
+        conf += "PartitionName=urgent Nodes=ALL PriorityTier=2\n"
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "prolog").write_text(_PROLOG.format(**where))
         (self.folder / "prolog").chmod(0o755)

@@ -1,8 +1,12 @@
 """A Slurm of two nodes for the session, and runs of seconds as its jobs."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from hybridrl.cluster import commands, slurm
+from hybridrl import cli
+from hybridrl.cluster import commands, signals, slurm
+from hybridrl.telemetry.records import read_lines
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -116,6 +123,7 @@ class Jobs:
 
     slurm: Any
     folder: Path
+    going_on = ("PENDING", "RUNNING", "COMPLETING")
 
     def submit(self, *overrides: str) -> dict[str, Any]:
         """The record that `hybridrl submit` prints last."""
@@ -129,6 +137,20 @@ class Jobs:
             capture_output=True, check=False, timeout=200,
         )  # fmt: skip
 
+    def here(self, *args: str) -> "subprocess.CompletedProcess[str]":
+        """`hybridrl ARGS` in this process, which has imported what takes seconds."""
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        kept = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                cli.main(args)
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            finally:
+                for number in (n for n in kept if signal.getsignal(n) != kept[n]):
+                    signal.signal(number, kept[number])
+        return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
     def state(self, job: str) -> str:
         """Slurm's word for it."""
         return slurm.jobs(job)[0]["JobState"]
@@ -137,33 +159,122 @@ class Jobs:
         """Return when `condition` holds; fails when `job` has ended, or when time is up."""
         end = time.monotonic() + timeout
         while not condition():
-            assert not job or self.state(job) in ("PENDING", "RUNNING"), self.printed()
+            assert not job or self.state(job) in self.going_on, self.printed()
             assert time.monotonic() < end, self.printed()
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def wait(self, job: str, timeout: float = 150) -> str:
         """Wait until the job and its processes have ended; its state."""
-        ended = ("PENDING", "RUNNING", "COMPLETING")
-        self.wait_for(lambda: self.state(job) not in ended, timeout=timeout)
+        self.wait_for(lambda: self.state(job) not in self.going_on, timeout=timeout)
         return self.state(job)
 
+    def wait_for_restart(self, job: str, number: int) -> None:
+        """Wait until Slurm has started the job again for the `number`-th time."""
+
+        def started() -> bool:
+            (known,) = slurm.jobs(job)
+            return int(known["Restarts"]) >= number and known["JobState"] == "RUNNING"
+
+        self.wait_for(started, timeout=300)  # where a node was dead, Slurm may ping it first
+
+    def wait_for_steps(self, run: str, job: str, more: int = 1) -> None:
+        """Wait until the run has made some more steps."""
+        number = len(self.steps(run)) + more
+        self.wait_for(lambda: len(self.steps(run)) >= number, job)
+
+    def record(self, run: str) -> dict[str, Any]:
+        """Its run.json."""
+        found: dict[str, Any] = json.loads((self.folder / run / "run.json").read_text())
+        return found
+
+    def steps(self, run: str) -> list[int]:
+        """The steps that the run has recorded."""
+        metrics = self.folder / run / "metrics.jsonl"
+        lines = read_lines(metrics) if metrics.is_file() else []
+        return [line["step"] for line in lines if "reward_mean" in line]
+
+    def ray_folders(self, run: str) -> list[Path]:
+        """Ray's temporary directory on every node, as its log names it."""
+        logs = sorted((self.folder / run / "logs").glob("ray-*.log"))
+        found = [re.search(r"/tmp/hrl\w+", log.read_text()) for log in logs]
+        return [Path(match[0]) for match in found if match]
+
     def left(self) -> list[str]:
-        """Processes of jobs that are still there: all but the daemons, which the fixture has."""
-        return [
-            " ".join(process.cmdline())
-            for process in self.slurm.processes()
-            if "SLURM_JOB_ID" in process.environ()
-        ]
+        """Processes that are still there of jobs that were submitted here."""
+        found = []
+        for process in self.slurm.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                env = process.environ()
+                if "SLURM_JOB_ID" in env and env["SLURM_SUBMIT_DIR"] == str(self.folder):
+                    found.append(" ".join(process.cmdline()))
+        return found
 
     def printed(self) -> str:
         """What all jobs have printed, for a failed assertion."""
         return "\n".join(file.read_text() for file in sorted(self.folder.rglob("*.out")))
+
+    def end(self) -> None:
+        """End every job that was submitted here."""
+        listed = [line.split() for line in self.slurm.call("squeue", "-h", "-o%i %Z").splitlines()]
+        ours = [job for job, folder in listed if folder == str(self.folder)]
+        if ours:
+            self.slurm.call("scancel", "--signal=KILL", *ours)
+            self.slurm.call("scancel", *ours)
 
 
 @pytest.fixture
 def jobs(two_nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     """Submits from an empty directory; no job outlives the test."""
     monkeypatch.chdir(tmp_path)
-    yield Jobs(two_nodes, tmp_path)
-    two_nodes.call("scancel", "--signal=KILL", "--state=RUNNING", "--user=root")
-    two_nodes.call("scancel", "--user=root")
+    monkeypatch.setattr(signals, "_installed", False)  # see Jobs.here
+    ours = Jobs(two_nodes, tmp_path)
+    yield ours
+    ours.end()
+
+
+@pytest.fixture(scope="session")
+def two(tiny: list[str]) -> list[str]:
+    """Overrides of a run of seconds on both nodes."""
+    return [*tiny, "cluster.nodes=2", "cluster.ranks=2"]
+
+
+@pytest.fixture(scope="session")
+def exact(two: list[str]) -> list[str]:
+    """A run on both nodes that starts again by itself, exact to the last bit."""
+    changed = ("trainer.steps", "trainer.save_every")
+    kept = [setting for setting in two if not setting.startswith(changed)]
+    reward = ["reward=regex", "reward.pattern='(?s)[a-m].*'", "reward.extract=null"]
+    settings = ["trainer.steps=24", "eval.every=0", "deterministic=strict", "cluster.requeue=3"]
+    optim = ["trainer.optim.lr=1e-2", "trainer.optim.schedule=linear"]
+    return [*kept, *reward, *settings, *optim]
+
+
+_PATIENT = """\
+import time
+
+def score(prompt, response, answer, item):
+    time.sleep(0.1)
+    return float(response[:1] <= "m")
+"""
+
+
+@pytest.fixture(scope="session")
+def pair(
+    two_nodes: Any, exact: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Jobs, str, str]]:
+    """The same run twice, side by side on the same nodes: `whole`, and `short` in jobs of minutes.
+
+    They go on while other tests run. Their verifier sleeps for 115 seconds in all, and Slurm's
+    warning comes 90 to 120 seconds after a job's start: in the middle of the run.
+    """
+    jobs = Jobs(two_nodes, tmp_path_factory.mktemp("pair"))
+    (jobs.folder / "patient.py").write_text(_PATIENT)
+    reward = ["reward=function", f"reward.function={jobs.folder}/patient.py:score"]
+    limit = ["cluster.time=3", "cluster.warn_s=60", "cluster.requeue=9", "trainer.save_every=20"]
+    both = [*(s for s in exact if not s.startswith("reward")), *reward, "trainer.steps=72"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(jobs.folder)
+        whole = jobs.submit(*both, "run.dir=whole")["job"]
+        short = jobs.submit(*both, *limit, "run.dir=short")["job"]
+    yield jobs, whole, short
+    jobs.end()

@@ -178,14 +178,16 @@ def test_a_run_directory_that_a_node_does_not_see(
     assert f"where run.dir={hidden.parent} is not there: it must be on all nodes: n2;" in said
 
 
-def test_caches_are_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_is_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first directory that is there, with the caches whose variables the user has not set."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
-    monkeypatch.setenv("SLURM_TMPDIR", "/local/7")
+    monkeypatch.setenv("SLURM_TMPDIR", f"{tmp_path}/not-in-this-container")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    found = ray_node._caches(None)
-    assert found["TORCHINDUCTOR_CACHE_DIR"].startswith("/local/7/hybridrl-")
+    assert ray_node._own_scratch() == tmp_path
+    found = ray_node._caches(tmp_path)
+    assert found["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tmp_path}/hybridrl-")
     assert "TRITON_CACHE_DIR" not in found
-    assert ray_node._caches(Path("/nvme"))["VLLM_CACHE_ROOT"].startswith("/nvme/hybridrl-")
 
 
 def test_one_rank_for_every_gpu() -> None:
