@@ -6,7 +6,6 @@ in `hybridrl.algorithms.sequence_losses`.
 """
 
 import abc
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +29,8 @@ class PolicyLoss(abc.ABC):
     `correction`, w are the `rollout_weights` which that correction has made of the samples
     (`hybridrl.algorithms.corrections`), else 1; KL and entropy are not weighted, as in verl.
 
-    `step_scale` (`sqrt`, `linear`) makes the learning rate smaller where stale samples are worth
-    fewer, by their effective sample size (VCPO, `hybridrl.algorithms.corrections.step_scale`).
+    `step_scale` (`sqrt`, `linear`) makes the learning rate of a step smaller by the effective
+    sample size of its responses (VCPO, `hybridrl.algorithms.corrections.step_scale`).
 
     Metrics per token: the surrogate's, `kl` where there is a reference, and `correction_weight` and
     `correction_cut` (the share truncated or masked) where there is a correction.
@@ -60,15 +59,12 @@ class PolicyLoss(abc.ABC):
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Policy term [tokens], to be made small, and its metrics [tokens]."""
 
-    def lr_scale(self, figures: Mapping[str, float]) -> float | None:
-        """What to multiply the learning rate by, from the effective sample sizes of the samples.
+    def lr_scale(self, share: float) -> float | None:
+        """What to multiply the learning rate by where responses are worth `share` of their number.
 
-        Of the two, engine's mismatch and staleness, the smaller counts.
+        None where nothing is to change.
         """
-        if self.step_scale is None:
-            return None
-        sizes = [x for name, x in figures.items() if name.endswith("/ess_sequence")]
-        return step_scale(min(sizes, default=1.0), rule=self.step_scale)
+        return None if self.step_scale is None else step_scale(share, rule=self.step_scale)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -201,6 +197,11 @@ class ReinforceLoss(PolicyLoss):
 
     For samples of the policy that is trained: one optimizer step an update, or a `correction`.
     """
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether it is right only for samples of the very policy that is trained."""
+        return self.correction is None
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:

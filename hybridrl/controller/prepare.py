@@ -51,6 +51,7 @@ def prepare(config: Config) -> Prepared:
         warm_start = _once(build_recipe({"target": "hybridrl.recipes.sft:sft"}))
     check_ranks(config.cluster)
     check_placement(config, graph)
+    _check_on_policy(config, graph)
     if config.rollout.engine is Engine.vllm:
         check_vllm_installed()
     for role in judges_of(config, graph):
@@ -61,6 +62,20 @@ def prepare(config: Config) -> Prepared:
     if config.schedule is Schedule.partial:
         _check_partial(config, graph)
     return Prepared(model_path, data, graph, warm_start)
+
+
+def _check_on_policy(config: Config, graph: Graph) -> None:
+    for stage in graph.stages.values():
+        if stage.kind is Kind.UPDATE and getattr(stage.options["loss"], "on_policy", False):
+            for key in ("epochs", "mini_batches"):
+                steps = stage.options[key] or getattr(config.trainer, key)
+                if steps > 1:
+                    allowed = (
+                        f"1: after a step the loss of stage {stage.name!r}, which has no ratio,"
+                    )
+                    raise ConfigError(
+                        f"trainer.{key}", steps, f"{allowed} is that of other samples"
+                    )
 
 
 def _check_partial(config: Config, graph: Graph) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.config import Config, OptimConfig
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.interface import TrainSequence, lr_scale_of
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -60,32 +60,34 @@ def train(
 
     In the first of the steps, when the weights are still those that samples were made with,
     sequences have the fields of `compared` as well, and `compare` says what becomes of them: see
-    `TrainEngine.update`. `stepped` is called after every step.
+    `TrainEngine.update`. In all of them where the loss scales its steps; the metrics are those of
+    the first. `stepped` is called after every step.
     """
     loss = stage.options["loss"]
     names: dict[str, str] = dict(stage.options["fields"])
     history: list[dict[str, float]] = []
-    lr_scale: float | None = None
+    scales = lr_scale_of(loss, {}) is not None
     for _ in range(stage.options["epochs"] or config.trainer.epochs):
         for ids in share.mini_batches:
             sequences = []
             for id in ids:
                 sample, scalars = store[id], share.scalars[id]
                 fields = {x: _field(names.get(x, x), sample, scalars) for x in loss.fields}
-                if compared is not None and not history:
+                if compared is not None and (scales or not history):
                     fields |= compared(id)
                 tokens = sample.tensors["tokens"]
                 sequences.append(TrainSequence(tokens, sample.response_tokens, fields))
-            history.append(
-                engine.update(
-                    sequences,
-                    loss,
-                    max_response_tokens=config.rollout.max_new_tokens,
-                    compare={} if history else compare,
-                    lr_scale=lr_scale,
-                )
+            metrics = engine.update(
+                sequences,
+                loss,
+                max_response_tokens=config.rollout.max_new_tokens,
+                compare=compare if scales or not history else {},
             )
-            lr_scale = history[0].get("lr_scale")  # of all steps of this update
+            if history:  # by now the policies differ, not only the engines
+                metrics = {
+                    k: v for k, v in metrics.items() if k.split("/")[0] not in compare.values()
+                }
+            history.append(metrics)
             stepped()
     means = mean_metrics(history)
     means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in history)

@@ -1,13 +1,23 @@
 """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300, section 4.1)."""
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 from hybridrl.algorithms import advantages, losses
+from hybridrl.algorithms.corrections import response_ratio
 from hybridrl.algorithms.rewards import has_spread
-from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.config import ConfigError
+from hybridrl.flow import Flow, Stream, recipe
+from hybridrl.recipes.old_policy import OldLogProbs, OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
+
+
+class Baseline(Enum):
+    """What the rewards of a group are compared with."""
+
+    mean = "mean"
+    minimum_variance = "minimum_variance"  # stale responses count by W^2, all by their length
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,6 +26,8 @@ class GRPOConfig(OldPolicy):
 
     group_size: int = 8
     """Samples per prompt."""
+    baseline: Baseline = Baseline.mean
+    """What rewards are compared with: mean, or minimum_variance (VCPO, arXiv 2602.17616)."""
     std_normalise: bool = True
     """Divide by the group's standard deviation; Dr.GRPO (arXiv 2503.20783) does not."""
     skip_equal_groups: bool = True
@@ -48,7 +60,7 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
     samples, stale = add_old_log_probs(flow, samples, cfg)
     if cfg.kl_coef:
         samples = add_reference(flow, samples, cfg.reference_decay)
-    samples = samples.by_group(partial(advantages.group_relative, std_normalise=cfg.std_normalise))
+    samples = add_advantages(samples, cfg)
     loss = losses.ClippedLoss(
         clip_low=cfg.clip_low,
         clip_high=cfg.clip_high,
@@ -60,3 +72,16 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
         **stale,
     )
     flow.actor.update(samples, loss=loss)
+
+
+def add_advantages(samples: Stream, cfg: GRPOConfig) -> Stream:
+    """One advantage a response, from the rewards of its group."""
+    if cfg.baseline is Baseline.mean:
+        compared = partial(advantages.group_relative, std_normalise=cfg.std_normalise)
+        return samples.by_group(compared)
+    if cfg.old_log_probs is not OldLogProbs.trainer or cfg.std_normalise:
+        allowed = "mean, or recipe.old_log_probs=trainer recipe.std_normalise=false with it"
+        raise ConfigError("recipe.baseline", cfg.baseline.value, allowed)
+    samples = samples.map(len, ("log_probs",), scalars=("length",))
+    samples = samples.map(response_ratio, ("old_log_probs", "log_probs"), scalars=("ratio",))
+    return samples.by_group(advantages.minimum_variance, ("reward", "length", "ratio"))

@@ -18,11 +18,11 @@ class OPOConfig:
 def opo(flow: Flow, cfg: OPOConfig) -> None:
     """Sample groups, take off the baseline of least variance, follow the policy gradient once.
 
-    No clipping, no KL, no entropy: every batch is seen once, in one optimizer step.
+    No clipping, no KL, no entropy: every batch is seen once, in one optimizer step, for the loss
+    has no ratio.
     """
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
     samples = samples.map(len, ("log_probs",), scalars=("length",))
     samples = samples.by_group(advantages.optimal_baseline, ("reward", "length"))
-    loss = losses.ReinforceLoss(normalise="constant")
-    flow.actor.update(samples, loss=loss, epochs=1, mini_batches=1)
+    flow.actor.update(samples, loss=losses.ReinforceLoss(normalise="constant"))

@@ -61,11 +61,17 @@ def test_a_correction_weighs_the_update(
 def test_older_tokens_are_counted_apart(
     train: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
-    """Where responses go on under newer weights, `mismatch` is still that of equal weights."""
+    """Where responses go on under newer weights, `mismatch` is still that of equal weights.
+
+    With VCPO's baseline and its factor of the learning rate, which is that of the worst batch.
+    """
     partial = ["schedule=partial", "rollout.over_provision=2", "rollout.max_staleness=2"]
-    ours = tuple(setting.partition("=")[0] for setting in [*partial, "trainer.steps", "cluster"])
+    vcpo = ["recipe=grpo", "recipe.group_size=4", "recipe.old_log_probs=trainer"]
+    vcpo += ["recipe.correction=truncate", "recipe.step_scale=sqrt"]
+    vcpo += ["recipe.baseline=minimum_variance", "recipe.std_normalise=false"]
+    ours = ("schedule", "rollout.over", "rollout.max_st", "trainer.steps", "cluster", "recipe")
     kept = [setting for setting in long_tail if not setting.startswith(ours)]
-    run = train(tmp_path / "run", *kept, *partial, "trainer.steps=4", "cluster.ranks=2")
+    run = train(tmp_path / "run", *kept, *partial, *vcpo, "trainer.steps=4", "cluster.ranks=2")
     apart = 0
     for line, step in zip(run.metrics, run.steps, strict=True):
         present = max(span.version for sample in step.samples for span in sample.spans)
@@ -74,6 +80,19 @@ def test_older_tokens_are_counted_apart(
         assert ("staleness/max" in line) == (not all(fresh))
         if "mismatch/max" in line:
             assert line["mismatch/max"] < 1e-4  # the native engine in the trainer's own format
+        if not any(fresh):
+            assert line["effective_share"] == pytest.approx(line["staleness/ess_sequence"])
+        assert line["lr_scale"] == pytest.approx(line["effective_share"] ** 0.5)
+        weighed = False
+        for group in {sample.id.prompt for sample in step.samples}:
+            mine = [s.scalars for s in step.samples if s.id.prompt == group]
+            weights = [s["ratio"] ** 2 * s["length"] for s in mine]
+            mean = sum(w * s["reward"] for w, s in zip(weights, mine, strict=True)) / sum(weights)
+            for scalars in mine:
+                found = scalars["advantage"]
+                assert found == pytest.approx(scalars["reward"] - mean, rel=1e-4, abs=1e-6)
+            weighed |= max(weights) > 1.01 * min(weights)
+        assert weighed
         if "staleness/max" in line:
             apart += 1
             assert line["staleness/max"] > 1e-3

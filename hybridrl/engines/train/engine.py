@@ -325,7 +325,6 @@ class TrainEngine(ModelShards):
         *,
         max_response_tokens: int = 0,
         compare: Mapping[str, str] = MappingProxyType({}),
-        lr_scale: float | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the sequences of all ranks; this rank gives its share.
 
@@ -337,8 +336,9 @@ class TrainEngine(ModelShards):
         the constant of the normalisation `constant` (0: the longest response of this update).
         `compare` names fields with another engine's log-probabilities of the responses, which
         sequences may lack, and the prefix of the metrics that say how far they are from those
-        computed here, before the step (`hybridrl.algorithms.corrections.describe`). `lr_scale`
-        multiplies the learning rate of this step; None asks the loss, from those metrics.
+        computed here, before the step (`hybridrl.algorithms.corrections.describe`);
+        `effective_share` is the effective sample size of the responses of all fields together. The
+        loss may make this step's learning rate smaller by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
         `entropy`, `tokens`, and the loss's own, averaged with w. Where loss or gradient is not
@@ -390,8 +390,7 @@ class TrainEngine(ModelShards):
             sum_tied(self.chunks, self.dims)
             sums, compared = self._from_last_stage((sums, compared))
         figures = self._compared(compared, tuple(compare.values())) if compare else {}
-        if lr_scale is None and figures:
-            lr_scale = lr_scale_of(loss, figures)
+        lr_scale = lr_scale_of(loss, figures)
         metrics = self._step(sums, 1.0 if lr_scale is None else lr_scale) | figures
         if lr_scale is not None:
             metrics["lr_scale"] = lr_scale
@@ -479,10 +478,13 @@ class TrainEngine(ModelShards):
         ).to(self.device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
+        # The ranks of a replica say the same, which changes none of the ratios.
+        joined = [corrections.combine(parts) for parts in torch.stack(gathered).unbind(1)]
         metrics: dict[str, float] = {}
-        for prefix, parts in zip(prefixes, torch.stack(gathered).unbind(1), strict=True):
-            # The ranks of a replica say the same, which changes none of the ratios.
-            metrics |= corrections.describe(corrections.combine(parts), prefix)
+        for prefix, figures in zip(prefixes, joined, strict=True):
+            metrics |= corrections.describe(figures, prefix)
+        if of_all := corrections.describe(corrections.combine(torch.stack(joined)), "all"):
+            metrics["effective_share"] = of_all["all/ess_sequence"]
         return metrics
 
     def _reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:

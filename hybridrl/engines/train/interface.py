@@ -29,11 +29,12 @@ class Loss(Protocol):
     `normalise` says how tokens are weighted into the batch loss (see
     `hybridrl.algorithms.normalise`), over all ranks and micro-batches.
 
-    A loss may have three attributes more (`atom_of`, `reads_end`, `lr_scale_of`): `atom`, how many
+    A loss may have attributes more (`atom_of`, `reads_end`, `lr_scale_of`): `atom`, how many
     consecutive sequences it looks at together, which then share a micro-batch; `at_end` True, where
     a model with a value head is to be read at each sequence's last token instead of before every
-    response token; and `lr_scale(figures)`, what to multiply the learning rate by, from the figures
-    of `hybridrl.algorithms.corrections.describe` by their metrics' names.
+    response token; `lr_scale(share)`, what to multiply the learning rate by where responses are
+    worth that share of their number, or None to leave it alone; and `on_policy` True, where it has
+    no ratio to an old policy, so that an update must be one optimizer step on fresh samples.
     """
 
     normalise: str
@@ -74,9 +75,12 @@ def reads_end(loss: Loss) -> bool:
 
 
 def lr_scale_of(loss: Loss, figures: Mapping[str, float]) -> float | None:
-    """What the loss makes of the learning rate; None where it leaves it alone."""
+    """What the loss makes of the learning rate; None where it leaves it alone.
+
+    It depends on the `effective_share` among an update's figures; without one nothing is stale.
+    """
     scale = getattr(loss, "lr_scale", None)
-    return None if scale is None else scale(figures)
+    return None if scale is None else scale(figures.get("effective_share", 1.0))
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:

@@ -306,6 +306,11 @@ def check_partial(graph: Graph) -> None:
         for field in stage.outputs
     }
     for update in updates:
+        if getattr(update.options["loss"], "on_policy", False):
+            raise ValueError(
+                f"serial or fused: the loss of stage {update.name!r} has no ratio, so samples must "
+                "be the present policy's"
+            )
         field = update.options["fields"].get("old_log_probs")
         if field in single and "rollout_weights" not in update.inputs:
             raise ValueError(
