@@ -98,45 +98,6 @@ def minimum_variance(rewards: Values, square_norms: Values, ratios: Values) -> l
     return _less(values, math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total)
 
 
-def batch_normalised(
-    rewards: Values, lengths: Values | None = None, *, eps: float = 1e-8
-) -> list[float]:
-    """REINFORCE++: rewards less the batch's mean over the batch's deviation, [samples].
-
-    Hu et al., arXiv 2501.03262 ("Global Advantage Normalization"). With `lengths`
-    [samples] each sample counts once per token, as verl and OpenRLHF have it; without, once. The
-    deviation is the square root of the unbiased variance plus `eps`. For `by_batch`. A KL penalty
-    per token makes returns differ within a response: `hybridrl.algorithms.critic.discounted` and
-    `whiten` then do this on tensors.
-
-    A batch without spread has advantages 0.
-    """
-    values = [float(reward) for reward in rewards]
-    counts = [1.0] * len(values) if lengths is None else [float(length) for length in lengths]
-    total = math.fsum(counts)
-    used = [value for value, count in zip(values, counts, strict=True) if count]
-    if not _has_spread(used) or total <= 1:
-        return [0.0] * len(values)
-    centred = _less(values, math.fsum(map(math.prod, zip(counts, values, strict=True))) / total)
-    squares = math.fsum(n * x * x for n, x in zip(counts, centred, strict=True))
-    scale = math.sqrt(squares / (total - 1) + eps)
-    return [value / scale for value in centred]
-
-
-def group_baseline_batch_normalised(
-    rewards: Sequence[Values], lengths: Sequence[Values] | None = None, *, eps: float = 1e-8
-) -> list[list[float]]:
-    """REINFORCE++-baseline: the group's mean off, then `batch_normalised`; groups in, groups out.
-
-    Hu et al., arXiv 2501.03262 ("REINFORCE++ w/ Baseline"). For `by_batch(..., grouped=True)`.
-    (verl leaves a group of one its reward.)
-    """
-    centred = [x for group in rewards for x in group_relative(group, std_normalise=False)]
-    counts = None if lengths is None else [n for group in lengths for n in group]
-    normalised = iter(batch_normalised(centred, counts, eps=eps))
-    return [[next(normalised) for _ in group] for group in rewards]
-
-
 def entropy_reshaped(advantages: Values, entropies: Values) -> list[float]:
     """ETTRL: advantages of one group weighed by how sure the policy was of each response.
 

@@ -1,9 +1,8 @@
 """Distillation on the student's own samples: the reverse KL, KL(student || teacher).
 
-Of two kinds. `reverse_kl` needs both distributions over the whole vocabulary, which the train
-engine does not keep: its head gives the sampled tokens' log-probabilities alone. `DistillLoss` and
-`teacher_advantages` need no more than those, of student and teacher, and have the same expected
-gradient for tokens that the student sampled.
+The sum over the vocabulary needs both distributions, which the train engine does not keep: its
+head gives the sampled tokens' log-probabilities alone. `DistillLoss` needs no more than those, of
+student and teacher, and has the same expected gradient for tokens that the student sampled.
 """
 
 from dataclasses import dataclass
@@ -16,31 +15,11 @@ from hybridrl.algorithms.kl import k1, k2
 Fields = dict[str, torch.Tensor]
 
 
-def reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
-    """KL(student || teacher) [...] of distributions [..., vocab] over the same vocabulary.
-
-    sum_v p_v (log p_v - log q_v) (MiniLLM, arXiv 2306.08543, equation 1; GKD, arXiv 2306.13649,
-    its generalised Jensen-Shannon divergence at beta = 1). Both are normalised log-probabilities;
-    where p is 0 the term is 0.
-    """
-    log_ratio = torch.where(log_probs.isneginf(), 0.0, log_probs - teacher_log_probs)
-    return (log_probs.exp() * log_ratio).sum(-1)
-
-
-def teacher_advantages(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
-    """log q - log p of the sampled tokens [response_tokens], as advantages for a policy loss.
-
-    `ReinforceLoss` with them has the gradient of `DistillLoss`; `ClippedLoss` allows several
-    optimizer steps on the same samples. For `Stream.map`.
-    """
-    return -k1(log_probs, teacher_log_probs).detach()
-
-
 @dataclass(frozen=True, kw_only=True)
 class DistillLoss:
     """Reverse KL per token from the sampled token alone: (log p - log q)^2 / 2.
 
-    Over tokens that the student sampled its expected gradient is that of `reverse_kl` at each
+    Over tokens that the student sampled its expected gradient is that of the exact KL at each
     token, since (log p - log q) grad log p is the gradient of both (k2 in
     `hybridrl.algorithms.kl`). What a token does to later ones is left out, as in GKD (arXiv
     2306.13649, section 3), which does not differentiate the sampling. Metric: `reverse_kl`, the

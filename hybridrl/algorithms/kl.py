@@ -11,8 +11,6 @@ Values and gradients are two matters. With tokens sampled from the policy itself
 To regularise by k1, subtract it from the reward instead.
 """
 
-from collections.abc import Callable
-
 import torch
 
 MAX_LOG_RATIO = 20.0
@@ -34,19 +32,3 @@ def k3(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tens
     log_ratio = (reference_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits that exp(x) - 1 loses where p and q are close.
     return torch.expm1(log_ratio) - log_ratio
-
-
-def response_kl(
-    log_probs: torch.Tensor,
-    reference_log_probs: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    *,
-    estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = k1,
-) -> float:
-    """Mean KL per token of one response, what a controller of the KL coefficient measures.
-
-    Both are [response_tokens]; a response without unmasked tokens has 0. For `Stream.map`.
-    """
-    values = estimator(log_probs, reference_log_probs).detach()
-    own = values if mask is None else values[mask]
-    return own.double().mean().item() if own.numel() else 0.0

@@ -1,25 +1,20 @@
 """Advantages of scalars against verl and the formulas in float64."""
 
-import math
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from hybridrl.algorithms import ADVANTAGES, resolve
 from hybridrl.algorithms.advantages import (
-    batch_normalised,
     entropy_reshaped,
     greedy_baseline,
-    group_baseline_batch_normalised,
     group_relative,
     leave_one_out,
     minimum_variance,
     optimal_baseline,
 )
-from hybridrl.config import ConfigError
 
 
 @pytest.mark.parametrize("std_normalise", [True, False])
@@ -64,18 +59,6 @@ def test_equal_rewards_have_no_advantage(reward: float, size: int) -> None:
 
 def test_no_samples() -> None:
     assert group_relative([]) == []
-
-
-def test_names_resolve(core_algos: ModuleType) -> None:
-    assert resolve(ADVANTAGES, "recipe.advantage", "group_relative") is group_relative
-    theirs = resolve(ADVANTAGES, "recipe.advantage", "verl:compute_grpo_outcome_advantage")
-    assert theirs.func is core_algos.compute_grpo_outcome_advantage
-    own = resolve(ADVANTAGES, "recipe.advantage", "statistics:fmean")
-    assert own([1.0, 3.0]) == 2.0
-    with pytest.raises(ConfigError, match=r"recipe\.advantage=grpo: wanted one of group_relative"):
-        resolve(ADVANTAGES, "recipe.advantage", "grpo")
-    for name in ADVANTAGES:
-        assert resolve(ADVANTAGES, "recipe.advantage", name).__name__ == name
 
 
 class Groups:
@@ -143,31 +126,6 @@ def test_greedy_baseline_agrees_with_verl(core_algos: ModuleType) -> None:
         greedy_baseline([1.0, 2.0], [1.0])
 
 
-def test_batch_normalised_agrees_with_verl_and_the_formula(core_algos: ModuleType) -> None:
-    groups = Groups()
-    theirs = core_algos.compute_reinforce_plus_plus_outcome_advantage(
-        groups.token_rewards, groups.mask.double(), SimpleNamespace(gamma=1.0)
-    )
-    found = batch_normalised(groups.flat, groups.counts)
-    np.testing.assert_allclose(found, groups.first(theirs), **MASKED_MEAN)
-    centred = groups.flat - groups.flat.mean()
-    np.testing.assert_allclose(
-        batch_normalised(groups.flat, eps=1e-3),
-        centred / np.sqrt(groups.flat.var(ddof=1) + 1e-3),
-        **EXACT,
-    )
-
-
-def test_group_baseline_batch_normalised_agrees_with_verl(core_algos: ModuleType) -> None:
-    groups = Groups()
-    theirs = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
-        groups.token_rewards, groups.mask.double(), groups.index
-    )
-    found = group_baseline_batch_normalised(groups.rewards, groups.lengths)
-    assert [len(group) for group in found] == [len(group) for group in groups.rewards]
-    np.testing.assert_allclose(np.concatenate(found), groups.first(theirs), **MASKED_MEAN)
-
-
 def test_minimum_variance_is_where_the_variance_is_least() -> None:
     """Of the group's off-policy gradient sum w_i g_i (R_i - b): b minimises sum |w g (R - b)|^2."""
     generator = np.random.default_rng(4)
@@ -210,9 +168,6 @@ ALONE = {
     "minimum_variance": lambda rewards: minimum_variance(
         rewards, [3] * len(rewards), [0.5] * len(rewards)
     ),
-    "batch_normalised": lambda rewards: batch_normalised(rewards, [3] * len(rewards)),
-    "unweighted": lambda rewards: batch_normalised(rewards),
-    "group_baseline": lambda rewards: group_baseline_batch_normalised([rewards])[0],
 }
 
 
@@ -223,17 +178,6 @@ def test_without_spread_there_is_no_advantage(name: str, size: int, reward: floa
     assert ALONE[name]([reward] * size) == [0.0] * size
 
 
-def test_groups_of_all_kinds_in_one_batch() -> None:
-    rewards = [[], [1.0], [2.0, 2.0], [0.0, 1.0]]
-    found = group_baseline_batch_normalised(rewards)
-    scale = math.sqrt(0.5 / 4 + 1e-8)
-    assert found[:3] == [[], [0.0], [0.0, 0.0]]
-    np.testing.assert_allclose(found[3], [-0.5 / scale, 0.5 / scale], **EXACT)
-
-
 def test_samples_without_tokens_count_for_nothing() -> None:
     assert optimal_baseline([1.0, 0.0], [0, 0]) == [0.0, 0.0]
     assert optimal_baseline([1.0, 0.0], [0, 4]) == [1.0, 0.0]
-    assert batch_normalised([1.0, 0.0], [0, 4]) == [0.0, 0.0]
-    some = batch_normalised([9.0, 1.0, 0.0], [0, 2, 2])
-    np.testing.assert_allclose(some[1:], batch_normalised([1.0, 0.0], [2, 2]), **EXACT)

@@ -17,7 +17,6 @@ from hybridrl.algorithms.critic import (
     whiten,
     whitening,
 )
-from hybridrl.algorithms.kl import k2, response_kl
 from hybridrl.algorithms.normalise import token_weights
 from hybridrl.config import ConfigError
 
@@ -149,15 +148,6 @@ def test_token_rewards_at_the_edges() -> None:
     torch.testing.assert_close(cost, torch.tensor([0.25, 0.0, 3.5]))
     function = pickle.loads(pickle.dumps(partial(token_rewards, kl_coef=0.5)))
     torch.testing.assert_close(function(4.0, p, q), torch.tensor([-0.25, 0.0, 4.5]))
-
-
-def test_response_kl_is_the_mean() -> None:
-    (p,), (q,) = drawn(13, (6,)), drawn(14, (6,))
-    assert response_kl(p, q) == pytest.approx((p - q).mean().item(), rel=1e-12)
-    mask = torch.tensor([1, 0, 1, 0, 0, 0], dtype=torch.bool)
-    wanted = 0.5 * (p - q)[mask].square().mean().item()
-    assert response_kl(p, q, mask, estimator=k2) == pytest.approx(wanted, rel=1e-12)
-    assert response_kl(p[:0], q[:0]) == 0
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e7])

@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hybridrl.algorithms import REWARDS, resolve
 from hybridrl.algorithms.rewards import majority_vote, overlong_shaped
 
 
@@ -48,10 +47,3 @@ def test_overlong_by_its_example() -> None:
     for buffer_tokens in (0, 101):
         with pytest.raises(ValueError, match=r"wanted 1 to max_tokens=100"):
             overlong_shaped([1.0], [1], max_tokens=100, buffer_tokens=buffer_tokens)
-
-
-def test_names_resolve() -> None:
-    for name in REWARDS:
-        assert resolve(REWARDS, "recipe.reward", name).__name__ == name
-    with pytest.raises(ValueError, match=r"wanted one of majority_vote, overlong_shaped"):
-        resolve(REWARDS, "recipe.reward", "vote")
