@@ -33,6 +33,9 @@ from hybridrl.config.trainer import (
 )
 from hybridrl.config.value_model import VALUE_MODELS, ValueModelConfig
 
+WARM_START = "hybridrl.recipes.sft:sft"
+"""The recipe of the warm start."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Config:
@@ -101,6 +104,14 @@ class Config:
             # What vLLM computes for a sample depends on what it computes beside it.
             allowed = f"off with rollout.engine={self.rollout.engine.value}"
             raise ConfigError("deterministic", self.deterministic.value, allowed)
+
+    @property
+    def warm_start_steps(self) -> int:
+        """Steps of the warm start: a model made on the spot knows nothing that earns a reward."""
+        if self.warm_start.steps is not None:
+            return self.warm_start.steps
+        supervised = self.recipe.get("target") == WARM_START
+        return 120 if self.model.path is None and not supervised else 0
 
     def judge_of(self, role: str) -> JudgeConfig:
         """The settings of what judges, by its role: `reward`, `cost`, `reward.parts.NAME`, ..."""

@@ -105,16 +105,17 @@ class TrainerConfig:
 class WarmStartConfig:
     """A short supervised phase (`recipe=sft`) before the recipe, in the same job."""
 
-    steps: int = 0
-    """Optimizer steps; 0 goes straight to the recipe."""
+    steps: int | None = None
+    """Optimizer steps; 0 goes straight to the recipe. Null: 120 for a model that is made on the
+    spot, unless the recipe is sft itself; else 0."""
     prompts_per_step: int = 32
     """Items of one step."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The phase's own optimizer."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ConfigError("warm_start.steps", self.steps, "0 or more")
+        if self.steps is not None and self.steps < 0:
+            raise ConfigError("warm_start.steps", self.steps, "0 or more, or null")
         if self.prompts_per_step < 1:
             raise ConfigError("warm_start.prompts_per_step", self.prompts_per_step, "1 or more")
         self.optim.check("warm_start.optim")

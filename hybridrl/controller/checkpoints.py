@@ -133,7 +133,7 @@ def _check_same(point: Point, now: Mapping[str, Any], schedule: Name) -> None:
 
 def _check_warm_start(point: Point, config: Config) -> None:
     """What the recipe's roles began as must be there, once the recipe has begun."""
-    if config.warm_start.steps and point.state["phase"] == "rl":
+    if config.warm_start_steps and point.state["phase"] == "rl":
         try:
             folder.read(point.run_dir / "warm_start")
         except ValueError as error:

@@ -86,7 +86,7 @@ def _render(config: Config) -> None:
 @contextmanager
 def _job(config: Config, prepared: Prepared, origin: Origin) -> Iterator["Job"]:
     """A job with its ranks up; on the way out, whatever happened, no process is left."""
-    total = config.warm_start.steps + config.trainer.steps
+    total = config.warm_start_steps + config.trainer.steps
     run_dir = Path(config.run.dir)
     with (
         Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
@@ -120,7 +120,7 @@ class Job:
     ) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = 0
-        self.bad_steps = 0
+        self.bad_steps, self._idle = 0, False
         on = (self._on_span, self._on_memory)
         self.group = WorkerGroup(launcher, config, prepared.model_path, *on)
         described = self.group.setup()[0]
@@ -155,12 +155,12 @@ class Job:
         if graph is None:
             return
         folder, point = self.run_dir / "warm_start", self.origin.point
-        self._begin(Schedule.serial, graph, warm.steps, warm.optim)
+        self._begin(Schedule.serial, graph, self.config.warm_start_steps, warm.optim)
         if point is not None and self._point("rl"):
             ended = read(point.run_dir / "warm_start")  # what the recipe's roles are copies of
             self.checkpoints.load(ended)
             if not self.origin.continues(self.run_dir):
-                self.checkpoints.write(folder, warm.steps, State(ended.state))
+                self.checkpoints.write(folder, self.config.warm_start_steps, State(ended.state))
             return
         self._restore("warm_start")
         schedule = self._fit("warm_start", Schedule.serial, graph, warm.prompts_per_step)
@@ -225,7 +225,7 @@ class Job:
 
     def _fit(self, name: str, kind: Schedule, graph: Graph, prompts_per_step: int) -> AnySchedule:
         """Run the steps of a phase that are left, with `graph`, whose roles are there."""
-        rollout, warm = self.config.rollout, self.config.warm_start.steps
+        rollout, warm = self.config.rollout, self.config.warm_start_steps
         first = warm if name == "rl" else 0
         last = first + (self.config.trainer.steps if name == "rl" else warm)
         self.telemetry.phase(name, last - first, first)
@@ -370,6 +370,7 @@ class Job:
 
     def _record(self, result: StepResult, seconds: float) -> None:
         metrics = step_metrics(result, seconds)
+        self._check_trained(result, metrics)
         end = 0.0
         for span in sorted(result.spans, key=lambda span: span.start):
             # A lane's slices must not overlap, and a schedule's stages may.
@@ -407,6 +408,17 @@ class Job:
             }
             for sample in shown
         ]
+
+    def _check_trained(self, result: StepResult, metrics: dict[str, float]) -> None:
+        """Say it, the first time, where a step had nothing to train on."""
+        if self._idle or any(name.rpartition("/")[2] == "loss" for name in result.metrics):
+            return
+        self._idle = True
+        self.telemetry.note(
+            f"step {self.step}: nothing to train on, {metrics['filtered']:g} samples left out;"
+            " where the rewards of a prompt's samples are all alike, there is nothing to learn",
+            step=self.step,
+        )
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Report a step whose loss was not finite; stop after too many in a row."""

@@ -12,7 +12,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.cluster.runtime import check_ranks
-from hybridrl.config import Config, ConfigError, Engine, ModelConfig, RolloutConfig, Schedule
+from hybridrl.config import (
+    WARM_START,
+    Config,
+    ConfigError,
+    Engine,
+    ModelConfig,
+    RolloutConfig,
+    Schedule,
+)
 from hybridrl.config.compose import explain
 from hybridrl.config.dotted import load_function
 from hybridrl.config.errors import names
@@ -47,8 +55,8 @@ def prepare(config: Config) -> Prepared:
     run_dir = Path(config.run.dir)
     graph = with_parts(build_recipe(config.recipe), config)
     warm_start = None
-    if config.warm_start.steps:
-        warm_start = _once(build_recipe({"target": "hybridrl.recipes.sft:sft"}))
+    if config.warm_start_steps:
+        warm_start = _once(build_recipe({"target": WARM_START}))
     check_ranks(config.cluster)
     check_placement(config, graph)
     _check_on_policy(config, graph)

@@ -105,7 +105,7 @@ def configuration(placement: str, run_dir: Path, args: argparse.Namespace) -> Co
     return make_config(
         "recipe=ppo", "recipe.num_samples=4", f"cluster.placement={placement}", "cluster.ranks=2",
         f"model.tiny.hidden_size={args.width}", f"model.tiny.intermediate_size={3 * args.width}",
-        "model.tiny.num_layers=4", f"trainer.prompts_per_step={args.prompts}",
+        "model.tiny.num_layers=4", "warm_start.steps=0", f"trainer.prompts_per_step={args.prompts}",
         f"rollout.max_new_tokens={args.tokens}", "trainer.optim.lr=1e-9", "critic.optim.lr=1e-9",
         "trainer.steps=1000000", "data.eval_size=8", f"run.dir={run_dir}",
     )  # fmt: skip

@@ -131,7 +131,24 @@ def test_a_recipes_yaml_holds_the_defaults_of_its_dataclass(name: str) -> None:
 
 
 def test_root_defaults_are_the_dataclasses() -> None:
-    """What train.yaml does not set is as in hybridrl/config: there is no second set of defaults."""
-    config = to_config(composed())
+    """What train.yaml does not set is as in hybridrl/config: there is no second set of defaults.
+
+    But for the optimizer of the warm start, which is that of model=tiny.
+    """
+    config = to_config(composed("model=pretrained", "model.path=some/model"))
     for group in ("trainer", "rollout", "eval", "cluster", "telemetry", "warm_start"):
         assert getattr(config, group) == getattr(Config(), group)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], 120),
+        (["model.path=somewhere"], 0),
+        (["recipe=sft"], 0),
+        (["recipe=sft", "warm_start.steps=7"], 7),
+        (["warm_start.steps=0"], 0),
+    ],
+)
+def test_a_model_made_on_the_spot_has_a_warm_start(overrides: list[str], steps: int) -> None:
+    assert to_config(composed(*overrides)).warm_start_steps == steps

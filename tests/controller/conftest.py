@@ -42,6 +42,7 @@ TINY = [
     "data.size=50",
     "data.eval_size=8",
     "trainer.prompts_per_step=4",
+    "warm_start.steps=0",
     "warm_start.prompts_per_step=4",
     "rollout.max_new_tokens=12",
     "telemetry.tensorboard=false",

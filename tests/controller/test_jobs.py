@@ -168,6 +168,18 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
         assert counted == sum(s["status"].startswith(status) for s in samples) > 0
 
 
+def test_a_step_without_samples_is_said_once(
+    run_here: Callable[..., list[StepResult]], tmp_path: Path
+) -> None:
+    """The rewards of a model that knows nothing are all zero."""
+    run_here("idle", "recipe=grpo", "reward=exact", "trainer.steps=3")
+    run_dir = tmp_path / "idle"
+    assert not [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    (note,) = [e for e in read_lines(run_dir / "events.jsonl") if e["kind"] == "note"]
+    assert note["step"] == 1
+    assert note["text"].startswith("step 1: nothing to train on, 32 samples left out; where")
+
+
 @contextmanager
 def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
     path.mkdir()
