@@ -177,7 +177,7 @@ def test_a_step_without_samples_is_said_once(
     assert not [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
     (note,) = [e for e in read_lines(run_dir / "events.jsonl") if e["kind"] == "note"]
     assert note["step"] == 1
-    assert note["text"].startswith("step 1: nothing to train on, 32 samples left out; where")
+    assert note["text"].startswith("step 1: nothing to train on, 16 samples left out; where")
 
 
 @contextmanager
