@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridrl.algorithms import advantages, losses
-from hybridrl.algorithms.rewards import has_spread
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -25,7 +24,7 @@ class DrGRPOConfig(OldPolicy):
 def dr_grpo(flow: Flow, cfg: DrGRPOConfig) -> None:
     """Sample groups, take their means off, and weigh every token alike."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
-    samples = flow.reward.score(samples).filter(has_spread)
+    samples = flow.reward.score(samples)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     # Not divided by the deviation, which would favour prompts that are nearly solved or hopeless;
     samples = samples.by_group(partial(advantages.group_relative, std_normalise=False))
