@@ -1,6 +1,7 @@
 """`hybridrl train | eval | plan | submit | ...`: the rest of the line is Hydra overrides."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -82,7 +83,11 @@ def _run(action: str, args: list[str]) -> None:
 
     compose.register()
     args = compose.take_recipe_paths(args)
-    compose.check_command_line(args)
+    first = compose.check_command_line(args)
+    made: list[Path] = []
+    if first is not None:  # Hydra makes the directory and writes into it before it calls the job
+        _check_run_dir(action, first)
+        made = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")
     def job(composed: DictConfig) -> None:
@@ -93,9 +98,10 @@ def _run(action: str, args: list[str]) -> None:
             config = compose.to_config(composed)
             if config.model.shape and config.model.path is None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
+            _check_run_dir(action, config)  # of a sweep
             _job(action, config)
         except ConfigError as error:
-            _leave_nothing(Path(composed.run.dir))
+            _leave_nothing(Path(composed.run.dir), made)
             _fail(str(error), 2)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -107,12 +113,24 @@ def _run(action: str, args: list[str]) -> None:
         raise ConfigError("run.dir", error.filename, allowed) from error
 
 
-def _leave_nothing(run_dir: Path) -> None:
+def _check_run_dir(action: str, config: Config) -> None:
+    """Raise ConfigError where a training run would add its metrics to those of another."""
+    metrics = Path(config.run.dir) / "metrics.jsonl"
+    there = metrics.is_file() and metrics.stat().st_size > 0  # a run that did not get far has none
+    if action == "train" and there and not config.trainer.resumes:
+        allowed = "a directory without a run, or trainer.resume=auto to go on with it"
+        raise ConfigError("run.dir", config.run.dir, allowed)
+
+
+def _leave_nothing(run_dir: Path, made: Sequence[Path]) -> None:
     """Remove the directory of a run that was refused, if Hydra's own notes and the made model are
-    all that it has.
+    all that it has, and those of its parents, innermost first, that were `made` for it.
     """
     if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {".hydra", "start"}:
         shutil.rmtree(run_dir, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
 
 
 def _job(action: str, config: Any) -> None:
@@ -251,7 +269,7 @@ def _doctor(args: list[str]) -> None:
     overrides = compose.take_recipe_paths([arg for arg in args if arg != "--json"])
     options = compose.parse_arguments(overrides)
     config = compose.check(options.overrides, options.config_dir)
-    run_dir = Path(compose.run_directory(options.overrides, options.config_dir))
+    run_dir = Path(config.run.dir)
     if config.cluster.kind is ClusterKind.slurm and not doctor.inside_a_job():
         try:
             output, code = commands.examine_nodes(config.cluster, doctor.existing(run_dir), args)

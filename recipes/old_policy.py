@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from hybridrl.algorithms.corrections import Correction
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream
 
 
@@ -55,14 +55,14 @@ class OldPolicy:
 
     old_log_probs: OldLogProbs = OldLogProbs.rollout
     """Whose log-probabilities are the old policy's: rollout, trainer or ewma."""
-    ewma_decay: float = 0.9
-    """old_log_probs=ewma: what remains of the average after an optimizer step, above 0, below 1."""
+    ewma_decay: float = bounded(0.9, above=0, below=1)
+    """old_log_probs=ewma: what remains of the average after an optimizer step."""
     correction: CorrectionRule = CorrectionRule.none
     """Weigh the policy loss by the old policy's / rollout's probability: none, truncate or mask."""
     correction_level: CorrectionLevel = CorrectionLevel.token
     """One weight a token, or one a sequence."""
-    correction_bound: float = 2.0
-    """Where weights are truncated or masked, above 1."""
+    correction_bound: float = bounded(2.0, above=1)
+    """Where weights are truncated or masked."""
     step_scale: StepScale = StepScale.none
     """Take smaller steps where stale samples are worth fewer (VCPO, arXiv 2602.17616)."""
 
@@ -86,8 +86,6 @@ def add_old_log_probs(flow: Flow, samples: Stream, cfg: OldPolicy) -> tuple[Stre
     if cfg.old_log_probs is OldLogProbs.trainer:
         samples = flow.actor.log_probs(samples)
     elif cfg.old_log_probs is OldLogProbs.ewma:
-        if not 0 < cfg.ewma_decay < 1:
-            raise ConfigError("recipe.ewma_decay", cfg.ewma_decay, "above 0 and below 1")
         average = flow.copy(flow.actor, update="ewma", decay=cfg.ewma_decay)
         samples = average.log_probs(samples, name="old_log_probs")
     if correction:

@@ -1,6 +1,5 @@
 """The policy that a KL term stays near: the start, or an average of policies that follows."""
 
-from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, Stream
 
 
@@ -13,7 +12,5 @@ def add_reference(flow: Flow, samples: Stream, decay: float | None) -> Stream:
     """
     if decay is None:
         return flow.reference.log_probs(samples)
-    if not 0 < decay < 1:
-        raise ConfigError("recipe.reference_decay", decay, "above 0 and below 1, or null")
     average = flow.copy(flow.actor, update="ewma", decay=decay, name="average_reference")
     return average.log_probs(samples, name="reference_log_probs")

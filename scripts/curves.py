@@ -9,6 +9,7 @@ held-out words (of `rm`: on as many held-out pairs), from the end of the warm st
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def train(recipe: str, steps: int, seed: int, runs: Path) -> Path:
     record = folder / "run.json"
     if record.exists() and json.loads(record.read_text())["state"] == "finished":
         return folder
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
     more = [text.format(runs=runs, steps=steps, seed=seed) for text in SETTINGS.get(recipe, [])]
     if not any(text.startswith("recipe=") for text in more):
         more.append(f"recipe={recipe}")

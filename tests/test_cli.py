@@ -67,7 +67,10 @@ WRONG = [
     ("recipe.groupsize=3", "recipe.groupsize=3: wanted a known key: "),
     ("+recipe.groupsize=3", "recipe.groupsize=3: wanted a known key: "),
     ("recipe.group_size=x", "recipe.group_size=x: wanted a whole number"),
-    ("recipe.group_size=0", "recipe=grpo: wanted settings that make a dataflow: "),
+    ("recipe.group_size=0", "recipe.group_size=0: wanted 1 or more"),
+    ("recipe.kl_coef=nan", "recipe.kl_coef=nan: wanted a finite number"),
+    ("recipe=dapo rollout.max_new_tokens=0", "rollout.max_new_tokens=0: wanted 1 or more"),
+    ("recipe=dapo recipe.max_tokens=0", "recipe.max_tokens=0: wanted 1 or more"),
     ("recipe.old_log_probs=x", "recipe.old_log_probs=x: wanted one of rollout, trainer"),
     ("recipe.normalise=x", "recipe.normalise=x: wanted one of token, sequence"),
     ("trainer.steps=abc", "trainer.steps=abc: wanted a whole number"),
@@ -83,7 +86,7 @@ WRONG = [
     ("rollout.kv_cache_tokens=10", "rollout.kv_cache_tokens=10: wanted 0, or at least "),
     ("rollout.stop=5", "rollout.stop=5: wanted a list: [a,b]"),
     ("rollout.layout.bucket_mb=0.01", "rollout.layout.bucket_mb=0.01: wanted 0.1 to 1e6"),
-    ("rollout.layout.bucket_mb=nan", "rollout.layout.bucket_mb=nan: wanted 0.1 to 1e6"),
+    ("rollout.layout.bucket_mb=nan", "rollout.layout.bucket_mb=nan: wanted a finite number"),
     (
         "data=jsonl data.sources.main.name=none.jsonl",
         "data.sources.main.name=none.jsonl: wanted at",
@@ -116,6 +119,21 @@ WRONG = [
     ("rollout.stop=['x|z']", "rollout.stop=x|z: wanted a text that the model's vocabulary can mak"),
     ("rollout.stop=[a,'']", "rollout.stop=['a', '']: wanted texts of one or more characters"),
     ("reward=function", "reward.function=null: wanted a value"),
+    (
+        "reward=sum +reward.parts={a:{kindd:exact}}",
+        "reward.parts.a.kindd=exact: wanted a known key: one of extract, function, kind",
+    ),
+    ("reward=sum +reward.parts={a:{weight:x}}", "reward.parts.a.weight=x: wanted a number"),
+    (
+        "reward=sum +reward.parts.a.kind=exact",
+        "reward.parts.a.kind=exact: wanted a name that reward.parts has, or '+reward.parts={a: {",
+    ),
+    (
+        "reward=sum reward.parts={a:{kind:exact}}",
+        "reward.parts.a={'kind': 'exact'}: wanted a name that reward.parts has, or '+reward.par",
+    ),
+    ("data.sources.other.name=x", "data.sources.other.name=x: wanted a name that data.sources ha"),
+    ("model.path=${none}", "model.path=: wanted keys in ${} that are there; none is not"),
     ("reward=function reward.function=no.module:f", "reward.function=no.module:f: wanted a "),
     ("recipe.target=no.module:f", "recipe.target=no.module:f: wanted a function that can be "),
     ("recipe.target=recipes.py:none", "recipe.target=recipes.py:none: wanted a function that "),
@@ -174,6 +192,40 @@ def test_one_line(
     assert err.startswith(f"hybridrl: {line}")
     assert err.count("\n") == 1
     assert psutil.Process().children() == before
+    if "address" not in overrides:  # Ray finds that, and the run's record says so
+        assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("there", [None, "runs", "runs/mine"])
+def test_nothing_is_left_of_the_run_directory(
+    there: str | None, files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if there:
+        Path(there).mkdir(parents=True)
+    before = sorted(files.rglob("*"))
+    with pytest.raises(SystemExit):
+        cli.main(["train", "recipe.kl=k9", "run.dir=runs/mine/first"])
+    assert capfd.readouterr().err.startswith("hybridrl: recipe.kl=k9: wanted one of k1, k2, k3, ")
+    assert sorted(files.rglob("*")) == before
+
+
+def test_a_directory_with_a_run(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is refused before anything is written, unless it is to go on; evaluations may share it."""
+    run = files / "out"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}")
+
+    def said(*args: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*args, "recipe.kl=k9", "run.dir=out"])
+        assert ended.value.code == 2
+        return capfd.readouterr().err
+
+    allowed = "a directory without a run, or trainer.resume=auto to go on with it"
+    assert said("train", "recipe=ppo") == f"hybridrl: run.dir=out: wanted {allowed}\n"
+    assert [file.name for file in run.iterdir()] == ["metrics.jsonl"]
+    for other in (("train", "trainer.resume=auto"), ("eval",)):
+        assert said(*other).startswith("hybridrl: recipe.kl=k9: ")
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

@@ -1,8 +1,7 @@
 """Rewards, advantages, losses, KL: pure functions, and the tables of their names.
 
 A table maps a name of the config to a dotted string, so that reading it imports nothing. A value
-`package.module:name` brings one's own; `verl:name` takes verl's function of that name, which keeps
-verl's arguments (padded tensors and a mask).
+`package.module:name` or `/path/file.py:name` brings one's own.
 """
 
 import functools
@@ -26,18 +25,15 @@ NORMALISATIONS: Mapping[str, str] = {
 
 
 def resolve(table: Mapping[str, str], key: str, name: str) -> Any:
-    """What `name` stands for: an entry of `table`, `verl:name` or `package.module:name`.
+    """What `name` stands for: an entry of `table`, or `package.module:name`.
 
     Raises ConfigError naming the config key `key` and the known names.
     """
     if name in table:
         return pkgutil.resolve_name(table[name])
-    if name.startswith("verl:"):
-        # By string: only the controller's side may import verl.
-        return pkgutil.resolve_name("hybridrl.compat.verl:function")(name.removeprefix("verl:"))
     if ":" in name:
         return _load(key, name)
-    raise ConfigError(key, name, [*table, "verl:<name>", "package.module:name"])
+    raise ConfigError(key, name, [*table, "package.module:name"])
 
 
 # A loss resolves its names at every call; a file is to run once.

@@ -2,7 +2,7 @@
 
 Pure Python: they run in the driver, without torch. Each takes one list of rewards a prompt (for
 `Stream.by_batch(..., grouped=True)`) and gives one list a prompt, the same number at each of its
-samples, as `Actor.generate_more` reads it.
+samples, as `Actor.generate_more` reads it. A prompt without samples has no place for a number.
 """
 
 import functools
@@ -38,6 +38,8 @@ def hardness_weighted(rewards: Groups, *, max_samples: int) -> list[list[int]]:
 
 def _rebalanced(rewards: Sequence[SupportsFloat], max_samples: int, hardness: bool) -> list[int]:
     n = len(rewards)
+    if not n:
+        return []
     u = math.fsum(map(float, rewards)) / n or 0.5 / n
     if u >= 0.5:
         return [0] * n
@@ -76,7 +78,7 @@ def by_uncertainty(
     more = [0] * len(n)
     total = sum(n)
     for _ in range(budget):
-        open_ = [i for i in range(len(n)) if n[i] + more[i] < max_samples]
+        open_ = [i for i in range(len(n)) if n[i] > 0 and n[i] + more[i] < max_samples]
         if not open_:
             break
         bonus = exploration * math.sqrt(math.log1p(total))

@@ -141,7 +141,7 @@ class ValueLoss:
     normalise: str = "token"
 
     def __post_init__(self) -> None:
-        if self.clip is not None and self.clip <= 0:
+        if self.clip is not None and not self.clip > 0:
             raise ConfigError("recipe.value_clip", self.clip, "above 0, or null")
         resolve(NORMALISATIONS, "recipe.normalise", self.normalise)
 

@@ -127,7 +127,7 @@ class ClippedLoss(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError("recipe.dual_clip", self.dual_clip, "above 1, or null")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
@@ -228,7 +228,7 @@ def check_clip(clip_low: float, clip_high: float) -> None:
     """Raise ConfigError for bounds of a ratio that cannot be."""
     if not 0 <= clip_low <= 1:
         raise ConfigError("recipe.clip_low", clip_low, "0 to 1")
-    if clip_high < 0:
+    if not clip_high >= 0:
         raise ConfigError("recipe.clip_high", clip_high, "0 or above")
 
 

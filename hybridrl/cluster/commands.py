@@ -83,10 +83,9 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     if sweep and config.cluster.kind is ClusterKind.ray:
         raise ConfigError("option", "-m", "a single run with cluster=ray")
     containers.check_image(config.cluster)
-    directory = compose.run_directory(taken.overrides, taken.config_dir, sweep)
-    path = Path(directory).absolute()
+    path = Path(config.run.dir).absolute()
     if path.exists() and any(path.iterdir()) and "trainer.resume=auto" not in options.overrides:
-        raise ConfigError("run.dir", directory, "a directory that is not there yet, or empty")
+        raise ConfigError("run.dir", config.run.dir, "a directory that is not there yet, or empty")
     configs = [compose.check(o, taken.config_dir) for o in compose.choices(taken.overrides)]
     fixed, swept = [], []
     for override in options.overrides:

@@ -1,21 +1,16 @@
-"""The one place that imports verl: its control plane, and its functions by `verl:<name>`.
+"""The one place that imports verl: its control plane.
 
 `import verl` takes seconds and changes the process (logging, environment), so every function here
 imports it lazily. See docs/controller.md for what we take from verl and what we do not.
 """
 
-import importlib
-import os
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from hybridrl.config import ConfigError
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_beside
 
 _BESIDE = "beside"  # Ray's name for the thread of what runs beside
-_FUNCTION_MODULES = ("verl.trainer.ppo.core_algos", "verl.utils.reward_score")
 
 
 def has_gpu() -> bool:
@@ -128,12 +123,3 @@ def subgroup(group: Any, ranks: list[int]) -> Any:
         device_name=group.device_name,
         use_gpu=group.use_gpu,
     )
-
-
-def function(name: str) -> Callable[..., Any]:
-    """verl's function `name` (an advantage estimator, a policy loss, a scorer)."""
-    os.environ.update({k: v for k, v in environment().items() if k not in os.environ})
-    for module in map(importlib.import_module, _FUNCTION_MODULES):
-        if callable(found := getattr(module, name, None)):
-            return partial(found)
-    raise ConfigError(f"verl:{name}", name, f"a function of {' or '.join(_FUNCTION_MODULES)}")

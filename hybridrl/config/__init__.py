@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.cluster import (
     ClusterConfig,
     ClusterKind,
@@ -198,4 +199,5 @@ __all__ = [
     "TrainerConfig",
     "ValueModelConfig",
     "WarmStartConfig",
+    "bounded",
 ]

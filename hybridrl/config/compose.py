@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
@@ -17,10 +17,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from hybridrl.config import Config, ConfigError
+from hybridrl.config.bounds import check_finite
 from hybridrl.config.errors import names
 from hybridrl.config.recipe_folder import recipe_by_path
 
@@ -52,16 +58,17 @@ def take_recipe_paths(args: Sequence[str]) -> list[str]:
     return taken
 
 
-def check_command_line(args: Sequence[str]) -> None:
+def check_command_line(args: Sequence[str]) -> Config | None:
     """Raise `ConfigError` for the first thing that is wrong in what follows `hybridrl train`.
 
     Runs before Hydra's own entry, whose messages take a screen. What only asks for information
-    (`--help`) passes.
+    (`--help`) passes. Gives what `check` does, or None where nothing will run.
     """
     options = parse_arguments(args)
     if options.help or options.hydra_help or options.info or options.shell_completion:
-        return
-    check(options.overrides, options.config_dir, sweep=options.multirun)
+        return None
+    config = check(options.overrides, options.config_dir, sweep=options.multirun)
+    return None if options.cfg else config
 
 
 def parse_arguments(args: Sequence[str]) -> Namespace:
@@ -87,16 +94,21 @@ def _refuse(message: str) -> NoReturn:
 def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> Config:
     """Compose `overrides` once and raise `ConfigError` for the first thing that is wrong.
 
-    With `sweep`, the first choice of every `key=a,b` is composed. In what is returned, `run.dir` is
-    not resolved.
+    With `sweep`, the first choice of every `key=a,b` is composed, and `run.dir` is the directory of
+    the sweep: `hydra.sweep.dir`, unless `run.dir` is among the overrides.
     """
     flat = [_first_choice(override, sweep) for override in map(_parse, overrides)]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            composed = compose("train", overrides=[*flat, *_searchpath(config_dir)])
-            # run.dir is resolved by Hydra's entry, which alone knows the choices and the time.
-            OmegaConf.update(composed, "run.dir", "unresolved")
+            composed = compose(
+                "train", overrides=[*flat, *_searchpath(config_dir)], return_hydra_config=True
+            )
+            HydraConfig.instance().set_config(composed)  # for what the directory's name is made of
+            if sweep and not any(line.partition("=")[0] == "run.dir" for line in flat):
+                composed.run.dir = composed.hydra.sweep.dir
+            with open_dict(composed):
+                del composed["hydra"]
             return to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides) from None
@@ -114,25 +126,6 @@ def choices(overrides: Sequence[str]) -> list[list[str]]:
     return [list(choice) for choice in itertools.product(*lists)]
 
 
-def run_directory(
-    overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False
-) -> str:
-    """`run.dir` of a run with `overrides`, which `check` has passed; with `sweep`, of its sweep.
-
-    A sweep's directory is `hydra.sweep.dir`, unless `run.dir` is among the overrides.
-    """
-    flat = [_first_choice(override, sweep) for override in map(_parse, overrides)]
-    GlobalHydra.instance().clear()
-    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        composed = compose(
-            "train", overrides=[*flat, *_searchpath(config_dir)], return_hydra_config=True
-        )
-    HydraConfig.instance().set_config(composed)  # for what the directory's name is made from
-    if sweep and not any(line.partition("=")[0] == "run.dir" for line in flat):
-        return str(composed.hydra.sweep.dir)
-    return str(composed.run.dir)
-
-
 def _searchpath(config_dir: str | None) -> list[str]:
     if config_dir is None:
         return []
@@ -147,6 +140,7 @@ def to_config(composed: DictConfig) -> Config:
         if missing:
             key = sorted(missing)[0]
             raise ConfigError(key, "???", f"a value ({key}=...)")
+        check_finite(OmegaConf.to_container(composed, resolve=True))
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise explain(error, ()) from None
@@ -186,20 +180,47 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
 
 
 def _explain_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
-    key = str(error.full_key)
-    value = _value_of(key, overrides)
+    key, message = str(error.full_key), str(error.msg or error).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(key, "???", f"a value ({key}=...)")
-    if isinstance(error, ValidationError):
-        return ConfigError(key, value, _allowed(str(error.msg or error).splitlines()[0]))
+    if entry := _new_entry(error, overrides):
+        return entry
+    value = _value_of(key, overrides)
+    if isinstance(error, ValidationError | InterpolationResolutionError):
+        return ConfigError(key, value, _allowed(message))
     parent, _, name = key.rpartition(".")
-    return ConfigError(key, value, "a known key: " + names(name, _keys_of(parent, key, overrides)))
+    kind = error.object_type
+    known = [f.name for f in fields(kind)] if is_dataclass(kind) else None
+    known = known or _keys_of(parent, key, overrides)
+    return ConfigError(key, value, "a known key: " + names(name, known))
+
+
+def _new_entry(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError | None:
+    """The answer to `reward.parts.NAME.kind=exact`, where no NAME is there yet."""
+    unknown = not isinstance(error, ValidationError)
+    if not (unknown and any(map(is_dataclass, get_args(error.ref_type)))) and (
+        "dict is not a subclass of" not in str(error.msg)
+    ):
+        return None
+    entry = path = str(error.full_key)  # `+reward.parts.NAME.kind` has it without its parents
+    value = _value_of(entry, overrides)
+    for override in overrides:
+        name, _, given = override.lstrip("+~").partition("=")
+        before, inside, _ = f".{name}.".partition(f".{entry}.")
+        if inside:
+            entry, path, value = f"{before}.{entry}".strip("."), name, given
+            break
+    parent, _, name = entry.rpartition(".")
+    allowed = f"a name that {parent} has, or '+{parent}={{{name}: {{...}}}}' for a new one"
+    return ConfigError(path, value, allowed)
 
 
 def _allowed(message: str) -> str:
     """What OmegaConf's message says is allowed, without the rest."""
     if found := re.search(r"expected one of \[(.*)\]", message):
         return f"one of {found[1]}"
+    if found := re.search(r"Interpolation key '(.*)' not found", message):
+        return f"keys in ${{}} that are there; {found[1]} is not"
     if found := re.search(r"could not be converted to (\w+)", message):
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
         return kinds.get(found[1], found[1])
@@ -216,6 +237,7 @@ def _allowed(message: str) -> str:
 def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
     """Keys below `path` in what the other overrides compose to."""
     others = [o for o in overrides if o.lstrip("+~").partition("=")[0] != wrong]
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             node: Any = compose("train", overrides=others)
@@ -229,8 +251,14 @@ def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
 def _value_of(key: str, overrides: Sequence[str]) -> str:
     for override in reversed(overrides):
         name, sign, value = override.partition("=")
-        if sign and name.lstrip("+~") == key:
+        name = name.lstrip("+~")
+        if sign and name == key:
             return value
+        if sign and key.startswith(f"{name}.") and value.startswith("{"):
+            inner: Any = _parse(override).value()
+            for part in key.removeprefix(f"{name}.").split("."):
+                inner = inner.get(part, "") if isinstance(inner, dict) else ""
+            return str(inner)
     return ""
 
 

@@ -1,6 +1,7 @@
 """Recipes outside of the package: a folder with `__init__.py` and `config.yaml`."""
 
 import importlib.resources
+import keyword
 import re
 import shutil
 from pathlib import Path
@@ -39,8 +40,9 @@ def new_recipe(name: str, source: str, parent: Path) -> Path:
     Raises ConfigError for a name that cannot be a function's, a source that there is not, or a
     folder that exists.
     """
-    if not _NAME.fullmatch(name):
-        raise ConfigError("NAME", name, "lower-case letters, digits and _, a letter first")
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        allowed = "lower-case letters, digits and _, a letter first; no keyword of Python"
+        raise ConfigError("NAME", name, allowed)
     recipes = importlib.resources.files("hybridrl.recipes")
     known = [folder.name for folder in recipes.iterdir() if (folder / "config.yaml").is_file()]
     if source not in known:

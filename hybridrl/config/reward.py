@@ -1,6 +1,5 @@
 """How a response is judged."""
 
-import math
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -71,8 +70,6 @@ class RewardPartConfig(JudgeConfig):
         JudgeConfig.check(self, key)
         if self.kind is RewardKind.sum:
             raise ConfigError(f"{key}.kind", self.kind.value, "another kind: a part has no parts")
-        if not math.isfinite(self.weight):
-            raise ConfigError(f"{key}.weight", self.weight, "a finite number")
 
 
 @dataclass(kw_only=True, slots=True)

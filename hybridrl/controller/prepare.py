@@ -21,6 +21,7 @@ from hybridrl.config import (
     RolloutConfig,
     Schedule,
 )
+from hybridrl.config.bounds import check_bounds, check_finite
 from hybridrl.config.compose import explain
 from hybridrl.config.dotted import load_function
 from hybridrl.config.errors import names
@@ -132,7 +133,11 @@ def _typed(config_type: type, settings: dict[str, Any]) -> Any:
     for key in settings.keys() - set(known):
         raise ConfigError(f"recipe.{key}", settings[key], f"a known key: {names(key, known)}")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_type), settings))
+        merged = OmegaConf.merge(OmegaConf.structured(config_type), settings)
+        values: Any = OmegaConf.to_container(merged)
+        check_finite(values, "recipe")
+        check_bounds(config_type, values, "recipe")
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         found = explain(error, [f"{key}={value}" for key, value in settings.items()])
         raise ConfigError(f"recipe.{found.key}", found.value, found.allowed) from None

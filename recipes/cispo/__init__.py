@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -12,11 +13,11 @@ from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 class CISPOConfig(OldPolicy):
     """Settings of CISPO."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt."""
-    clip_low: float = 1.0
+    clip_low: float = bounded(1.0, least=0, most=1)
     """The weight is at least 1 - clip_low; 1 is no bound, as in the paper."""
-    clip_high: float = 4.0
+    clip_high: float = bounded(4.0, least=0)
     """The weight is at most 1 + clip_high."""
 
 

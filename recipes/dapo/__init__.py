@@ -5,7 +5,7 @@ from functools import partial
 
 from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread, overlong_shaped
-from hybridrl.config import ConfigError
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -14,25 +14,21 @@ from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 class DAPOConfig(OldPolicy):
     """Settings of DAPO."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt; the paper takes 16."""
-    max_rounds: int = 10
+    max_rounds: int = bounded(10, least=1)
     """Rounds of prompts that a step may ask for, until it has trainer.prompts_per_step groups whose
     rewards differ; after them it trains on those that there are."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: float = bounded(0.28, least=0)
     """The ratio is clipped above at 1 + clip_high: unlikely tokens may become likely."""
-    max_tokens: int = 256
+    max_tokens: int = bounded(256, least=1)
     """The longest response: rollout.max_new_tokens."""
-    overlong_share: float = 0.2
+    overlong_share: float = bounded(0.2, least=0, most=1)
     """The last share of max_tokens, where a response loses up to overlong_penalty; 0: none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = bounded(1.0, least=0)
     """What a response of max_tokens loses."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.overlong_share <= 1:
-            raise ConfigError("recipe.overlong_share", self.overlong_share, "0 to 1")
 
 
 @recipe("dapo")

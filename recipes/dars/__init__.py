@@ -6,7 +6,7 @@ from functools import partial
 
 from hybridrl.algorithms import advantages, budgets, losses
 from hybridrl.algorithms.rewards import has_spread
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -22,15 +22,15 @@ class Rebalancing(Enum):
 class DARSConfig(OldPolicy):
     """Settings of DARS."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt in the first stage."""
     rebalancing: Rebalancing = Rebalancing.equal_treatment
     """equal_treatment or hardness_weighted."""
     max_samples: int = 32
     """Samples per prompt in both stages; the authors take 32, and 64 for hardness_weighted."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = bounded(0.2, least=0)
     """The ratio is clipped above at 1 + clip_high."""
 
     def __post_init__(self) -> None:

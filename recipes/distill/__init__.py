@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.algorithms.distill import DistillLoss
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 
 
@@ -10,7 +11,7 @@ from hybridrl.flow import Flow, recipe
 class DistillConfig:
     """Settings of on-policy distillation; the teacher is `teacher.path`."""
 
-    num_samples: int = 4
+    num_samples: int = bounded(4, least=1)
     """Samples per prompt."""
     normalise: str = "token"
     """Mean over all tokens (token), or over responses of their mean (sequence)."""

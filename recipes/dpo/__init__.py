@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hybridrl.algorithms.sequence_losses import DPOLoss
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.reference import add_reference
 
@@ -19,13 +20,13 @@ class Variant(Enum):
 class DPOConfig:
     """Settings of DPO."""
 
-    beta: float = 0.1
+    beta: float = bounded(0.1, above=0)
     """Scale of the implicit reward, beta log(p / p_reference): larger stays nearer."""
     variant: Variant = Variant.sigmoid
     """sigmoid or ipo."""
-    label_smoothing: float = 0.0
-    """How often a preference is taken to be the wrong way round, 0 to 0.5."""
-    reference_decay: float | None = None
+    label_smoothing: float = bounded(0.0, least=0, most=0.5)
+    """How often a preference is taken to be the wrong way round."""
+    reference_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
 
 

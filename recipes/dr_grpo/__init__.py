@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridrl.algorithms import advantages, losses
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -12,11 +13,11 @@ from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 class DrGRPOConfig(OldPolicy):
     """Settings of Dr.GRPO."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = bounded(0.2, least=0)
     """The ratio is clipped above at 1 + clip_high."""
 
 

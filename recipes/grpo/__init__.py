@@ -7,7 +7,7 @@ from functools import partial
 from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.corrections import response_ratio
 from hybridrl.algorithms.rewards import has_spread
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import OldLogProbs, OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
@@ -24,7 +24,7 @@ class Baseline(Enum):
 class GRPOConfig(OldPolicy):
     """Settings of GRPO; the defaults are DAPO's token mean without a KL term."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt."""
     baseline: Baseline = Baseline.mean
     """What rewards are compared with: mean, or minimum_variance (VCPO, arXiv 2602.17616)."""
@@ -32,17 +32,17 @@ class GRPOConfig(OldPolicy):
     """Divide by the group's standard deviation; Dr.GRPO (arXiv 2503.20783) does not."""
     skip_equal_groups: bool = True
     """Leave out groups whose rewards are all equal: they have no advantage."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = bounded(0.2, least=0)
     """The ratio is clipped above at 1 + clip_high; DAPO (arXiv 2503.14476) takes 0.28."""
-    dual_clip: float | None = None
-    """Bound of the loss for negative advantages (arXiv 1912.09729), above 1; null: none."""
-    kl_coef: float = 0.0
+    dual_clip: float | None = bounded(None, above=1)
+    """Bound of the loss for negative advantages (arXiv 1912.09729); null: none."""
+    kl_coef: float = bounded(0.0, least=0)
     """Weight of the KL term to the reference policy; 0 needs no reference."""
     kl: str = "k3"
     """Estimator of that KL: k1, k2 or k3."""
-    reference_decay: float | None = None
+    reference_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""

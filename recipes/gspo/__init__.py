@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hybridrl.algorithms import advantages
 from hybridrl.algorithms.rewards import has_spread
 from hybridrl.algorithms.sequence_losses import GSPOLoss
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -13,11 +14,11 @@ from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 class GSPOConfig(OldPolicy):
     """Settings of GSPO."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt."""
-    clip_low: float = 3e-4
+    clip_low: float = bounded(3e-4, least=0, most=1)
     """The ratio, a mean over tokens, is clipped below at 1 - clip_low."""
-    clip_high: float = 4e-4
+    clip_high: float = bounded(4e-4, least=0)
     """The ratio is clipped above at 1 + clip_high."""
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.algorithms import advantages, losses
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 
 
@@ -10,7 +11,7 @@ from hybridrl.flow import Flow, recipe
 class OPOConfig:
     """Settings of OPO."""
 
-    group_size: int = 8
+    group_size: int = bounded(8, least=1)
     """Samples per prompt."""
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hybridrl.algorithms import critic, losses
+from hybridrl.algorithms import KL_ESTIMATORS, critic, losses, resolve
 from hybridrl.algorithms.control import AdaptiveKL
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
@@ -24,40 +24,35 @@ from hybridrl.recipes.whiten import whitened
 class PPOConfig(OldPolicy):
     """Settings of PPO; passes and mini-batches are `trainer.epochs` and `trainer.mini_batches`."""
 
-    num_samples: int = 8
+    num_samples: int = bounded(8, least=1)
     """Samples per prompt."""
-    gamma: float = 1.0
+    gamma: float = bounded(1.0, least=0, most=1)
     """Discount of a token's reward per token before it."""
-    lam: float = 0.95
+    lam: float = bounded(0.95, least=0, most=1)
     """Lambda of the advantage estimate: 0 trusts the critic alone, 1 the rewards alone."""
-    kl_coef: float = 0.02
+    kl_coef: float = bounded(0.02, least=0)
     """Weight of the KL penalty in the reward; 0 needs no reference."""
     kl: str = "k1"
     """Estimator of that KL: k1, k2 or k3."""
-    kl_target: float | None = None
+    kl_target: float | None = bounded(None, above=0)
     """Distance from the reference, nats per response, that `kl_coef` adapts to; null: it stays."""
-    kl_horizon: float = 10000.0
+    kl_horizon: float = bounded(10000.0, above=0)
     """Responses in which it adapts: n of them change it by at most a fifth of n / kl_horizon."""
-    reference_decay: float | None = None
+    reference_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
-    clip: float = 0.2
+    clip: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped to 1 - clip and 1 + clip."""
-    value_clip: float | None = 0.2
+    value_clip: float | None = bounded(0.2, above=0)
     """Values are clipped to this far from what they were before the update; null: not."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalise: str = "token"
     """Weights of the policy's tokens: token, sequence or constant."""
-    critic_warmup: int = 0
+    critic_warmup: int = bounded(0, least=0)
     """Steps at the beginning in which the critic alone is trained."""
 
     def __post_init__(self) -> None:
-        for key in ("gamma", "lam"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(f"recipe.{key}", getattr(self, key), "0 to 1")
-        for key in ("kl_coef", "critic_warmup"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"recipe.{key}", getattr(self, key), "0 or more")
+        resolve(KL_ESTIMATORS, "recipe.kl", self.kl)  # which otherwise the ranks are first to do
         if self.kl_target is not None and not self.kl_coef:
             raise ConfigError("recipe.kl_target", self.kl_target, "null with kl_coef=0: 0 stays 0")
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from hybridrl.algorithms import advantages, critic, losses
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
@@ -16,17 +17,17 @@ from hybridrl.recipes.whiten import whitened
 class ReinforcePPConfig(OldPolicy):
     """Settings of REINFORCE++."""
 
-    num_samples: int = 4
+    num_samples: int = bounded(4, least=1)
     """Samples per prompt."""
     group_baseline: bool = False
     """Take the mean of a prompt's rewards off first: REINFORCE++ with baseline."""
-    kl_coef: float = 0.01
+    kl_coef: float = bounded(0.01, least=0)
     """What a nat of log p / p_reference takes off the reward of a token; 0 needs no reference."""
-    reference_decay: float | None = None
+    reference_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = bounded(0.2, least=0)
     """The ratio is clipped above at 1 + clip_high."""
 
 

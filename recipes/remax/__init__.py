@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.algorithms import advantages, losses
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 
 
@@ -10,7 +11,7 @@ from hybridrl.flow import Flow, recipe
 class ReMaxConfig:
     """Settings of ReMax."""
 
-    num_samples: int = 1
+    num_samples: int = bounded(1, least=1)
     """Samples per prompt, besides the greedy one."""
 
 

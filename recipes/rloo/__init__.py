@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from hybridrl.algorithms import advantages, losses
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.reference import add_reference
 
@@ -14,12 +15,12 @@ from hybridrl.recipes.reference import add_reference
 class RLOOConfig:
     """Settings of RLOO."""
 
-    group_size: int = 4
+    group_size: int = bounded(4, least=1)
     """Samples per prompt."""
-    kl_coef: float = 0.0
+    kl_coef: float = bounded(0.0, least=0)
     """What a nat of log p / p_reference of the whole response takes off its reward; the paper has
     0.03 to 0.1 with a reward model. 0 needs no reference."""
-    reference_decay: float | None = None
+    reference_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
 
 

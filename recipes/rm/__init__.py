@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrl.algorithms.sequence_losses import BradleyTerryLoss
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 
 
@@ -10,7 +11,7 @@ from hybridrl.flow import Flow, recipe
 class RMConfig:
     """Settings of reward modelling; the model and its optimizer are `reward_model.*`."""
 
-    centre: float = 0.0
+    centre: float = bounded(0.0, least=0)
     """Weight of the square of a pair's sum of rewards, which keeps rewards about 0."""
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.algorithms import critic, losses
 from hybridrl.algorithms.control import Multiplier, with_cost
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.old_policy import add_old_log_probs
 from hybridrl.recipes.ppo import PPOConfig, add_kl
@@ -25,17 +25,18 @@ class SafeRLHFConfig(PPOConfig):
 
     threshold: float = 0.0
     """The mean cost that responses may have."""
-    multiplier: float = 1.0
-    """The multiplier at the beginning, above 0."""
-    multiplier_lr: float = 0.1
+    multiplier: float = bounded(1.0, above=0)
+    """The multiplier at the beginning; above 0, since 0 stays 0."""
+    multiplier_lr: float = bounded(0.1, least=0)
     """Step of its logarithm per unit of cost."""
-    multiplier_max: float | None = 5.0
+    multiplier_max: float | None = bounded(5.0, above=0)
     """Its largest value; null: none."""
 
     def __post_init__(self) -> None:
         PPOConfig.__post_init__(self)
-        if not self.multiplier > 0:
-            raise ConfigError("recipe.multiplier", self.multiplier, "above 0: 0 stays 0")
+        if self.multiplier_max is not None and self.multiplier > self.multiplier_max:
+            allowed = f"at most recipe.multiplier_max={self.multiplier_max}"
+            raise ConfigError("recipe.multiplier", self.multiplier, allowed)
 
 
 @recipe("safe_rlhf")

@@ -6,6 +6,7 @@ import torch
 
 from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread, majority_vote
+from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -14,13 +15,13 @@ from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 class TTRLConfig(OldPolicy):
     """Settings of TTRL, and of ETTRL's reshaping."""
 
-    group_size: int = 16
+    group_size: int = bounded(16, least=1)
     """Samples per prompt, which vote and are trained on; the paper takes 64 votes."""
     entropy_reshaping: bool = False
     """Give less weight to responses that the policy was unsure of (ETTRL, arXiv 2508.11356)."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = bounded(0.2, least=0)
     """The ratio is clipped above at 1 + clip_high."""
 
 

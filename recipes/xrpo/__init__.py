@@ -7,6 +7,7 @@ import torch
 
 from hybridrl.algorithms import advantages, budgets, losses
 from hybridrl.algorithms.rewards import has_spread
+from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -15,26 +16,31 @@ from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 class XRPOConfig(OldPolicy):
     """Settings of XRPO."""
 
-    group_size: int = 4
+    group_size: int = bounded(4, least=1)
     """Samples of every prompt before any is preferred."""
-    rounds: int = 2
+    rounds: int = bounded(2, least=0)
     """How often the rest of the budget is dealt, by what the rewards say by then."""
-    round_samples: int = 64
+    round_samples: int = bounded(64, least=1)
     """Samples that a round deals to the step's prompts."""
     max_samples: int = 32
     """Samples per prompt at most."""
-    confidence: float = 0.95
+    confidence: float = bounded(0.95, above=0, below=1)
     """Of the interval of a prompt's mean reward."""
-    exploration: float = 0.1
+    exploration: float = bounded(0.1, least=0)
     """Weight of the bonus for prompts with few samples."""
-    novelty: float = 0.5
+    novelty: float = bounded(0.5, least=0)
     """Weight of what a right response gains for being less likely than its group; 0: nothing."""
-    novelty_bound: float = 0.5
+    novelty_bound: float = bounded(0.5, least=0)
     """What it gains is at most this share of its advantage."""
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = bounded(0.2, least=0)
     """The ratio is clipped above at 1 + clip_high."""
+
+    def __post_init__(self) -> None:
+        if self.max_samples < self.group_size:
+            allowed = f"recipe.group_size={self.group_size} or more"
+            raise ConfigError("recipe.max_samples", self.max_samples, allowed)
 
 
 @recipe("xrpo")

@@ -1,16 +1,17 @@
 """verl's functions as an oracle."""
 
+import os
 from types import ModuleType
 
 import pytest
 
-from hybridrl.compat.verl import function
+from hybridrl.compat.verl import environment
 
 
 @pytest.fixture(scope="session")
 def core_algos() -> ModuleType:
     """verl.trainer.ppo.core_algos, imported without its search for an accelerator."""
-    function("agg_loss")
+    os.environ.update({k: v for k, v in environment().items() if k not in os.environ})
     from verl.trainer.ppo import core_algos
 
     return core_algos

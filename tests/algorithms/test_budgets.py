@@ -21,6 +21,14 @@ def test_the_worked_examples() -> None:
     assert hardness_weighted([group(1)], max_samples=64) == [[24] * 8]
 
 
+def test_a_prompt_without_samples_gets_none() -> None:
+    """Its number would have no sample to stand at."""
+    assert equal_treatment([[], group(1)], max_samples=32) == [[], [11] * 8]
+    assert hardness_weighted([[]], max_samples=32) == [[]]
+    assert by_uncertainty([[]], budget=3, max_samples=8) == [[]]
+    assert by_uncertainty([[], [0.0, 1.0]], budget=3, max_samples=8) == [[], [3, 3]]
+
+
 @given(n=st.integers(1, 24), right=st.integers(0, 24), room=st.integers(0, 200))
 def test_a_hard_prompt_comes_to_weigh_what_it_should(n: int, right: int, room: int) -> None:
     """By the sum of |R - mean| over the group, which is what the paper calls its weight."""

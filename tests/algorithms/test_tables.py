@@ -21,7 +21,7 @@ def test_every_entry_can_be_called(table: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
 def test_an_unknown_name_lists_the_known_ones(table: Mapping[str, str]) -> None:
-    known = ", ".join([*table, "verl:<name>", "package.module:name"])
+    known = ", ".join([*table, "package.module:name"])
     with pytest.raises(ConfigError, match=re.escape(f"recipe.x=none: wanted one of {known}")):
         resolve(table, "recipe.x", "none")
 

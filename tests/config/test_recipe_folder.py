@@ -62,6 +62,8 @@ def test_wrong_input(tmp_path: Path) -> None:
         ("Mine", "grpo", "NAME=Mine"),
         ("mine", "grop", r"--from=grop: .*did you mean grpo"),
         (".", "grpo", "NAME="),
+        ("class", "rm", r"^NAME=class: wanted .*; no keyword of Python$"),
+        ("2nd", "rm", "NAME=2nd"),
     ):
         with pytest.raises(ConfigError, match=words):
             new_recipe(name, source, tmp_path)
