@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.launch import DEATH_S, CallFailed
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
@@ -164,6 +162,8 @@ class _Here:
     def kill(self) -> None:
         """What it shares with the others ends with them; the next run may begin in this process."""
         self.waiting.clear()
+        import torch.distributed as dist
+
         if dist.is_initialized():
             dist.destroy_process_group()
 
