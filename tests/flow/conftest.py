@@ -38,7 +38,8 @@ class VirtualExecutor:
     or moved while something runs on it, parked samples resumed once. `length_of` gives response
     tokens, `reward_of` (reward, status), `finish_of` how it ends. `deaths` maps the number of a
     `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
-    together.
+    together. `given` are the fields that the engine and the roles make, by id and name, in place of
+    drawn ones; `map` computes with them for real.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class VirtualExecutor:
         hangs: Callable[[SampleId], bool] | None = None,
         deaths: dict[int, int] | None = None,
         scopes: dict[str, Scope] | None = None,
+        given: Callable[[SampleId, str], Any] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.num_instances = num_instances
@@ -62,6 +64,7 @@ class VirtualExecutor:
         self.hangs = hangs or (lambda id: False)
         self.deaths = deaths or {}
         self.scopes = scopes or {}  # by role, where it is not the method's
+        self.given = given
         self.tensors: dict[SampleId, dict[str, Any]] = {}
         self.prompts: dict[SampleId, Any] = {}
         self.submits: list[tuple[int, Submit]] = []
@@ -308,6 +311,8 @@ class VirtualExecutor:
             "tokens": [draw.randrange(50) for _ in range(3 + length)],
             "log_probs": [-draw.random() for _ in range(length)],
         }
+        if self.given:
+            self.tensors[id] = {name: self.given(id, name) for name in self.tensors[id]}
         return Finished(id, rank, 3, length, self.finish_of(id), tuple(self._spans[id]))
 
     def _field(self, sample: Sample, name: str) -> Any:
@@ -334,13 +339,15 @@ class VirtualExecutor:
             values = stage.options["function"](*inputs)
             values = values if isinstance(values, tuple) else (values,)
             return dict(zip(stage.options["returns"], values, strict=True))
-        if stage.method == "score":
-            value, status = stage.scalars
-            return dict(zip((value, status), self.reward_of(sample.id), strict=True))
         if self.scope(stage) is Scope.WORLD:
             assert self.entered[-1:] == [Phase.TRAIN], "the training shards are not there"
         if stage.role == "actor" and self.scope(stage) is Scope.INSTANCE:
             assert self.entered[-1:] == [Phase.GENERATE], "the generation weights are not there"
+        if self.given:
+            return {name: self.given(sample.id, name) for name in stage.outputs}
+        if stage.method == "score":
+            value, status = stage.scalars
+            return dict(zip((value, status), self.reward_of(sample.id), strict=True))
         draw = random.Random(f"{sample.id} {stage.name}")
         return {x: [-draw.random() for _ in range(sample.response_tokens)] for x in stage.outputs}
 

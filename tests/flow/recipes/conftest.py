@@ -1,0 +1,205 @@
+"""A step of a recipe for real, but for what engines and models would say of the responses."""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from hybridrl.algorithms.normalise import token_weights
+from hybridrl.config import Attention
+from hybridrl.controller.prepare import build_recipe
+from hybridrl.engines.train.interface import TrainSequence, ended, reads_end
+from hybridrl.engines.train.packed import pack, scored_fields
+from hybridrl.flow import Graph
+from hybridrl.flow.executor import Sampling
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.schedules.base import StepSettings
+from hybridrl.flow.schedules.serial import SerialSchedule
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+PROMPT_TOKENS = 3
+NOW = {
+    "actor": "new_log_probs",
+    "critic": "new_values",
+    "cost_critic": "new_cost_values",
+    "reward": "new_reward",
+}
+"""What the trained model of a role says of a response by now: the loss's first argument."""
+
+
+def uniform(id: SampleId, name: str, size: int = 1) -> Tensor:
+    """[size] from 0 to 1, float64, always the same."""
+    seed = zlib.crc32(f"{id} {name}".encode())
+    return torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Response:
+    """A response for the formulas: its fields as the bench has them (`log_probs` of the policy that
+    sampled, `old_log_probs` before the update, `new_log_probs` now, ...), and the `advantage` that
+    a formula finds.
+    """
+
+    advantage: Any
+
+    def __init__(self, bench: "Bench", id: SampleId) -> None:
+        self._bench, self.id, self.length = bench, id, bench.length_of(id)
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._bench.field(self.id, name)
+        if name in NOW.values():
+            value.requires_grad_()
+        setattr(self, name, value)
+        return value
+
+
+class Bench:
+    """Runs recipes on responses whose every field is given here, by their ids alone.
+
+    A test may set `reward_of`, `answer_of`, and `drift`: log-probabilities of other policies than
+    the one that sampled differ by up to that a token.
+    """
+
+    prompts = 4  # of a step
+    max_tokens = 10  # of a response
+
+    def __init__(self, executor: Callable[..., Any]) -> None:
+        self._executor = executor
+        self.drift = 0.6
+        self.answer_of: Callable[[SampleId], str] = str
+
+    def reward_of(self, id: SampleId) -> float:
+        """Quarters; those of prompt 2 are all equal."""
+        return 1.0 if id.prompt == 2 else round(4 * uniform(id, "reward").item()) / 4
+
+    def length_of(self, id: SampleId) -> int:
+        """Response tokens."""
+        return 1 + int(self.max_tokens * uniform(id, "length").item())
+
+    def field(self, id: SampleId, name: str) -> Any:
+        """What an engine or a role says of a response."""
+        length = self.length_of(id)
+        match name:
+            case "reward" | "true_reward":
+                return self.reward_of(id)
+            case "answer":
+                return self.answer_of(id)
+            case "cost":
+                return 2 * uniform(id, name).item() - 0.5
+            case "reward_status" | "true_reward_status" | "cost_status":
+                return "ok"
+            case "tokens":
+                return torch.arange(PROMPT_TOKENS + length)
+            case "log_probs":
+                return -2 * uniform(id, name, length) - 0.1
+            case "values" | "cost_values" | "entropy":
+                return uniform(id, name, length)
+            case "new_values" | "new_cost_values":
+                return self.field(id, name.removeprefix("new_")) + uniform(id, name, length) - 0.5
+            case "new_reward":
+                return uniform(id, name)
+        assert name.endswith("_log_probs"), name
+        return self.field(id, "log_probs") + self.drift * (2 * uniform(id, name, length) - 1)
+
+    def group(self, prompt: int, size: int, branch: str = "") -> list[Response]:
+        """The responses to one prompt."""
+        return [Response(self, SampleId(prompt, branch, k)) for k in range(size)]
+
+    def groups(self, size: int, branch: str = "") -> list[list[Response]]:
+        """The responses to each prompt of the first step."""
+        return [self.group(prompt, size, branch) for prompt in range(self.prompts)]
+
+    def run(self, recipe: str, *, steps: int = 1, **keys: Any) -> "Trained":
+        """Steps of a recipe of the package, by its config.yaml and `keys`."""
+        config = OmegaConf.create({"rollout": {"max_new_tokens": self.max_tokens}})
+        config["recipe"] = OmegaConf.load(RECIPES / recipe / "config.yaml")
+        settings = OmegaConf.to_container(config, resolve=True)["recipe"]
+        settings.pop("defaults", None)
+        graph = build_recipe(settings | keys)
+        executor = self._executor(length_of=self.length_of, given=self.field)
+        sampling = Sampling(max_new_tokens=self.max_tokens)
+        step = StepSettings(sampling=sampling, decode_steps=4, prompts_per_step=self.prompts)
+        schedule = SerialSchedule(graph, executor, ((i, i) for i in range(100)), step)
+        *_, result = (schedule.run_step(number) for number in range(steps))
+        return Trained(self, graph, executor.updates, result.samples)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a recipe has trained on: `updates` by stage, each with samples and the fields read; the
+    last step's samples.
+    """
+
+    bench: Bench
+    graph: Graph
+    updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]]
+    samples: tuple[Sample, ...]
+
+    def scalar(self, name: str) -> list[Any]:
+        """A scalar of the last step's samples, as the run's record has it."""
+        return [sample.scalars[name] for sample in self.samples]
+
+    def agrees(
+        self, responses: list[Response], loss: Tensor, role: str = "actor", **fields: Any
+    ) -> None:
+        """The last update of `role` read these responses in this order, with their advantages and
+        these `fields` of its loss, one a response; its loss is `loss`, and so are the gradients.
+        """
+        of_role = ((self.graph.stages[name], seen) for name, seen in self.updates)
+        *_, (stage, seen) = (found for found in of_role if found[0].role == role)
+        assert [id for id, _ in seen] == [r.id for r in responses]
+        names = stage.options["fields"]
+        if "advantages" in names:
+            fields["advantages"] = [r.advantage for r in responses]
+        for name, wanted in fields.items():
+            for (_, found), y in zip(seen, wanted, strict=True):
+                close(torch.as_tensor(found[names[name]]).double(), torch.as_tensor(y).double())
+        now = [self.bench.field(r.id, NOW[role]).requires_grad_() for r in responses]
+        value = self.loss_of(stage, seen, now)
+        close(value, loss)
+        wanted = torch.autograd.grad(loss, [getattr(r, NOW[role]) for r in responses])
+        for x, y in zip(torch.autograd.grad(value, now), wanted, strict=True):
+            close(x, y)
+
+    def loss_of(self, stage: Stage, seen: Iterable[Any], now: Sequence[Tensor]) -> Tensor:
+        """The batch's loss, as `TrainEngine.update` makes it of the recipe's."""
+        loss, names = stage.options["loss"], stage.options["fields"]
+        sequences = []
+        for id, found in seen:
+            fields = {name: found[field] for name, field in names.items()}
+            fields["entropy"] = self.bench.field(id, "entropy")
+            length = len(found["tokens"]) - PROMPT_TOKENS
+            sequences.append(TrainSequence(found["tokens"], length, fields))
+        if reads_end(loss):
+            sequences = [ended(sequence, None) for sequence in sequences]
+        row = pack(sequences, Attention.torch, torch.device("cpu"), trained_only=True)
+        fields = scored_fields(sequences, row, (*loss.fields, *["entropy"] * loss.needs_entropy))
+        entropy, fields["sequence"] = fields.pop("entropy", None), row.sequence
+        values, _ = loss(torch.cat([now[i] for i in row.order]), entropy, fields)
+        totals = sum(row.counts), len(row.counts), self.bench.max_tokens
+        return (token_weights(row.counts, loss.normalise, *totals).double() * values).sum()
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    """Equal but for float32 (scalars as fields of tokens, tokens' weights), and the 1e-6 that
+    `group_relative` adds to deviations above 0.1.
+    """
+    torch.testing.assert_close(got, wanted.detach(), rtol=2e-5, atol=1e-7)
+
+
+@pytest.fixture
+def bench(virtual_executor: Any) -> Bench:
+    """See `Bench`."""
+    return Bench(virtual_executor)
+
+
+@pytest.fixture(scope="session")
+def recipe_names() -> set[str]:
+    """Every recipe of the package."""
+    return {path.parent.name for path in RECIPES.glob("*/config.yaml")}
