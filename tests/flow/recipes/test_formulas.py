@@ -181,7 +181,7 @@ def test_the_decoupled_objective(bench: Bench, old: str, level: str, rule: str) 
 
 
 def test_dr_grpo(bench: Bench) -> None:
-    """Section 3.2: neither the deviation nor a response's own length divides; equal groups count."""
+    """Section 3.2: neither deviation nor length divides, and equal groups count."""
     responses = set_advantages(bench.groups(8), lambda group: less_mean(rewards(group)))
     loss = response_sum([surrogate(r, 0.2, 0.2) for r in responses])
     bench.run("dr_grpo").agrees(responses, loss)
