@@ -115,7 +115,10 @@ def test_a_run_that_always_dies_ends(jobs: Any, exact: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [True, False])
 def test_a_preempted_run_finishes(jobs: Any, exact: list[str], signalled: bool) -> None:
-    """A job of another partition takes the nodes; the run ends in the grace time, and goes on."""
+    """A job of another partition takes the nodes; the run ends in the grace time, and goes on.
+
+    Where Slurm is not told to send the signal, it ends the ranks instead.
+    """
     submitted = jobs.submit(*exact, "trainer.save_every=5", "run.dir=run")
     job, log = submitted["job"], submitted["logs"][0]
     jobs.wait_for(Path("run/checkpoints/step_000005").is_dir, job)
@@ -123,10 +126,10 @@ def test_a_preempted_run_finishes(jobs: Any, exact: list[str], signalled: bool) 
     with jobs.slurm.settings(*settings):
         sbatch = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
         urgent = jobs.slurm.call(*sbatch, "--output=urgent.out", "--wrap=sleep 1").strip()
-        jobs.wait_for(lambda: complaints(log) != [])
         assert jobs.wait(urgent) == "COMPLETED"
     jobs.wait_for_restart(job, 1)
     assert jobs.wait(job, timeout=300) == "COMPLETED", jobs.printed()
-    print(jobs.printed())
+    how = r"stopped after step \d+" if signalled else "rank [01] of 2 .* failed: its process ended"
+    assert re.match(rf"hybridrl: {how}.*; the job starts again \(1 of 3\)$", complaints(log)[0])
     assert jobs.steps("run") == list(range(1, 25))
     assert jobs.left() == []
