@@ -117,8 +117,15 @@ def restarts_left(config: ClusterConfig) -> int:
 
 
 def start_again() -> None:
-    """Have Slurm end this process's job, and start it again when it can."""
-    call("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    """Have Slurm end this process's job, and start it again when it can.
+
+    It may have decided so itself: for a dead node, or a job that takes this one's place.
+    """
+    try:
+        call("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except SlurmError as error:
+        if "is pending execution" not in str(error):
+            raise
 
 
 def _least(cpus_per_node: str) -> int:

@@ -49,6 +49,7 @@ JobAcctGatherType=jobacct_gather/none
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
+MinJobAge=3600
 MessageTimeout=60
 Prolog={folder}/prolog
 PreemptType=preempt/partition_prio
@@ -125,21 +126,37 @@ class LocalSlurm:
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """Every living process of this Slurm and of its jobs, or those of one node."""
         found = []
-        ours = self.env["SLURM_CONF"]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                env = process.environ()
-                if env.get("SLURM_CONF") == ours and process.pid != os.getpid():
-                    where = env.get("SLURMD_NODENAME") or env.get("LOCAL_SLURM_NODE")
-                    if process.status() != psutil.STATUS_ZOMBIE and node in (None, where):
-                        found.append(process)
+                where = self._place(process)
+                if where is None or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if node in (None, where) and process.pid != os.getpid():
+                    found.append(process)
         return found
 
-    def kill_node(self, node: str) -> None:
-        """End a node as a power cut does: its slurmd and all that runs on it, at once."""
+    def _place(self, process: psutil.Process) -> str | None:
+        """The node of a process of this Slurm, empty if it is on none; None for any other."""
+        env = process.environ()
+        if env.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+            return env.get("SLURMD_NODENAME") or env.get("LOCAL_SLURM_NODE") or ""
+        if process.name() == "slurmstepd":  # its title lies where its environment was
+            for link in process.net_connections("unix"):
+                socket_file = Path(str(link.laddr))
+                if socket_file.is_relative_to(self.folder):
+                    return socket_file.parent.name.removeprefix("spool-")
+        return None
+
+    def kill_node(self, node: str, steps: bool = True) -> None:
+        """End a node as a power cut does: its slurmd and all that runs on it, at once.
+
+        Without `steps` the daemons of its jobs' steps live long enough to tell Slurm of their end,
+        which otherwise ends steps on the node once more when it is back.
+        """
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+                if steps or process.name() != "slurmstepd":
+                    process.send_signal(signal.SIGKILL)
         self._daemons.pop(node).wait()
 
     def start_node(self, node: str) -> None:

@@ -60,7 +60,7 @@ def test_a_run_whose_node_was_killed_finishes(jobs: Any, exact: list[str]) -> No
     job = jobs.slurm.call("sbatch", "--parsable", *options, template, *run).strip()
     jobs.wait_for(Path("run/checkpoints/step_000005").is_dir, job)
 
-    jobs.slurm.kill_node("n2")
+    jobs.slurm.kill_node("n2", steps=False)
     try:
         jobs.wait_for(lambda: "the job starts again (1 of 3)" in jobs.printed())
     finally:
