@@ -280,7 +280,9 @@ def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.nd
                 found = best
                 break
             # As far towards the best as none is below 0; what gets there is left out.
-            share = found[negative] / (found[negative] - best[negative])
+            # What is best at 0 exactly, and was there, stops at once.
+            distance = np.maximum(found[negative] - best[negative], np.finfo(float).tiny)
+            share = found[negative] / distance
             found = found + share.min() * (best - found)
             stopped = np.flatnonzero(negative)[share <= share.min()]
             found[stopped] = 0.0

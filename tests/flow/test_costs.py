@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.flow.costs import UNLIMITED, CostMeter, Costs
@@ -208,6 +208,7 @@ def test_what_is_sent_and_what_is_computed_again() -> None:
         max_size=20,
     )
 )
+@example([(5e-324, 1, 1, 0, 0)] * 8)  # so short that what is best is 0 exactly
 def test_any_calls_give_costs_that_are_finite(
     seen: list[tuple[float, int, int, int, int]],
 ) -> None:
