@@ -15,7 +15,7 @@ from hybridrl.controller.checkpoints import find_origin, settings_of
 @pytest.fixture
 def config(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
     """A run in `tmp_path / "run"` that may go on."""
-    run = [f"run.dir={tmp_path / 'run'}", "trainer.resume=auto"]
+    run = ["warm_start.steps=0", f"run.dir={tmp_path / 'run'}", "trainer.resume=auto"]
     return lambda *overrides: make_config(*run, *overrides)
 
 
