@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import signal
 import socket
@@ -161,12 +162,16 @@ class LocalSlurm:
 
     def start_node(self, node: str) -> None:
         """Start a node, and wait until Slurm has it."""
-        # What the controller finds out by itself after SlurmdTimeout, five minutes.
-        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
+        before = self._started_at(node)
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
         env = {"LOCAL_SLURM_NODE": node}
         self._daemons[node] = self._daemon("slurmd", "-D", "-N", node, env=env)
-        self._wait(lambda: not self.call("sinfo", "-hn", node, "-o%T").startswith("down"), node)
+        self._wait(lambda: self._started_at(node) not in ("None", before), node)
+
+    def _started_at(self, node: str) -> str:
+        """When the node's daemon has started, by the controller's knowledge."""
+        found = re.search(r"SlurmdStartTime=(\S+)", self.call("scontrol", "show", "node", node))
+        return found[1] if found else "None"
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:

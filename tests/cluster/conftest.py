@@ -254,7 +254,7 @@ _PATIENT = """\
 import time
 
 def score(prompt, response, answer, item):
-    time.sleep(0.1)
+    time.sleep(0.15)
     return float(response[:1] <= "m")
 """
 
@@ -265,13 +265,13 @@ def pair(
 ) -> Iterator[tuple[Jobs, str, str]]:
     """The same run twice, side by side on the same nodes: `whole`, and `short` in jobs of minutes.
 
-    They go on while other tests run. Their verifier sleeps for 115 seconds in all, and Slurm's
-    warning comes 90 to 120 seconds after a job's start: in the middle of the run.
+    They go on while other tests run. Their verifier sleeps for 173 seconds in all, and Slurm's
+    warning comes 150 to 180 seconds after a job's start: in the middle of the run.
     """
     jobs = Jobs(two_nodes, tmp_path_factory.mktemp("pair"))
     (jobs.folder / "patient.py").write_text(_PATIENT)
     reward = ["reward=function", f"reward.function={jobs.folder}/patient.py:score"]
-    limit = ["cluster.time=3", "cluster.warn_s=60", "cluster.requeue=9", "trainer.save_every=20"]
+    limit = ["cluster.time=4", "cluster.warn_s=60", "cluster.requeue=9", "trainer.save_every=20"]
     both = [*(s for s in exact if not s.startswith("reward")), *reward, "trainer.steps=72"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(jobs.folder)

@@ -32,7 +32,7 @@ def test_short_jobs_end_as_one_long_job_does(pair: Any, tmp_path: Path) -> None:
     for job in (whole, short):
         assert jobs.wait(job, timeout=500) == "COMPLETED", jobs.printed()
     (known,) = slurm.jobs(short)
-    assert known["TimeLimit"] == "00:03:00"
+    assert known["TimeLimit"] == "00:04:00"
     log = jobs.folder / "short/slurm" / f"{short}.out"
     cuts = []
     for number, line in enumerate(complaints(log), 1):
