@@ -63,7 +63,7 @@ class Batch:
             directory += "/$SLURM_ARRAY_TASK_ID" if self.sweep else ""
             lines += containers.meet_and_start_nodes(cluster, directory, mounts)
             python = containers.driver(cluster, mounts)
-        command = [f"exec {python} -P -m hybridrl.cli {self.command}"]
+        command = [f"{python} -P -m hybridrl.cli {self.command}"]
         command += [shlex.quote(option) for option in self.options]
         targets = self.targets()
         if self.sweep:
@@ -74,10 +74,13 @@ class Batch:
             command += ['"${task[@]}"']
         else:
             command += [shlex.quote(targets[0])]
-        return "\n".join([*lines, " \\\n    ".join(command)]) + "\n"
+        run = " \\\n    ".join(command)
+        inside = cluster.container is not Container.none
+        lines.append(containers.stay_around(run) if inside and cluster.requeue else f"exec {run}")
+        return "\n".join(lines) + "\n"
 
     def _restarts(self) -> list[str]:
-        """Whether the job may start again; its driver, which `exec` makes the script, is warned."""
+        """Whether the job may start again; its script, which is or has the driver, is warned."""
         if not self.cluster.requeue:
             return ["--no-requeue"]
         return ["--requeue", f"--signal=B:USR1@{self.cluster.warn_s}"]

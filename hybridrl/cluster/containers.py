@@ -4,6 +4,9 @@ In a container the driver has none of Slurm's commands. So the script leaves in 
 run, `$HYBRIDRL_MEETING`, what Slurm would tell (`nodes`), starts the other nodes itself, and hands
 over to the driver. These nodes read there where the head listens (`head`); they end when their
 standard input does, which the driver's process holds open and nobody else.
+
+A job that may start again keeps the script around the driver: it passes Slurm's warning on, and
+asks Slurm for the restart that the driver wants (`again`).
 """
 
 import shlex
@@ -23,6 +26,7 @@ done"""
 _MEET = """\
 # Slurm's commands are outside of the container; what they would say is left for it here.
 export {variable}={directory}/slurm/meeting-$SLURM_JOB_ID
+rm -rf "${variable}"  # of the job before it started again
 mkdir -p "${variable}" {directory}/logs
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "${variable}/nodes"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
@@ -33,6 +37,16 @@ others=$(grep -vx "$SLURMD_NODENAME" "${variable}/nodes" | paste -sd,)
 # They end with the run, whose process holds their standard input open.
 exec {{link}}> >(exec srun $step --nodes={number} --ntasks={number} \\
     --nodelist="$others"{command})"""
+_AROUND = """\
+# Slurm's warning comes to this script alone, what ends the job to the run as well.
+trap 'kill -USR1 "$run"' USR1
+trap : TERM
+{command} &
+run=$!
+while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done
+wait "$run" || code=$?
+if [ -e "${variable}/again" ]; then scontrol requeue "$SLURM_JOB_ID" || true; fi
+exit "${{code:-0}}\""""
 _FIRST = 'srun $step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"'
 _MORE = " \\\n    "
 
@@ -66,6 +80,11 @@ def meet_and_start_nodes(
         command = "".join(f"{_MORE}{part}" for part in parts)
         lines.append(_OTHERS.format(variable=MEETING, number=cluster.nodes - 1, command=command))
     return lines
+
+
+def stay_around(command: str) -> str:
+    """The driver's `command`, and what a job that may start again does after it."""
+    return _AROUND.format(command=command, variable=MEETING)
 
 
 def driver(cluster: ClusterConfig, mounts: Sequence[Path]) -> str:

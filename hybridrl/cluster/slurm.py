@@ -121,6 +121,9 @@ def start_again() -> None:
 
     It may have decided so itself: for a dead node, or a job that takes this one's place.
     """
+    if meeting := os.environ.get(MEETING):
+        (Path(meeting) / "again").touch()  # for the script, which has Slurm's commands
+        return
     try:
         call("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     except SlurmError as error:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.config.bounds import bounded
+from hybridrl.config.bounds import bounded, check_at_least
 from hybridrl.config.cluster import (
     ClusterConfig,
     ClusterKind,
@@ -200,4 +200,5 @@ __all__ = [
     "ValueModelConfig",
     "WarmStartConfig",
     "bounded",
+    "check_at_least",
 ]

@@ -44,6 +44,13 @@ def check_bounds(kind: type, values: Mapping[str, Any], key: str) -> None:
             raise ConfigError(f"{key}.{setting.name}", value, _words(limits) + null)
 
 
+def check_at_least(settings: Any, name: str, other: str) -> None:
+    """Raise ConfigError where a recipe's setting `name` is below its setting `other`."""
+    value, least = getattr(settings, name), getattr(settings, other)
+    if value < least:
+        raise ConfigError(f"recipe.{name}", value, f"recipe.{other}={least} or more")
+
+
 def _words(limits: Mapping[str, float]) -> str:
     if limits.keys() == {"least", "most"}:
         return "{least:g} to {most:g}".format(**limits)

@@ -204,9 +204,6 @@ class ClusterConfig:
                     allowed = "cluster.container=pyxis or apptainer beside it"
                     raise ConfigError(f"cluster.{key}", getattr(self, key), allowed)
             return
-        if self.requeue:
-            allowed = "0: a driver in a container cannot tell Slurm to start its job again"
-            raise ConfigError("cluster.requeue", self.requeue, allowed)
         if not self.image:
             allowed = f"an image for cluster.container={kind}: a file, or docker://..."
             raise ConfigError("cluster.image", self.image, allowed)

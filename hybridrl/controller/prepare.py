@@ -74,17 +74,15 @@ def prepare(config: Config) -> Prepared:
 
 
 def _check_on_policy(config: Config, graph: Graph) -> None:
+    """A loss without a ratio is right for one optimizer step on the samples of an update."""
     for stage in graph.stages.values():
-        if stage.kind is Kind.UPDATE and getattr(stage.options["loss"], "on_policy", False):
-            for key in ("epochs", "mini_batches"):
-                steps = stage.options[key] or getattr(config.trainer, key)
-                if steps > 1:
-                    allowed = (
-                        f"1: after a step the loss of stage {stage.name!r}, which has no ratio,"
-                    )
-                    raise ConfigError(
-                        f"trainer.{key}", steps, f"{allowed} is that of other samples"
-                    )
+        if stage.kind is not Kind.UPDATE or not getattr(stage.options["loss"], "on_policy", False):
+            continue
+        for key in ("epochs", "mini_batches"):
+            number = stage.options[key] or getattr(config.trainer, key)
+            if number > 1:
+                allowed = f"1: the loss of stage {stage.name!r} has no ratio to an old policy"
+                raise ConfigError(f"trainer.{key}", number, allowed)
 
 
 def _check_partial(config: Config, graph: Graph) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.algorithms import advantages, budgets, losses
 from hybridrl.algorithms.rewards import has_spread
-from hybridrl.config import ConfigError, bounded
+from hybridrl.config import bounded, check_at_least
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 
@@ -38,9 +38,7 @@ class XRPOConfig(OldPolicy):
     """The ratio is clipped above at 1 + clip_high."""
 
     def __post_init__(self) -> None:
-        if self.max_samples < self.group_size:
-            allowed = f"recipe.group_size={self.group_size} or more"
-            raise ConfigError("recipe.max_samples", self.max_samples, allowed)
+        check_at_least(self, "max_samples", "group_size")
 
 
 @recipe("xrpo")

@@ -106,8 +106,6 @@ def test_settings_become_directives(tmp_path: Path) -> None:
          "cluster.image=a.sif: wanted cluster.container=pyxis or apptainer beside it"),
         ("cluster.gpus_per_node=8 cluster.container=apptainer cluster.image=a.sif"
          " cluster.mounts=[data]", "cluster.mounts=data: wanted SOURCE:TARGET or"),
-        ("cluster.gpus_per_node=8 cluster.container=pyxis cluster.image=a cluster.requeue=1",
-         "cluster.requeue=1: wanted 0: a driver in a container"),
         ("cluster=local cluster.modules=[cuda]", "cluster.modules=['cuda']: wanted cluster=slurm"),
         ("cluster=local cluster.container=pyxis", "cluster.container=pyxis: wanted cluster=slurm"),
         ("cluster=local cluster.partition=h100", "cluster.partition=h100: wanted cluster=slurm"),
@@ -149,6 +147,10 @@ def test_apptainer_runs_the_driver_and_the_other_nodes(tmp_path: Path) -> None:
     alone = made(tmp_path, container=Container.apptainer, **IN_CONTAINER | {"gpus_per_node": 0})
     assert "--nv" not in alone.text()
     assert "ray_node" not in alone.text()
+    assert "scontrol requeue" not in text
+    again = made(tmp_path, requeue=3, container=Container.apptainer, **IN_CONTAINER).text()
+    assert f"\n{inside}.cli train \\\n" in again
+    assert 'then scontrol requeue "$SLURM_JOB_ID"' in again
 
 
 def test_pyxis_gives_both_to_srun(tmp_path: Path) -> None:

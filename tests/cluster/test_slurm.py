@@ -121,16 +121,24 @@ def test_scripts_given_to_sbatch_by_hand(jobs: Any, tiny: list[str], two: list[s
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["apptainer", "pyxis"])
 def test_both_nodes_in_containers(
-    jobs: Any, two: list[str], kind: str, stub_containers: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: Any, exact: list[str], kind: str, stub_containers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose driver and ranks are where there is no Slurm, and /tmp is another one."""
+    """A run whose driver and ranks are where there is no Slurm, and /tmp is another one.
+
+    Slurm's warning reaches the driver, and its job starts again.
+    """
     monkeypatch.setenv("PATH", f"{stub_containers}{os.pathsep}{os.environ['PATH']}")
     image = stub_containers / "train.sif"
     job = jobs.submit(
-        *two, f"cluster.container={kind}", f"cluster.image={image}",
+        *exact, f"cluster.container={kind}", f"cluster.image={image}",
         f"cluster.python={sys.executable}", "run.dir=run",
     )["job"]  # fmt: skip
-    assert jobs.wait(job) == "COMPLETED", jobs.printed()
+    jobs.wait_for_steps("run", job)
+    jobs.slurm.call("scancel", "--batch", "--signal=USR1", job)
+    jobs.wait_for_restart(job, 1)
+    assert jobs.wait(job, timeout=300) == "COMPLETED", jobs.printed()
+    assert re.search(r"stopped after step \d+.*the job starts again \(1 of 3\)", jobs.printed())
+    assert jobs.steps("run") == list(range(1, 25))
     assert jobs.record("run")["state"] == "finished"
     record = json.loads(Path("run/environment.json").read_text())
     assert record["container"] == str(image)
