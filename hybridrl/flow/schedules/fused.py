@@ -195,7 +195,7 @@ class FusedSchedule(Schedule):
 
     def _note(self, overlap: Overlap, samples: Sequence[Sample]) -> None:
         """Learn from a round, and keep its record."""
-        self._spans += overlap.spans
+        self._spans += overlap.stages.spans
         self._metrics["samples/migrated"] += overlap.num_migrated
         self._metrics["samples/restarted"] += overlap.num_restarted
         by_prompt: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Samples being made while stages run on those that are done; the tail's moves; spare instances."""
+"""Samples being made while early stages run on those that are done; the tail's moves; deaths."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.config import Migration
-from hybridrl.flow.batch import Ledger, record_computed, record_finished
+from hybridrl.flow.batch import Ledger, record_finished
 from hybridrl.flow.costs import CostMeter
 from hybridrl.flow.executor import (
     Advanced,
@@ -20,15 +20,14 @@ from hybridrl.flow.executor import (
     Placed,
     Resume,
     Sampling,
-    Scope,
     Submit,
 )
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.lengths import dispatch
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules import StageSpan
 from hybridrl.flow.schedules.base import learn, telling_events
 from hybridrl.flow.schedules.dataflow import Dataflow
+from hybridrl.flow.schedules.early import EarlyStages
 from hybridrl.flow.threshold import Gathering
 
 
@@ -70,10 +69,8 @@ class Overlap:
     """One round of making samples, event by event.
 
     A generated sample waits in the driver, or is held by one instance from its submission or its
-    arrival until it is finished or parked. Then it passes through the early stages (`Dataflow`):
-    those beside the ranks start at once where it lies; forward passes wait in `spare work` until an
-    instance holds no sample, which takes a chunk of them, its own samples first; what a pool of
-    ranks of its own runs (`Scope.POOL`) goes there while others decode, all that waits in one call.
+    arrival until it is finished or parked. Then it passes through the early stages (`EarlyStages`),
+    for which an instance that holds no sample has time.
 
     Migration: when at most `gathering.threshold` samples are left, `gather` names the instances
     that keep theirs. The others are `leaving`: the next call parks what they hold, and each parked
@@ -86,7 +83,7 @@ class Overlap:
 
     Invariants: an instance has one call in flight, if any; a sample is unmade, held, parked on its
     way, or finished; `inbox` are the commands of an instance's next call, whose samples it holds
-    already; nothing moves that a stage runs on, and nothing starts on what moves.
+    already.
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
     keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
@@ -103,8 +100,9 @@ class Overlap:
         decode_steps: int,
         gathering: Gathering,
     ) -> None:
-        self.executor, self.dataflow, self.ledger, self.meter = executor, dataflow, ledger, meter
+        self.executor, self.meter = executor, meter
         self.limits, self.decode_steps, self.gathering = limits, decode_steps, gathering
+        self.stages = EarlyStages(executor, dataflow, ledger, meter, limits.chunk_tokens)
         self.num_migrated = self.num_restarted = 0
         self._alive = list(executor.instances)
         self._jobs: dict[SampleId, Job] = {}
@@ -115,24 +113,9 @@ class Overlap:
         self._in_flight: dict[int, float] = {}  # instance -> when its call was sent
         self._leaving: set[int] = set()
         self._keepers: frozenset[int] = frozenset()
-        self._spare: dict[str, dict[SampleId, Sample]] = {}
-        self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for a pool of its own
-        self._running: dict[str, dict[SampleId, Sample]] = {}
-        self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
-        self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
-        self._last_stage: dict[int, str] = {}
         self._longest = 0
         self._equal_rounds = False
         self._stopped: dict[SampleId, Parked | None] | None = None  # once all are to stop
-        self._times: dict[str, list[float]] = {}
-        for stage in dataflow.computes:
-            waiting = self._pooled if executor.scope(stage) is Scope.POOL else self._spare
-            waiting[stage.name], self._running[stage.name] = {}, {}
-
-    @property
-    def spans(self) -> list[StageSpan]:
-        """From a stage's first start to its last end; those of different stages overlap."""
-        return [StageSpan(name, times[0], times[-1]) for name, times in self._times.items()]
 
     # -- what is to be made --------------------------------------------------------------------
 
@@ -158,7 +141,7 @@ class Overlap:
         assert job.sample.rank < 0, f"{job.sample.id} is made already"
         self.adopt([job])
         self._num_unmade += 1
-        self._stamp(job.stage)
+        self.stages.stamp(job.stage)
 
     def _deal(self) -> None:
         """Give instances of what waits in the driver, as far as they have room.
@@ -215,15 +198,14 @@ class Overlap:
         self._gather()
         self._decode()
         self._use_spare()
-        while self._num_unmade or self._in_flight or any(self._running.values()):
+        while self._num_unmade or self._in_flight or self.stages.running:
             touched = self._events()
             # Decoding goes first: it is what the step waits for.
             self._gather()
             self._decode()
-            self._start(touched)
+            self.stages.start(touched)
             self._use_spare()
-        left = [*self._spare.values(), *self._pooled.values()]
-        assert not any(left), "forward passes wait for ever"
+        assert not self.stages.waiting, "forward passes wait for ever"
 
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
@@ -235,7 +217,7 @@ class Overlap:
         while (self._queue or any(self._held.values())) and not enough():
             self._decode()
             while self._in_flight:
-                self._start(self._events())
+                self.stages.start(self._events())
 
     def park(self, with_kv: bool) -> dict[SampleId, Parked | None]:
         """Stop all that is unfinished; what had not begun is not parked.
@@ -255,8 +237,8 @@ class Overlap:
             if self._held[instance]:
                 self._inbox[instance].append(Park(tuple(self._held[instance]), with_kv))
         self._decode()
-        while self._in_flight or any(self._running.values()):
-            self._start(self._events())
+        while self._in_flight or self.stages.running:
+            self.stages.start(self._events())
         stopped, self._stopped = self._stopped, None
         self._num_unmade -= len(stopped)
         return stopped
@@ -278,10 +260,20 @@ class Overlap:
                 case Placed():
                     touched |= self._finish(event.finished)
                 case Computed():
-                    touched |= self._computed(event)
+                    touched |= self.stages.computed(event)
+                    if event.instance is not None:
+                        del self._in_flight[event.instance]
                 case Died():
                     self._died(event.instance)
         return touched
+
+    def _use_spare(self) -> None:
+        """Let every instance that holds no sample take up forward passes that wait."""
+        for instance in self._alive:
+            if instance in self._in_flight or self._held[instance]:
+                continue
+            if self.stages.take_up(instance, len(self._alive), self._num_unmade > 0):
+                self._in_flight[instance] = self.executor.clock.now()
 
     # -- events --------------------------------------------------------------------------------
 
@@ -310,67 +302,9 @@ class Overlap:
             record_finished(maker, sample, event)
             self._num_unmade -= 1
             self._longest = max(self._longest, sample.tokens)
-            self._stamp(maker)
+            self.stages.stamp(maker)
             prompts[event.id.prompt] = None
         return prompts
-
-    def _computed(self, event: Computed) -> dict[int, None]:
-        running = self._running[event.stage]
-        stage = self._stage(event.stage)
-        record_computed(stage, running, event)
-        self._stamp(stage)
-        samples = [running.pop(id) for id in event.ids]
-        for sample in samples:
-            self._busy[sample.id] -= 1
-        if event.instance is not None:
-            del self._in_flight[event.instance]
-            self._moving.difference_update(event.ids)
-        learn(self.meter, event, samples)
-        return dict.fromkeys(sample.id.prompt for sample in samples)
-
-    def _start(self, prompts: Iterable[int]) -> None:
-        """Start, or keep for an instance with time to spare, what can run on these prompts now."""
-        starting: dict[str, list[Sample]] = {}
-        for prompt in prompts:
-            self.dataflow.choose(prompt, self.ledger)
-            for stage, samples in self.dataflow.startable(prompt):
-                new = [s for s in samples if s.id not in self._running[stage.name]]
-                starting.setdefault(stage.name, []).extend(new)
-        for name, samples in starting.items():
-            stage = self._stage(name)
-            scope = self.executor.scope(stage)
-            if scope in (Scope.INSTANCE, Scope.POOL):
-                waiting = self._pooled if scope is Scope.POOL else self._spare
-                waiting[name] |= {sample.id: sample for sample in samples}
-                continue
-            here = [sample for sample in samples if sample.id not in self._moving]
-            if here:
-                self._begin(stage, here)
-                self.executor.compute(stage, here)
-        self._use_pools()
-
-    def _use_pools(self) -> None:
-        """Let every pool that is idle take all that waits for one of its stages; the first has it.
-
-        One call at a time: what comes meanwhile rides in the next one together.
-        """
-        stages = [self._stage(name) for name in self._pooled]
-        busy = {self.executor.pool(stage) for stage in stages if self._running[stage.name]}
-        for stage in stages:
-            waiting = self._pooled[stage.name]
-            here = [sample for id, sample in waiting.items() if id not in self._moving]
-            if here and self.executor.pool(stage) not in busy:
-                busy.add(self.executor.pool(stage))
-                for sample in here:
-                    del waiting[sample.id]
-                self._begin(stage, here)
-                self.executor.compute(stage, here)
-
-    def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        self._stamp(stage)
-        for sample in samples:
-            self._running[stage.name][sample.id] = sample
-            self._busy[sample.id] += 1
 
     def _go(self, instance: int) -> None:
         """Let an instance run on what it holds, if it is not running."""
@@ -437,65 +371,6 @@ class Overlap:
         costs = self.meter.costs()
         return costs is not None and costs.cheaper_by_kv(self._longest)
 
-    # -- spare instances -----------------------------------------------------------------------
-
-    def _use_spare(self) -> None:
-        """Let every instance that holds no sample take up forward passes that wait."""
-        for instance in self._alive:
-            if instance in self._in_flight or self._held[instance]:
-                continue
-            stage = self._next_stage(instance)
-            if stage is None:
-                continue
-            samples = self._chunk(instance, stage)
-            for sample in samples:
-                del self._spare[stage.name][sample.id]
-            self._begin(stage, samples)
-            self._moving |= {sample.id for sample in samples if not self._lies(sample, instance)}
-            self._last_stage[instance] = stage.name
-            self._in_flight[instance] = self.executor.clock.now()
-            self.executor.infer(stage, instance, samples)
-
-    def _next_stage(self, instance: int) -> Stage | None:
-        """The stage that an instance ran last, while there is some of it left; else the largest."""
-        able = {name: sum(s.tokens for s in self._able(instance, name)) for name in self._spare}
-        waiting = [name for name, tokens in able.items() if tokens]
-        if not waiting:
-            return None
-        last = self._last_stage.get(instance)
-        return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
-
-    def _chunk(self, instance: int, stage: Stage) -> list[Sample]:
-        """An instance's share of what waits for `stage`, its own samples first.
-
-        Half of it while others decode, since they will take part later; but not so few tokens that
-        the call itself counts.
-        """
-        able = self._able(instance, stage.name)
-        decoding = self._num_unmade > 0
-        share = sum(sample.tokens for sample in able) / (len(self._alive) * (1 + decoding))
-        least = self.limits.chunk_tokens / 8
-        costs = self.meter.costs()
-        if costs is not None and (per_token := costs.token_s.get(stage.name)):
-            call_s = costs.stage_call_s.get(stage.name, 0.0) + costs.round_trip_s
-            least = min(least, 10 * call_s / per_token)
-        wanted = max(least, min(self.limits.chunk_tokens, share))
-        chosen: list[Sample] = []
-        for sample in sorted(able, key=lambda s: (not self._lies(s, instance), -s.tokens, s.id)):
-            wanted -= sample.tokens
-            if chosen and wanted < 0:
-                break
-            chosen.append(sample)
-        return chosen
-
-    def _able(self, instance: int, name: str) -> list[Sample]:
-        """What waits for a stage and may run there: nothing moves that a stage runs on."""
-        waiting = self._spare[name].values()
-        return [s for s in waiting if not self._busy[s.id] or self._lies(s, instance)]
-
-    def _lies(self, sample: Sample, instance: int) -> bool:
-        return self.executor.instance_of(sample.rank) == instance
-
     # -- deaths --------------------------------------------------------------------------------
 
     def _died(self, instance: int) -> None:
@@ -508,16 +383,11 @@ class Overlap:
         self._inbox.pop(instance, None)
         gone = [self._jobs[id].sample for id in self._held.pop(instance, {})]
         made = [job.sample for job in self._jobs.values() if job.sample.rank >= 0]
-        lay = [sample for sample in made if self._lies(sample, instance)]
+        lay = [sample for sample in made if self.stages.lies(sample, instance)]
         for sample in lay:
-            for waiting in (*self._spare.values(), *self._pooled.values()):
-                waiting.pop(sample.id, None)
-            for name in self._running:
-                if self._running[name].pop(sample.id, None) is not None:
-                    self._busy[sample.id] -= 1
+            self.stages.forget(sample)
             sample.rank, sample.spans = -1, ()
             sample.tensors.clear()
-            self._moving.discard(sample.id)
             self._num_unmade += 1
         for sample in (*gone, *lay):
             self._restart(sample)
@@ -531,14 +401,6 @@ class Overlap:
             self.executor.place(job.stage, [sample.id], [job.prompt])
         else:
             self._queue.append(sample.id)
-
-    # -- the record ----------------------------------------------------------------------------
-
-    def _stage(self, name: str) -> Stage:
-        return self.dataflow.graph.stages[name]
-
-    def _stamp(self, stage: Stage) -> None:
-        self._times.setdefault(stage.name, []).append(self.executor.clock.now())
 
 
 def gather(held: Mapping[int, int], max_held: int) -> frozenset[int]:
