@@ -50,15 +50,8 @@ TINY = [
     "telemetry.samples_per_step=1000",
 ]
 
-USER_CODE = """
-import json
+USER_REWARDS = """
 import time
-
-import torch.distributed as dist
-
-from hybridrl.algorithms import advantages, losses
-from hybridrl.flow import recipe
-from hybridrl.algorithms.rewards import has_spread
 
 
 def score(prompt, response, answer, item):
@@ -78,6 +71,16 @@ def sleepy(prompt, response, answer, item):
     if len(response) <= 2:
         time.sleep(600)
     return len(response) / 48
+"""
+
+USER_CODE = """
+import json
+
+import torch.distributed as dist
+
+from hybridrl.algorithms import advantages, losses
+from hybridrl.flow import recipe
+from hybridrl.algorithms.rewards import has_spread
 
 
 def gap(sampled, trained):
@@ -155,16 +158,24 @@ engineless = make("engineless", OneEngineRaises())
 
 @pytest.fixture(scope="session")
 def user_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's file with recipes and two reward functions."""
+    """A user's file with recipes."""
     file = tmp_path_factory.mktemp("user") / "mine.py"
     file.write_text(USER_CODE)
     return file
 
 
 @pytest.fixture(scope="session")
-def tiny_run(user_code: Path) -> list[str]:
+def user_rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's file with reward functions, which every verifier process imports: without torch."""
+    file = tmp_path_factory.mktemp("user") / "rewards.py"
+    file.write_text(USER_REWARDS)
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny_run(user_rewards: Path) -> list[str]:
     """Overrides of a run of seconds whose rewards differ within a group."""
-    reward = ["reward=function", f"reward.function={user_code}:score", "reward.extract=null"]
+    reward = ["reward=function", f"reward.function={user_rewards}:score", "reward.extract=null"]
     return [*TINY, *reward, "recipe.group_size=4"]
 
 

@@ -164,11 +164,11 @@ def test_memory_at_every_change_of_phase(run_of: Callable[[str], Any]) -> None:
 
 
 def test_a_reward_that_hangs_does_not_stop_its_rank(
-    train: Train, long_tail: list[str], user_code: Path, tmp_path: Path
+    train: Train, long_tail: list[str], user_rewards: Path, tmp_path: Path
 ) -> None:
     """The first samples to end are those whose verifier sleeps; their rank decodes meanwhile."""
     settings = [setting for setting in long_tail if not setting.startswith("reward")]
-    reward = ["reward=function", f"reward.function={user_code}:sleepy", "reward.extract=null"]
+    reward = ["reward=function", f"reward.function={user_rewards}:sleepy", "reward.extract=null"]
     steps = ["trainer.steps=1", "reward.timeout_s=1", "cluster.ranks=2"]
     schedule = ["schedule=fused", "rollout.migration_threshold=0"]  # ranks decode to the end
     run = train(tmp_path / "run", *settings, *reward, *schedule, *steps)

@@ -144,12 +144,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
-    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+    run_here: Callable[..., list[StepResult]], user_rewards: Path, tmp_path: Path
 ) -> None:
     run_here(
         "troubled",
         "trainer.steps=2",
-        f"reward.function={user_code}:troubled",
+        f"reward.function={user_rewards}:troubled",
         "reward.timeout_s=0.5",
     )
     recorded = read_lines(tmp_path / "troubled" / "samples.jsonl")

@@ -12,10 +12,10 @@ from hybridrl.controller.prepare import prepare
 from hybridrl.telemetry.records import read_lines
 
 
-def parts(user_code: Path, model: str) -> list[str]:
+def parts(user_rewards: Path, model: str) -> list[str]:
     exact = "exact: {kind: exact, weight: 0}"
     shape = (
-        f"shape: {{kind: function, function: '{user_code}:troubled', timeout_s: 0.5, weight: 2}}"
+        f"shape: {{kind: function, function: '{user_rewards}:troubled', timeout_s: 0.5, weight: 2}}"
     )
     liked = f"liked: {{kind: model, model: '{model}', weight: -0.5}}"
     return ["reward=sum", f"+reward.parts={{{exact}, {shape}, {liked}}}"]
@@ -26,12 +26,12 @@ def runs(
     train: Callable[..., Any],
     train_here: Callable[..., Any],
     long_tail: list[str],
-    user_code: Path,
+    user_rewards: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     (model,) = [s.partition("=")[2] for s in long_tail if s.startswith("reward.model=")]
     kept = [setting for setting in long_tail if not setting.startswith(("reward", "recipe"))]
-    settings = [*kept, *parts(user_code, model), "recipe.group_size=4", "trainer.steps=2"]
+    settings = [*kept, *parts(user_rewards, model), "recipe.group_size=4", "trainer.steps=2"]
     fused = ["schedule=fused", "rollout.migration_threshold=12"]
     folder = tmp_path_factory.mktemp("parts")
     return {

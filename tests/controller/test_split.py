@@ -90,14 +90,14 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.slow
 def test_a_critic_begins_as_the_warmed_up_actor_of_the_other_pool(
-    train: Callable[..., Any], tiny_run: list[str], user_code: Path, tmp_path: Path
+    train: Callable[..., Any], tiny_run: list[str], user_rewards: Path, tmp_path: Path
 ) -> None:
     """Colocated it has those weights beside it. Two critics, two verifiers; all learn.
 
     Measured: losses and norms of gradients within 5e-7 of their size.
     """
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    cost = ["cost=function", f"cost.function={user_code}:score", "cost.extract=null"]
+    cost = ["cost=function", f"cost.function={user_rewards}:score", "cost.extract=null"]
     recipe = ["recipe=safe_rlhf", *PPO[1:], *cost]
     lines = []
     for name, placement in (("colocate", []), ("split", SPLIT)):
