@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scratch.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
+    # A warning is the driver's; srun passes it on to every process of a step, ranks among them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     name = options.name or os.environ["SLURMD_NODENAME"]
     if options.address is None and options.temp is None:  # the head is elsewhere, in a container
         options.address = _meet(options.logs)
