@@ -196,10 +196,11 @@ def settings(tiny_run: list[str]) -> list[str]:
 def test_killed_at_random_moments(
     command: Callable[..., Any], settings: list[str], tmp_path: Path, victim: str
 ) -> None:
-    final_of(command(*settings, "run.dir=whole"))
-    draw = random.Random(victim)
+    slow = [*settings, "rollout.max_new_tokens=60"]
+    final_of(command(*slow, "run.dir=whole"))
+    draw, killed = random.Random(victim), 0
     for _ in range(3):
-        run = command(*settings, "run.dir=killed")
+        run = command(*slow, "run.dir=killed")
         record = tmp_path / "killed" / "metrics.jsonl"
         before = len(read_lines(record))
         run.wait_for(lambda r=record, n=before: len(read_lines(r)) not in (0, n))
@@ -208,15 +209,17 @@ def test_killed_at_random_moments(
             break
         if victim == "driver":
             run.popen.send_signal(signal.SIGKILL)
-            run.popen.wait()
+            killed += run.popen.wait() == -signal.SIGKILL
             for process in run.alive():
                 process.kill()
         else:
             ranks = [p for p in run.alive() if p.name().startswith("ray::RankWorker")]
             for process in ranks[:1]:  # none where the run is about to end
                 process.send_signal(signal.SIGKILL)
+                killed += 1
         run.end(timeout=60)
-    final_of(command(*settings, "run.dir=killed"))
+    assert killed
+    final_of(command(*slow, "run.dir=killed"))
     check_same(tmp_path / "whole", tmp_path / "killed", tmp_path)
 
 
