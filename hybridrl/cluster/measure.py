@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from hybridrl.workers.machine import Machine, look_around, node_name
-from hybridrl.workers.meeting import meeting_place
+from hybridrl.workers.meeting import join_group, meeting_place
 
 _DISK_BYTES = 32 * 2**20
 _NUM_FILES = 50
@@ -177,15 +177,10 @@ class Probe:
     def join(self, host: str, port: int) -> None:
         """Meet the others."""
         import torch
-        import torch.distributed as dist
 
         torch.set_num_threads(1)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # Ray has made the others invisible
-            self._device = "cuda"
         store = self._store or meeting_place(host, port, listens=False)
-        backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        self._device = join_group(self.rank, self.size, store).type
 
     def measure(self) -> list[Link]:
         """All-reduces of several sizes, then a message from each rank to the next and back.

@@ -26,7 +26,7 @@ from hybridrl.workers.build import RoleBuilder
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.machine import look_around, node_name
-from hybridrl.workers.meeting import meeting_place
+from hybridrl.workers.meeting import join_group, meeting_place
 from hybridrl.workers.memory import Memory, measure_memory
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.scorers import InstanceScorer
@@ -135,16 +135,8 @@ class PoolWorker:
         """
         transformers_logging.disable_progress_bar()
         torch.set_num_threads(self.config.cluster.threads_per_rank)
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=self._store or meeting_place(host, port, listens=False),
-            rank=self.rank,
-            world_size=self.size,
-        )
+        store = self._store or meeting_place(host, port, listens=False)
+        self.device = join_group(self.rank, self.size, store)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         return {
             "pid": os.getpid(),

@@ -14,6 +14,7 @@ from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRank
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
 from hybridrl.flow.schedules.dataflow import MAKERS, Dataflow, early_stages
+from hybridrl.flow.schedules.early import EarlyStages
 from hybridrl.flow.schedules.overlap import Job, Limits, Overlap
 from hybridrl.flow.threshold import Gathering, best_gathering
 
@@ -161,15 +162,10 @@ class FusedSchedule(Schedule):
             overlap.place(group)
 
     def _overlap(self, dataflow: Dataflow, num_samples: int) -> Overlap:
-        return Overlap(
-            self.executor,
-            dataflow,
-            self._ledger,
-            self.meter,
-            self.limits,
-            self.settings.decode_steps,
-            self._gathering(dataflow, num_samples),
-        )
+        chunk = self.limits.chunk_tokens
+        stages = EarlyStages(self.executor, dataflow, self._ledger, self.meter, chunk)
+        gathering = self._gathering(dataflow, num_samples)
+        return Overlap(stages, self.limits, self.settings.decode_steps, gathering)
 
     def _gathering(self, dataflow: Dataflow, num_samples: int) -> Gathering:
         if self.migration_threshold is not None:

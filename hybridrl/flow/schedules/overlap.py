@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.config import Migration
-from hybridrl.flow.batch import Ledger, record_finished
-from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.batch import record_finished
 from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
     Died,
-    Executor,
     Finished,
     Park,
     Parked,
@@ -26,7 +24,6 @@ from hybridrl.flow.graph import Stage
 from hybridrl.flow.lengths import dispatch
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn, telling_events
-from hybridrl.flow.schedules.dataflow import Dataflow
 from hybridrl.flow.schedules.early import EarlyStages
 from hybridrl.flow.threshold import Gathering
 
@@ -91,20 +88,12 @@ class Overlap:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        dataflow: Dataflow,
-        ledger: Ledger,
-        meter: CostMeter,
-        limits: Limits,
-        decode_steps: int,
-        gathering: Gathering,
+        self, stages: EarlyStages, limits: Limits, decode_steps: int, gathering: Gathering
     ) -> None:
-        self.executor, self.meter = executor, meter
+        self.stages, self.executor, self.meter = stages, stages.executor, stages.meter
         self.limits, self.decode_steps, self.gathering = limits, decode_steps, gathering
-        self.stages = EarlyStages(executor, dataflow, ledger, meter, limits.chunk_tokens)
         self.num_migrated = self.num_restarted = 0
-        self._alive = list(executor.instances)
+        self._alive = list(self.executor.instances)
         self._jobs: dict[SampleId, Job] = {}
         self._num_unmade = 0
         self._queue: list[SampleId] = []
