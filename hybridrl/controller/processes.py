@@ -4,6 +4,7 @@ So `breakpoint()` in anything that a rank runs stops here, at this terminal, and
 process. What Ray does not do here: many nodes, and methods beside others (they take their turn).
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -17,9 +18,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
+
+import psutil
 
 from hybridrl.config import ClusterConfig
 from hybridrl.controller.launch import DEATH_S, CallFailed
@@ -79,12 +83,16 @@ class ProcessLauncher:
     ) -> None:
         for rank in self._ranks:
             rank.kill()
+        if error is not None:
+            _end_fork_server()
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
         """See `Launcher`."""
         # Forked by a server that has imported the worker, and nothing else: no rank pays for that.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([worker.__module__])
+        if size > 1:
+            _start_fork_server()
         for rank in range(1, size):
             made = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_Child(context, rank, made))
@@ -169,23 +177,25 @@ class _Here:
 
 
 class _Child:
-    """A rank in a process of its own, which takes calls from a queue and answers in `answers`.
+    """A rank in a process of its own, which takes calls from a pipe and answers in `answers`.
 
     Both sides write in a thread, so that neither waits for the other while it is in a collective.
-    Its pipe of answers has one writer: where the process dies, in the middle of an answer too, the
-    pipe ends, and no lock is left behind.
+    Each pipe has one writer: where that process dies, in the middle of an answer too, the pipe
+    ends, and no lock is left behind.
     """
 
     def __init__(self, context: Any, rank: int, made: bytes) -> None:
         self.waiting: deque[Call] = deque()
         self.answers: Connection
         self.answers, writer = context.Pipe(duplex=False)
-        self._calls: Any = context.Queue()
+        reader, calls = context.Pipe(duplex=False)
         environment = dict(os.environ) | {"LOCAL_RANK": str(rank)}
-        given = (environment, made, self._calls, writer)
+        given = (environment, made, reader, writer)
         self._process = context.Process(target=_serve, args=given, name=f"rank {rank}")
         self._process.start()
         writer.close()
+        reader.close()
+        self._calls = _sender(calls)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = Call()
@@ -217,8 +227,7 @@ class _Child:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
-        self._calls.cancel_join_thread()
-        self._calls.close()
+        self._calls.put(None)
 
 
 def _pickled(value: Any) -> bytes:
@@ -229,22 +238,41 @@ def _pickled(value: Any) -> bytes:
     return found
 
 
+def _start_fork_server() -> None:
+    """Start it deaf to Ctrl-C, which it would else hear, loudly, while it imports the worker."""
+    resource_tracker.ensure_running()  # it would unblock the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end_fork_server() -> None:
+    """It may be importing for seconds still, and fork a rank that finds nobody to serve."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+                child.kill()
+                # Not reaped: its own module looks after it, should there be a next run here.
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
 def _serve(
-    environment: dict[str, str], made: bytes, calls: "queue.Queue[bytes]", answers: Connection
+    environment: dict[str, str], made: bytes, calls: Connection, answers: Connection
 ) -> None:
-    """Answer calls until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends this process
+    """Answer calls until the driver is gone; then end, whatever this rank does at that moment."""
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it, too, and ends this process
     os.environ.clear()  # that of the server is as old as the server
     os.environ.update(environment)
     sys.stdout = sys.stderr  # standard output is for the run's result
-    worker, parent = pickle.loads(made)(), os.getppid()
-    done: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_write, args=(done, answers), daemon=True).start()
-    while os.getppid() == parent:
+    worker, done = pickle.loads(made)(), _sender(answers)
+    while True:
         try:
-            name, args, kwargs = pickle.loads(calls.get(timeout=1.0))
-        except queue.Empty:
-            continue
+            name, args, kwargs = pickle.loads(calls.recv_bytes())
+        except EOFError:
+            return
         value, cause = None, None
         try:
             value = getattr(worker, name)(*args, **kwargs)
@@ -254,6 +282,22 @@ def _serve(
         done.put(_pickled((value, cause)))
 
 
-def _write(done: "queue.SimpleQueue[bytes]", answers: Connection) -> None:
-    while True:
-        answers.send_bytes(done.get())
+def _end_with_driver() -> None:
+    """Of the two, `os.getppid` is the fork server, which lives while a rank does."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    wait([driver.sentinel])
+    os._exit(1)
+
+
+def _sender(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
+    """What is put there a thread writes into `pipe`, until it is None, or nobody reads any more."""
+    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_write, args=(waiting, pipe), daemon=True).start()
+    return waiting
+
+
+def _write(waiting: "queue.SimpleQueue[bytes | None]", pipe: Connection) -> None:
+    with pipe, contextlib.suppress(BrokenPipeError):
+        while (value := waiting.get()) is not None:
+            pipe.send_bytes(value)

@@ -60,6 +60,14 @@ class Telemetry:
         if self._go_on_from is not None:
             cut(self.run_dir, self._go_on_from)
         self._status = _begin(self.run_dir / "run.json", self._total_steps)
+        try:
+            self._open()
+        except BaseException as error:  # a signal, say, or a full disk
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _open(self) -> None:
         self._write_status()
         self._capture()
         self._trace = TraceFile(self.run_dir / "trace.json")
@@ -68,7 +76,6 @@ class Telemetry:
 
             self._board = Writer(str(self.run_dir / "tensorboard"))
         self.display = make_display(self._config.progress)
-        return self
 
     def __exit__(
         self,

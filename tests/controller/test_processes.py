@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ray import cloudpickle
@@ -174,6 +175,76 @@ def test_calls_reach_their_ranks() -> None:
     for pid in pids[1:]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+DRIVER = """
+import sys
+import time
+
+from hybridrl.cluster import signals
+from hybridrl.config import ClusterConfig, ClusterKind
+from hybridrl.controller.processes import ProcessLauncher
+
+signals.install()
+import mine
+
+try:
+    with ProcessLauncher(ClusterConfig(kind=ClusterKind.processes, ranks=2)) as launcher:
+        calls = launcher.start(mine.Worker, mine.Worker).sleep()
+        time.sleep(100)
+except KeyboardInterrupt:
+    sys.exit(signals.exit_code())
+"""
+SLEEPS = """
+import sys
+import time
+from pathlib import Path
+
+from hybridrl.workers.dispatch import Dispatch, dispatch
+
+if sys.argv[-1] != "mine":  # in the server
+    Path("importing").touch()
+    time.sleep({seconds})
+
+
+class Worker:
+    def __init__(self, rank, size):
+        self.rank = rank
+
+    @dispatch(Dispatch.SAME)
+    def sleep(self):
+        if self.rank:
+            Path("sleeping").touch()
+            time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [("sleeping", signal.SIGKILL), ("importing", signal.SIGTERM), ("importing", signal.SIGINT)],
+)
+def test_nothing_outlives_its_driver(tmp_path: Path, moment: str, number: signal.Signals) -> None:
+    """Neither a rank in a long call, nor the server that ranks are forked by; and quietly."""
+    (tmp_path / "mine.py").write_text(SLEEPS.format(seconds=100 * (moment == "importing")))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, "mine"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not (tmp_path / moment).exists():
+        assert driver.poll() is None, driver.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    left = psutil.Process(driver.pid).children(recursive=True)
+    assert len(left) == (3 if moment == "sleeping" else 2)  # a tracker of resources is among them
+    (os.killpg if number == signal.SIGINT else os.kill)(driver.pid, number)
+    _, err = driver.communicate(timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=10)
+    for process in alive:
+        process.kill()
+    assert alive == []
+    assert (driver.returncode, err) == (-9 if number == signal.SIGKILL else 128 + number, "")
 
 
 def test_a_failing_rank_is_named_and_its_traceback_shown(

@@ -96,6 +96,15 @@ def test_every_call_leaves_whole_files(tmp_path: Path) -> None:
     assert [row["kind"] for row in read_lines(tmp_path / "events.jsonl")] == ["phase", "bad_step"]
 
 
+def test_a_run_that_cannot_begin_its_records_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").mkdir()
+    with pytest.raises(IsADirectoryError), Telemetry(tmp_path, QUIET, 1):
+        raise AssertionError("it began")
+    status = json.loads((tmp_path / "run.json").read_text())
+    assert (status["state"], status["ended"] > 0) == ("failed", True)
+    assert status["reason"].startswith("IsADirectoryError: ")
+
+
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
     [
