@@ -308,18 +308,23 @@ def _slurm(command: str, args: list[str]) -> None:
     from hybridrl.cluster import commands
     from hybridrl.cluster.errors import JobError
 
+    if command != "submit" and {"-h", "--help"} & set(args):
+        print(USAGE)
+        return
     try:
         for line in getattr(commands, command)(args):
             print(line, flush=True)
     except JobError as error:
         _fail(str(error), 1)
+    except BrokenPipeError:  # who reads has seen enough: hybridrl logs RUN | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError("new-recipe", "", message)
 
 
-def _fail(message: str, code: int, again: Config | None = None) -> None:
+def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:
     """Say why and exit; as a Slurm job that may start `again`, have Slurm do that."""
     left = _restarts_left(again) if again else None
     if again and left is not None:
@@ -339,10 +344,15 @@ def _fail(message: str, code: int, again: Config | None = None) -> None:
 
 
 def _restarts_left(config: Config) -> int | None:
-    """How often this job may start again; None where that was not asked for."""
+    """How often this job may start again; None where it is not to."""
     from hybridrl.cluster import slurm
+    from hybridrl.cluster.errors import JobError
 
-    return slurm.restarts_left(config.cluster) if config.cluster.requeue else None
+    try:
+        return slurm.restarts_left(config.cluster)
+    except JobError as error:  # Slurm does not answer, so it cannot start it again either
+        print(f"hybridrl: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 if __name__ == "__main__":

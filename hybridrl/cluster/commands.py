@@ -3,6 +3,7 @@
 Each yields lines to print.
 """
 
+import contextlib
 import json
 import re
 import shlex
@@ -31,6 +32,7 @@ does nothing. docs/clusters.md has the keys.
 """
 _JOB = re.compile(r"\d+(_\d+)?")
 _POLL_S = 0.5
+_ASK_S = 2.0  # Slurm's controller has others to answer
 _LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
 
 
@@ -44,11 +46,8 @@ def submit(args: Sequence[str]) -> Iterator[str]:
         return
     given = [arg for arg in args if arg != "--dry-run"]
     batch, configs = _plan(given)
-    if batch.script.exists():  # a run that goes on
-        from hybridrl.controller.checkpoints import find_origin
-
-        find_origin(replace(configs[0], run=replace(configs[0].run, dir=str(batch.directory))))
-    _prepare_all(configs)
+    _check_free(batch)
+    _prepare_all(configs, batch.run_dirs)
     on_ray = batch.cluster.kind is ClusterKind.ray
     if len(given) < len(args):
         yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
@@ -84,13 +83,19 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
         raise ConfigError("option", "-m", "a single run with cluster=ray")
     containers.check_image(config.cluster)
     path = Path(config.run.dir).absolute()
-    if path.exists() and any(path.iterdir()) and "trainer.resume=auto" not in options.overrides:
+    if path.exists() and not path.is_dir():
+        raise ConfigError("run.dir", config.run.dir, "a directory, or nothing that is there")
+    goes_on = any(override.startswith("trainer.resume=") for override in options.overrides)
+    if path.exists() and any(path.iterdir()) and not (goes_on and config.trainer.resumes):
         raise ConfigError("run.dir", config.run.dir, "a directory that is not there yet, or empty")
     configs = [compose.check(o, taken.config_dir) for o in compose.choices(taken.overrides)]
     fixed, swept = [], []
     for override in options.overrides:
-        if override.partition("=")[0] != "run.dir":
-            values = compose.choices([override])
+        key, _, given = override.lstrip("+").partition("=")
+        values = compose.choices([override])
+        if len(values) > 1 and (key == "run.dir" or key.partition(".")[0] == "cluster"):
+            raise ConfigError(key, given, "one value: the runs of a sweep are tasks of one job")
+        if key != "run.dir":
             (fixed.append(values[0][0]) if len(values) == 1 else swept.append(override))
     if options.config_dir is not None:
         fixed.insert(0, f"--config-dir={options.config_dir}")
@@ -98,20 +103,41 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     return Batch(config.cluster, path, Path.cwd(), tuple(fixed), tasks, sweep), configs
 
 
-def _prepare_all(configs: Sequence[Config]) -> None:
-    """Check every run as its job would, in a directory that goes again.
+def _check_free(batch: Batch) -> None:
+    """Raise ConfigError where a job of the run is still going on: two would write its records.
+
+    One that waits for it (`--dependency`) may be submitted.
+    """
+    if any(option.startswith(("--dependency", "-d")) for option in batch.cluster.sbatch):
+        return
+    job = ""
+    if RayJob.is_of(batch.directory):
+        ray_job = RayJob(batch.directory)
+        job = ray_job.id if ray_job.lives() else ""
+    elif (batch.directory / "slurm/job").is_file():
+        job = _job_of(batch.directory)
+        job = job if _lives(job) else ""
+    if job:
+        allowed = f"a directory whose job has ended; {job} has not"
+        raise ConfigError("run.dir", _shown(batch.directory), allowed)
+
+
+def _prepare_all(configs: Sequence[Config], run_dirs: Sequence[Path]) -> None:
+    """Check every run as its job would, in a directory that goes again, and what it goes on from.
 
     Runs that differ in their seed alone are checked once.
     """
-    from hybridrl.controller.prepare import prepare  # seconds
+    from hybridrl.controller.checkpoints import find_origin  # seconds
+    from hybridrl.controller.prepare import prepare
 
     seen: list[Config] = []
-    for config in configs:
+    for config, run_dir in zip(configs, run_dirs, strict=True):
         alike = replace(config, run=RunConfig())
         if alike not in seen:
             seen.append(alike)
             with tempfile.TemporaryDirectory() as folder:
                 prepare(deepcopy(replace(config, run=replace(config.run, dir=folder))))
+        find_origin(replace(config, run=replace(config.run, dir=str(run_dir))))
 
 
 def _submit_to_ray(batch: Batch) -> Iterator[str]:
@@ -132,6 +158,7 @@ def _submit(batch: Batch) -> str:
     slurm.check_partition(batch.cluster)
     folders = (batch.script.parent, *batch.script.parent.parents)
     new = [path for path in folders if not path.exists()]
+    before = batch.script.read_text() if batch.script.is_file() else None
     try:
         for run_dir in (batch.directory, *batch.run_dirs):
             (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -144,6 +171,8 @@ def _submit(batch: Batch) -> str:
     except (JobError, ConfigError):
         if new:
             shutil.rmtree(new[-1], ignore_errors=True)
+        elif before is not None:
+            batch.script.write_text(before)
         raise
     (batch.directory / "slurm" / "job").write_text(f"{job}\n")
     if batch.sweep:
@@ -188,8 +217,7 @@ def status(args: Sequence[str]) -> Iterator[str]:
         yield "no submitted run in ./runs; name a run directory or a job id"
     for target in targets:
         if RayJob.is_of(Path(target)):
-            ray_job = RayJob(Path(target))
-            yield f"{ray_job.id}  {ray_job.state()}  {_shown(Path(target))}"
+            yield _ray_status(Path(target))
             continue
         for job, run_dir in _runs(target):
             yield f"{job}  {_state(job, run_dir)}  {_shown(run_dir)}"
@@ -233,38 +261,64 @@ def cancel(args: Sequence[str]) -> Iterator[str]:
             yield f"job {job} has ended before"
 
 
+def _ray_status(run_dir: Path) -> str:
+    try:
+        ray_job = RayJob(run_dir)
+        return f"{ray_job.id}  {ray_job.state()}  {_shown(run_dir)}"
+    except (JobError, ConfigError) as error:  # the cluster is gone, or has forgotten it
+        record = _record(run_dir)
+        return f"{record.get('state', 'unknown')}  {_shown(run_dir)}  ({error})"
+
+
 def _runs(target: str) -> list[tuple[str, Path]]:
     """Job and directory of every run that `target` names."""
     if _JOB.fullmatch(target):
-        found = [(job["id"], Path(job["StdOut"]).parents[1]) for job in slurm.jobs(target)]
+        found = slurm.jobs(target)
         if not found:
             allowed = "a job that Slurm still knows; name its run directory"
             raise ConfigError("job", target, allowed)
-        return found
+        return [(job["id"], _run_dir(job)) for job in found]
     path = Path(target)
     job = _job_of(path)
     tasks = sorted(path.glob("*/slurm/job"), key=lambda file: int(file.parents[1].name))
-    return [(file.read_text().strip(), file.parents[1]) for file in tasks] or [(job, path)]
+    return [(_job_of(file.parents[1]), file.parents[1]) for file in tasks] or [(job, path)]
+
+
+def _run_dir(job: dict[str, str]) -> Path:
+    """The directory of a job's run, of its sweep where tasks wait together: its script lies there.
+
+    Raises ConfigError for a job that `hybridrl submit` has not made.
+    """
+    script = Path(job["Command"])
+    if script.parts[-2:] != ("slurm", "job.sh"):
+        raise ConfigError("job", job["id"], "a job of hybridrl submit, or a run directory")
+    task = job.get("ArrayTaskId", "")
+    return script.parents[1] / task if task.isdigit() else script.parents[1]
 
 
 def _job_of(run_dir: Path) -> str:
+    with contextlib.suppress(OSError):
+        if job := (run_dir / "slurm" / "job").read_text().strip():
+            return job
+    allowed = "a directory of hybridrl submit, or a job id"
+    raise ConfigError("run", run_dir, allowed)
+
+
+def _record(run_dir: Path) -> dict[str, Any]:
+    """What the run has recorded of itself; empty where it has not come so far."""
     try:
-        return (run_dir / "slurm" / "job").read_text().strip()
-    except OSError:
-        allowed = "a directory of hybridrl submit, or a job id"
-        raise ConfigError("run", run_dir, allowed) from None
+        found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _state(job: str, run_dir: Path) -> str:
     """What Slurm says, or, when it has forgotten the job, what the run has recorded."""
-    try:
-        record: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-    except (OSError, ValueError):
-        record = {}
-    known = slurm.jobs(job)
+    record, known = _record(run_dir), slurm.jobs(job)
     if not known:
         return " ".join((str(record.get("state", "ended")), str(record.get("reason", "")))).strip()
-    (found,) = known
+    found = known[0]
     state = found["JobState"]
     if state == "PENDING":
         return f"{state} ({found['Reason']})"
@@ -282,10 +336,11 @@ def _lines(file: Path, job: str, follow: bool) -> Iterator[str]:
     if not file.is_file():
         raise slurm.SlurmError(f"job {job} has ended and has printed nothing")
     with file.open(errors="replace") as opened:
-        part = ""
+        part, asked, last = "", 0.0, not follow
         while True:
-            last = not follow or not _lives(job)  # asked before the file is read to its end
-            for line in opened:
+            if follow and time.monotonic() - asked > _ASK_S:
+                last, asked = not _lives(job), time.monotonic()
+            for line in opened:  # after the question: to its end
                 part += line
                 if part.endswith("\n"):
                     yield part.rstrip("\n")

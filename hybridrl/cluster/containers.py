@@ -45,7 +45,10 @@ trap : TERM
 run=$!
 while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done
 wait "$run" || code=$?
-if [ -e "${variable}/again" ]; then scontrol requeue "$SLURM_JOB_ID" || true; fi
+if [ -e "${variable}/again" ] &&
+    ! scontrol show job "$SLURM_JOB_ID" | grep -qE 'State=(CANCELLED|COMPLETING)'; then
+    scontrol requeue "$SLURM_JOB_ID" || true
+fi
 exit "${{code:-0}}\""""
 _FIRST = 'srun $step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"'
 _MORE = " \\\n    "

@@ -17,6 +17,7 @@ from hybridrl.cluster.batch import Batch
 from hybridrl.cluster.errors import JobError
 from hybridrl.cluster.runtime import show_token
 from hybridrl.config import ConfigError
+from hybridrl.telemetry.records import write_json
 
 _STOP_S = "20"  # a run ends in a few seconds; Ray gives a job three by default
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -42,7 +43,7 @@ def submit(batch: Batch) -> str:
     if path := os.environ.get("PYTHONPATH"):
         variables["PYTHONPATH"] = path
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         job: str = client.submit_job(
             entrypoint=entrypoint(batch), runtime_env={"env_vars": variables}
         )
@@ -51,8 +52,7 @@ def submit(batch: Batch) -> str:
     except OSError as error:
         allowed = f"a writable directory ({error.strerror})"
         raise ConfigError("run.dir", batch.directory, allowed) from error
-    record = {"address": batch.cluster.address, "job": job}
-    (folder / "job.json").write_text(json.dumps(record) + "\n")
+    write_json(folder / "job.json", {"address": batch.cluster.address, "job": job})
     return job
 
 
@@ -60,8 +60,11 @@ class RayJob:
     """A submitted run's job."""
 
     def __init__(self, run_dir: Path) -> None:
-        record = json.loads((run_dir / "ray/job.json").read_text())
-        self.address, self.id = str(record["address"]), str(record["job"])
+        try:
+            record = json.loads((run_dir / "ray/job.json").read_text())
+            self.address, self.id = str(record["address"]), str(record["job"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError("run", run_dir, "a directory with a whole ray/job.json") from None
         self._client = _client(self.address)
 
     @staticmethod
@@ -81,6 +84,7 @@ class RayJob:
 
     def lines(self, follow: bool) -> Iterator[str]:
         """What it has printed; with `follow`, until it ends."""
+        self._info()  # which says it where the cluster has forgotten the job
         if not follow:
             yield from self._client.get_job_logs(self.id).splitlines()
             return

@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     name = options.name or os.environ["SLURMD_NODENAME"]
     if options.address is None and options.temp is None:  # the head is elsewhere, in a container
-        options.address = _meet(options.logs)
+        with contextlib.suppress(_Ended):
+            options.address = _meet(options.logs)
         if options.address is None:
             return 0
     if not options.logs.is_dir():

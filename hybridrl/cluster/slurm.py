@@ -14,6 +14,7 @@ from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.config.errors import names
 
 _FIELD = re.compile(r"(\w+)=(.*?)(?= [\w:/]+=|$)")
+_PATH = re.compile(r"(Command|WorkDir|StdErr|StdIn|StdOut)=(.*)")  # a line each, with any character
 
 
 class SlurmError(JobError):
@@ -64,12 +65,14 @@ def check_partition(config: ClusterConfig) -> None:
         default = name.rstrip("*") if name.endswith("*") else default
         cpus.setdefault(name.rstrip("*"), []).append(int(number))
     partition = config.partition or default
-    if partition not in cpus:
-        raise ConfigError("cluster.partition", partition, names(partition, list(cpus)))
+    for one in partition.split(","):  # Slurm takes the first that can
+        if one not in cpus:
+            raise ConfigError("cluster.partition", partition, names(one, list(cpus)))
+    nodes_of = [cpus[one] for one in partition.split(",")]
     wanted = config.cpus_per_node or 1
-    found = sum(number >= wanted for number in cpus[partition])
+    found, of = max((sum(n >= wanted for n in nodes), len(nodes)) for nodes in nodes_of)
     if config.nodes > found:
-        which = f" with {wanted} CPUs or more" if found < len(cpus[partition]) else ""
+        which = f" with {wanted} CPUs or more" if found < of else ""
         allowed = f"at most the {found} of partition {partition}{which}"
         raise ConfigError("cluster.nodes", config.nodes, allowed)
 
@@ -77,20 +80,32 @@ def check_partition(config: ClusterConfig) -> None:
 def jobs(job: str) -> list[dict[str, str]]:
     """What Slurm knows of a job, each task of an array for itself, with `id` as users write it.
 
-    Empty for a job that it has forgotten, some minutes after its end.
+    Tasks that wait are one entry together. Empty for a job that it has forgotten, some minutes
+    after its end.
     """
     try:
-        lines = call("scontrol", "--oneliner", "show", "job", job).splitlines()
+        records = call("scontrol", "show", "job", job).split("\n\n")
     except SlurmError as error:
-        if "Invalid job id" in str(error):
+        if "Invalid job id" in str(error) or "not found" in str(error):
             return []
         raise
-    found = [dict(_FIELD.findall(line)) for line in lines if "JobId=" in line]
+    found = [_fields(record) for record in records if "JobId=" in record]
     for fields in found:
         fields["id"] = fields["JobId"]
         if "ArrayJobId" in fields:
             fields["id"] = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
     return sorted(found, key=lambda fields: [int(n) for n in re.findall(r"\d+", fields["id"])])
+
+
+def _fields(record: str) -> dict[str, str]:
+    """The fields of what scontrol shows of a job."""
+    fields: dict[str, str] = {}
+    for line in record.splitlines():
+        if path := _PATH.match(line.strip()):
+            fields[path[1]] = path[2]
+        else:
+            fields |= dict(_FIELD.findall(line))
+    return fields
 
 
 def allocation(config: ClusterConfig) -> Allocation:
@@ -109,11 +124,42 @@ def allocation(config: ClusterConfig) -> Allocation:
     return Allocation(env["SLURM_JOB_ID"], nodes, here, _least(env["SLURM_JOB_CPUS_PER_NODE"]))
 
 
-def restarts_left(config: ClusterConfig) -> int:
-    """How often the job that this process is in may start again; 0 outside of one."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return 0
+def restarts_left(config: ClusterConfig) -> int | None:
+    """How often the job that this process is in may start again; None where it is not to.
+
+    That is outside of a job, without `cluster.requeue`, and where the job was cancelled: that, too,
+    comes as the death of ranks or nodes.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or not config.requeue or _is_cancelled(job):
+        return None
     return max(0, config.requeue - int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+def _is_cancelled(job: str) -> bool:
+    """Whether Slurm is ending the job, and not for its time limit.
+
+    Then it was cancelled, or Slurm itself starts it again: for a dead node, say. In a container the
+    script around the driver asks.
+    """
+    if MEETING in os.environ:
+        return False
+    return any(
+        found["JobState"] in ("CANCELLED", "COMPLETING") and not _is_over_time(found)
+        for found in jobs(job)
+    )
+
+
+def _is_over_time(job: Mapping[str, str]) -> bool:
+    limit = job["TimeLimit"]
+    return ":" in limit and _seconds(job["RunTime"]) >= _seconds(limit)
+
+
+def _seconds(duration: str) -> int:
+    """Of Slurm's `1-02:03:04`."""
+    days, _, time = duration.rpartition("-")
+    hours, minutes, seconds = map(int, time.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def start_again() -> None:

@@ -119,6 +119,8 @@ class ClusterConfig:
         for key, least in least_of.items():
             if getattr(self, key) < least:
                 raise ConfigError(f"cluster.{key}", getattr(self, key), f"{least} or more")
+        if self.start_timeout_s <= 0:
+            raise ConfigError("cluster.start_timeout_s", self.start_timeout_s, "above 0")
         if self.cpus_per_node is not None and self.cpus_per_node < 1:
             raise ConfigError("cluster.cpus_per_node", self.cpus_per_node, "1 or more, or null")
         if self.kind is ClusterKind.slurm:

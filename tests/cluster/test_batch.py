@@ -150,7 +150,7 @@ def test_apptainer_runs_the_driver_and_the_other_nodes(tmp_path: Path) -> None:
     assert "scontrol requeue" not in text
     again = made(tmp_path, requeue=3, container=Container.apptainer, **IN_CONTAINER).text()
     assert f"\n{inside}.cli train \\\n" in again
-    assert 'then scontrol requeue "$SLURM_JOB_ID"' in again
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in again
 
 
 def test_pyxis_gives_both_to_srun(tmp_path: Path) -> None:
@@ -225,6 +225,23 @@ def test_a_dry_run_needs_no_slurm_and_leaves_nothing(
         ),
         (["--cfg", "job", "cluster=slurm"], "option=--cfg job cluster=slurm: wanted -m,"),
         (["cluster=slurm", "cluster.gpus_per_node=8", "trainer.stepz=1"], "trainer.stepz=1: "),
+        (
+            ["-m", "cluster=slurm", "cluster.gpus_per_node=1,8"],
+            "cluster.gpus_per_node=1,8: wanted one value: the runs of a sweep are tasks of one job",
+        ),
+        (["-m", "cluster=slurm", "cluster.gpus_per_node=8", "run.dir=a,b"], "run.dir=a,b: wanted"),
+        (
+            ["cluster=slurm", "cluster.gpus_per_node=8", "run.dir=/etc/hostname"],
+            "run.dir=/etc/hostname: wanted a directory, or nothing that is there",
+        ),
+        (
+            ["cluster=slurm", "cluster.gpus_per_node=8", "cluster.start_timeout_s=-3"],
+            "cluster.start_timeout_s=-3.0: wanted above 0",
+        ),
+        (
+            ["cluster=slurm", "cluster.gpus_per_node=8", "trainer.resume=/nope"],
+            "trainer.resume=/nope: wanted never, auto, a checkpoint with resume/",
+        ),
     ],
 )
 def test_what_cannot_be_submitted(args: list[str], line: str) -> None:
@@ -233,5 +250,9 @@ def test_what_cannot_be_submitted(args: list[str], line: str) -> None:
     assert str(raised.value).startswith(line)
 
 
-def test_the_least_cpus_of_a_job() -> None:
+def test_slurms_numbers() -> None:
     assert slurm._least("72(x2),36") == 36
+    assert slurm._seconds("1-02:03:04") == 93_784
+    assert slurm._is_over_time({"RunTime": "00:04:02", "TimeLimit": "00:04:00"})
+    assert not slurm._is_over_time({"RunTime": "00:03:59", "TimeLimit": "00:04:00"})
+    assert not slurm._is_over_time({"RunTime": "1-00:00:00", "TimeLimit": "UNLIMITED"})

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from hybridrl.cluster import commands
+from hybridrl.cluster.errors import JobError
 from hybridrl.cluster.ray_jobs import RayJob
 from hybridrl.config import ConfigError
 from hybridrl.telemetry.records import read_lines
@@ -96,6 +97,17 @@ def test_a_run_is_submitted_followed_and_cancelled(
     wait_for(lambda: not RayJob(Path("long")).lives())
     assert RayJob(Path("long")).state().startswith("STOPPED")
     wait_for(lambda: json.loads(Path("long/run.json").read_text())["state"] == "interrupted")
+
+    (last,) = (line["step"] for line in read_lines(metrics)[-1:])
+    more = ["run.dir=long", f"trainer.steps={last + 2}", "eval.every=0", "trainer.resume=auto"]
+    list(commands.submit([*given, *more]))
+    wait_for(lambda: not RayJob(Path("long")).lives())
+    assert RayJob(Path("long")).state() == "SUCCEEDED (exit 0)"
+    RayJob(Path("long"))._client.delete_job(RayJob(Path("long")).id)
+    (line,) = commands.status(["long"])
+    assert line.startswith("finished  long  (the cluster at ")
+    with pytest.raises(JobError, match="does not know job"):
+        list(commands.logs(["long"]))
 
 
 def test_no_cluster_there(

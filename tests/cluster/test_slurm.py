@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.cluster import commands
+from hybridrl.cluster import commands, slurm
 from hybridrl.cluster.slurm import SlurmError
 from hybridrl.config import ConfigError
 
@@ -61,6 +61,7 @@ def test_the_page_does_what_it_says(jobs: Any, tiny: list[str]) -> None:
         assert jobs.wait(f"{job}_{task}") == "COMPLETED", jobs.printed()
         assert jobs.record(f"runs/seeds/{task}")["state"] == "finished"
     assert len(starting_weights(Path("runs/seeds"))) == 4
+    assert slurm.jobs(f"{job}_9") == []
     listed = [f"{job}_{task}  COMPLETED (exit 0)  runs/seeds/{task}" for task in range(4)]
     assert list(commands.status(["runs/seeds"])) == listed
     assert jobs.left() == []
@@ -189,20 +190,27 @@ def test_the_command_line_refuses_with_one_line(jobs: Any, two: list[str]) -> No
 
 
 def test_cancel_leaves_no_process(jobs: Any, two: list[str]) -> None:
-    job = jobs.submit(*two, "trainer.steps=100000", "eval.every=0", "run.dir=run")["job"]
-    jobs.wait_for_steps("run", job, 2)
-    assert re.match(rf"{job}  RUNNING .* on n\[1-2\]  run", next(commands.status(["run"])))
-    folders = jobs.ray_folders("run")
+    """Nor does a run that may start again: its ranks die as those of a dead node do."""
+    run = "100% y=1"  # what scontrol shows of it is of Slurm's own making
+    long = [*two, "trainer.steps=100000", "eval.every=0", "cluster.requeue=3", f"run.dir='{run}'"]
+    job = jobs.submit(*long)["job"]
+    jobs.wait_for_steps(run, job, 2)
+    assert re.match(rf"{job}  RUNNING .* on n\[1-2\]  {run}", next(commands.status([run])))
+    assert list(commands.status([job])) == list(commands.status([run]))
+    folders = jobs.ray_folders(run)
+    with pytest.raises(ConfigError, match=rf"^run.dir={run}: wanted .* job has ended; {job} has"):
+        list(commands.submit([*long, "trainer.resume=auto"]))
     begun = time.monotonic()
 
-    assert list(commands.cancel(["run"])) == [f"cancelled job {job}"]
+    assert list(commands.cancel([run])) == [f"cancelled job {job}"]
 
-    assert jobs.wait(job) == "CANCELLED"
+    assert jobs.wait(job) == "CANCELLED", jobs.printed()
     assert time.monotonic() - begun < 25  # at 30 s Slurm kills
     assert jobs.left() == []
     assert len(folders) == 2
     assert not [folder for folder in folders if folder.exists()]
-    assert jobs.record("run")["state"] == "interrupted", jobs.printed()
+    assert jobs.record(run)["state"] in ("interrupted", "failed"), jobs.printed()
+    assert "starts again" not in jobs.printed()
     assert list(commands.cancel([job])) == [f"job {job} has ended before"]
 
 
