@@ -15,11 +15,14 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from hybridrl.checkpoint.folder import note_sum
 from hybridrl.engines.train.engine import TrainEngine
 
 Tensors = dict[str, torch.Tensor]
@@ -46,7 +49,7 @@ def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
     state = kept | {name: tensors[0] for name, tensors in _tensors(engine)}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
     try:
-        state_dict_saver.save(state, checkpoint_id=folder, planner=planner)
+        state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         # torch reports a full disk as an error of its own
@@ -118,6 +121,22 @@ def _tensors(engine: TrainEngine) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Writer(FileSystemWriter):
+    """Every rank leaves the checksums of its files; what fails in here fails on all ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """The default's, then the sums."""
+        written = super().write_data(plan, planner)
+        for file in {result.storage_data.relative_path for result in written.wait()}:
+            note_sum(Path(self.path) / file)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The default's, on the first rank, then the sum of what it wrote."""
+        super().finish(metadata, results)
+        note_sum(Path(self.path) / ".metadata")
 
 
 class _AnyPadding(DefaultLoadPlanner):

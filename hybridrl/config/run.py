@@ -26,7 +26,7 @@ class TelemetryConfig:
     """What a run records beside its checkpoints."""
 
     progress: bool = True
-    """Show progress; plain lines where the output is no terminal."""
+    """Show progress; plain lines where the output is no terminal. Without, notes alone."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     samples_per_step: int = 8

@@ -1,10 +1,11 @@
 """A run's checkpoints: which to go on from, what may have changed since, when one is written."""
 
+import contextlib
 import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ _PARKED_ON = 0  # the rank that has to do with parked samples, which lie in the 
 class Origin:
     """Where a run comes from: its settings as they were given, and the point it goes on from.
 
-    Without a point it starts anew. `damaged` says what is wrong with newer checkpoints.
+    Without a point it starts anew. `damaged` says what is wrong with newer checkpoints. One that
+    `goes_back` begins anew from an earlier point of the same run: what came after it goes.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     point: Point | None = None
     damaged: tuple[str, ...] = ()
+    goes_back: bool = False
 
     def continues(self, run_dir: Path) -> bool:
         """Whether the point is of the run in this directory."""
@@ -56,27 +59,29 @@ class Origin:
         return {} if config.trainer.resumes else None
 
 
-def find_origin(config: Config) -> Origin:
+def find_origin(config: Config, reads: bool = False) -> Origin:
     """What `trainer.resume` asks for; before anything else has touched `config`.
 
-    Raises ConfigError where it names nothing to go on from, where all that is there is damaged,
-    where a setting differs that must not, and where the directory has a finished run and no
-    checkpoint.
+    With `reads` the bytes of the checkpoint are compared with their checksums, which takes as long
+    as it takes to read them. Raises ConfigError where it names nothing to go on from, or another
+    run than the one in the directory, where all that is there is damaged, where a setting differs
+    that must not, and where the directory has a finished run and no checkpoint.
     """
     settings = settings_of(config)
     wanted, own = config.trainer.resume, Path(config.run.dir)
     if not config.trainer.resumes:
         return Origin(settings)
-    # A job that Slurm has started again goes on from what it has written itself, if anything.
-    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    inside = wanted != "auto" and own.resolve() in Path(wanted).resolve().parents
-    points, damaged = ([], []) if inside and not again else folder.search(own)
-    if not points and wanted != "auto":
+    points, damaged = _written_since(wanted, own)
+    goes_back = wanted != "auto" and not points
+    if goes_back:
         points, damaged = _named(wanted)
+    while reads and points and (wrong := folder.changed(points[0])):
+        points, damaged = points[1:], [*damaged, wrong]
     if points:
         _check_same(points[0], settings, config.schedule)
-        _check_warm_start(points[0], config)
-        return Origin(settings, points[0], tuple(damaged))
+        _check_warm_start(points[0], config, reads)
+        origin = Origin(settings, points[0], tuple(damaged))
+        return replace(origin, goes_back=goes_back and origin.continues(own))
     if damaged:
         allowed = f"a checkpoint that is whole; damaged: {'; '.join(damaged)}"
         raise ConfigError("trainer.resume", wanted, allowed)
@@ -84,11 +89,31 @@ def find_origin(config: Config) -> Origin:
     return Origin(settings)
 
 
+def _written_since(wanted: str, own: Path) -> tuple[list[Point], list[str]]:
+    """The checkpoints in `own`, the run's directory, of the run that began from `wanted`.
+
+    None where it begins with this command: in a directory without any, or by going back in its own,
+    unless Slurm has started again the job that does so.
+    """
+    points, damaged = folder.search(own)
+    if wanted == "auto":
+        return points, damaged
+    since = [p for p in points if p.state["settings"].get("trainer.resume") == wanted]
+    if own.resolve() in Path(wanted).resolve().parents:
+        again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        return (since, damaged) if since and again else ([], [])
+    if points and not since and own.resolve() != Path(wanted).resolve():
+        _named(wanted)
+        allowed = f"auto, or another run.dir: {own} has checkpoints of a run that began elsewhere"
+        raise ConfigError("trainer.resume", wanted, allowed)
+    return points, damaged
+
+
 def _named(path: str) -> tuple[list[Point], list[str]]:
     """The checkpoint, or the newest of the run, at `path`."""
     if (Path(path) / folder.RESUME).is_dir():
         try:
-            return [folder.read(Path(path))], []
+            return [folder.read(Path(path).resolve())], []
         except ValueError as error:
             return [], [str(error)]
     found = folder.search(Path(path))
@@ -131,11 +156,13 @@ def _check_same(point: Point, now: Mapping[str, Any], schedule: Name) -> None:
             raise ConfigError(key, now[key], allowed)
 
 
-def _check_warm_start(point: Point, config: Config) -> None:
+def _check_warm_start(point: Point, config: Config, reads: bool) -> None:
     """What the recipe's roles began as must be there, once the recipe has begun."""
     if config.warm_start_steps and point.state["phase"] == "rl":
         try:
-            folder.read(point.run_dir / "warm_start")
+            ended = folder.read(point.run_dir / "warm_start")
+            if wrong := folder.changed(ended) if reads else "":
+                raise ValueError(wrong)
         except ValueError as error:
             allowed = f"a run with the checkpoint of its warm start ({error})"
             raise ConfigError("trainer.resume", config.trainer.resume, allowed) from None
@@ -175,7 +202,8 @@ class Checkpoints:
         self.write(self._of(step), step, state, accuracy=accuracy)
         for old in self.scores.keys() - to_keep(self.scores, self.config.trainer.keep_last):
             del self.scores[old]
-            shutil.rmtree(self._of(old))
+            with contextlib.suppress(FileNotFoundError):  # someone else has let go of it
+                shutil.rmtree(self._of(old))
 
     def write(self, path: Path, step: int, state: State, **event: Any) -> None:
         """Write the weights to `path`, and what a run goes on from, if this one can.

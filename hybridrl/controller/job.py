@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NoReturn
 
-from hybridrl.checkpoint.folder import Point, read
+from hybridrl.checkpoint.folder import Point, forget_later, read
 from hybridrl.cluster import signals
 from hybridrl.cluster.errors import RayStartError
 from hybridrl.config import Config, OptimConfig, Schedule, TrainerConfig
@@ -47,7 +47,7 @@ class TrainingStopped(RuntimeError):
 
 def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns what the command line prints."""
-    origin = find_origin(config)
+    origin = find_origin(config, reads=True)
     prepared = prepare(config)
     asking = signals.asking() if config.trainer.resumes else contextlib.nullcontext()
     try:
@@ -88,6 +88,8 @@ def _job(config: Config, prepared: Prepared, origin: Origin) -> Iterator["Job"]:
     """A job with its ranks up; on the way out, whatever happened, no process is left."""
     total = config.warm_start_steps + config.trainer.steps
     run_dir = Path(config.run.dir)
+    if origin.goes_back and origin.point is not None:
+        forget_later(origin.point)  # before its records are cut off: those are of what is there
     with (
         Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
         launched(config.cluster, run_dir / "logs") as launcher,
@@ -165,7 +167,9 @@ class Job:
         self._restore("warm_start")
         schedule = self._fit("warm_start", Schedule.serial, graph, warm.prompts_per_step)
         self._close(schedule)
-        if self.config.trainer.saves and (point is None or point.folder != folder):
+        if self.config.trainer.saves and (
+            point is None or point.folder.resolve() != folder.resolve()
+        ):
             self.checkpoints.write(folder, self.step, self._state("warm_start", schedule))
 
     def begin_recipe(self) -> None:

@@ -41,18 +41,24 @@ class Display(Protocol):
 
 
 def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
-    """A live display if `stream` (default: standard error) is a terminal, else plain lines."""
+    """A live display if `stream` (default: standard error) is a terminal, else plain lines.
+
+    Without `enabled`, notes alone.
+    """
     stream = stream or sys.stderr
     if not enabled:
-        return Silent()
+        return Notes(stream)
     # rich takes FORCE_COLOR for a terminal; a log file must stay free of control characters.
     if stream.isatty() and not Console(file=stream).is_dumb_terminal:
         return Live(stream)
     return Lines(stream)
 
 
-class Silent:
-    """Shows nothing."""
+class Notes:
+    """No progress: what stays, as plain lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     def phase(self, name: str, num_steps: int) -> None:
         """See `Display`."""
@@ -65,6 +71,7 @@ class Silent:
 
     def note(self, text: str) -> None:
         """See `Display`."""
+        _write_line(self._stream, text)
 
     def close(self) -> None:
         """See `Display`."""
@@ -89,7 +96,7 @@ class Lines:
         """See `Display`. Until the first phase begins each is a line: starting may take minutes."""
         self._stage = name
         if not self._title:
-            self._write(name)
+            _write_line(self._stream, name)
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
         """See `Display`."""
@@ -101,19 +108,14 @@ class Lines:
         parts = [f"{self._title} {done}/{self._num_steps}", *_figures(metrics)]
         if done < self._num_steps and left:
             parts.append(left + " left")
-        self._write("  ".join(part for part in parts if part))
+        _write_line(self._stream, "  ".join(part for part in parts if part))
 
     def note(self, text: str) -> None:
         """See `Display`."""
-        self._write(text)
+        _write_line(self._stream, text)
 
     def close(self) -> None:
         """See `Display`."""
-
-    def _write(self, text: str) -> None:
-        visible = "".join(c if c.isprintable() else " " for c in text)
-        self._stream.write(visible + "\n")
-        self._stream.flush()
 
 
 class Live:
@@ -192,6 +194,12 @@ class _Pace:
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _write_line(stream: TextIO, text: str) -> None:
+    visible = "".join(c if c.isprintable() else " " for c in text)
+    stream.write(visible + "\n")
+    stream.flush()
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.checkpoint.folder import note_sum
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import SampleId, Span
@@ -47,6 +48,7 @@ def save_carried(
     file = folder / f"samples_{rank}.pt"
     try:
         torch.save(found, file)
+        note_sum(file)
     except RuntimeError as error:  # a full disk
         raise OSError(0, f"the checkpoint could not be written: {error}", str(file)) from error
 

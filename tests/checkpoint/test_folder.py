@@ -1,24 +1,32 @@
 """Checkpoints as folders: whole under their name, or not there."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridrl.checkpoint import folder
 
+STATE: dict[str, Any] = {
+    "phase": "rl", "settings": {}, "scores": {}, "roles": {}, "records": {}, "prompts": 0,
+    "bad_steps": 0, "evaluated": [-1, {}], "before": {}, "recipe": {}, "schedule": {},
+}  # fmt: skip
 
-def write(path: Path, when: float = 0.0, step: int = 1) -> None:
+
+def write(path: Path, when: float = 0.0, step: int = 1, phase: str = "rl") -> None:
     """A checkpoint as ranks and driver make one, up to its name."""
     folder.clear(path)
     resume = folder.hidden(path) / folder.RESUME
     resume.mkdir(parents=True)
     (resume / "__0_0.distcp").write_bytes(b"tensors")
-    folder.seal(path, {"time": when, "step": step})
+    folder.note_sum(resume / "__0_0.distcp")
+    folder.seal(path, {**STATE, "time": when, "step": step, "phase": phase})
 
 
-def publish(path: Path, when: float = 0.0, step: int = 1) -> None:
-    write(path, when, step)
+def publish(path: Path, when: float = 0.0, step: int = 1, phase: str = "rl") -> None:
+    write(path, when, step, phase)
     folder.replace(folder.hidden(path), path)
 
 
@@ -44,23 +52,86 @@ def test_what_was_cut_short_is_not_there_and_the_earlier_one_is(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "state", "format"])
+def test_what_is_replaced_stays_when_that_fails(tmp_path: Path) -> None:
+    """It may go once the other has its name, not before."""
+    publish(tmp_path / "final", step=3)
+    with pytest.raises(FileNotFoundError):
+        folder.replace(tmp_path / "nowhere", tmp_path / "final")
+    assert folder.read(tmp_path / "final").state["step"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_other_bytes_are_found(tmp_path: Path) -> None:
+    publish(tmp_path / "final")
+    point = folder.read(tmp_path / "final")
+    file = point.tensors / "__0_0.distcp"
+    assert sorted(path.name for path in point.tensors.iterdir()) == [file.name, "state.json"]
+    assert folder.changed(point) == ""
+    file.write_bytes(b"tensorz")
+    assert folder.changed(folder.read(tmp_path / "final")) == (
+        f"{file}: not the bytes that were written"
+    )
+
+
+@pytest.mark.parametrize(
+    ("back", "left"),
+    [
+        ("checkpoints/step_000004", ["step_000002", "step_000004", "warm_start"]),
+        ("final", ["final", "step_000002", "step_000004", "step_000006", "warm_start"]),
+        ("checkpoints/step_000001", ["step_000001"]),
+    ],
+)
+def test_what_came_later_is_forgotten(tmp_path: Path, back: str, left: list[str]) -> None:
+    """Whole or not; a copy that a user has made is neither deleted nor taken."""
+    for step in (2, 4, 6, 8):
+        publish(tmp_path / "checkpoints" / f"step_{step:06d}", when=step, step=step)
+    (tmp_path / "checkpoints/step_000008/resume/state.json").write_text("{")
+    publish(tmp_path / "final", when=7, step=6)
+    publish(tmp_path / "warm_start", when=1, step=1)
+    publish(tmp_path / "checkpoints" / "mine", when=6, step=6)
+    if back.endswith("1"):
+        publish(tmp_path / back, when=0.5, step=1, phase="warm_start")
+    folder.forget_later(folder.read(tmp_path / back))
+    points, wrong = folder.search(tmp_path)
+    assert sorted(point.folder.name for point in points) == left
+    assert (points[0].folder, wrong) == (tmp_path / back, [])
+    assert (tmp_path / "checkpoints" / "mine").is_dir()
+
+
+def lacks(*keys: str) -> Callable[[str], str]:
+    return lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k not in keys})
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda text: text[:20], ""),
+        (lambda text: "[1, 2]", "[1, 2], wanted an object"),
+        (lambda text: '{"format": 99}', "format 99, wanted 1"),
+        (lacks("files", "recipe"), "no files, recipe in it"),
+        (lambda text: text.replace('"time": 0.0', '"time": "0"'), "no time in it"),
+    ],
+)
+def test_a_state_that_is_damaged_is_told(
+    tmp_path: Path, damage: Callable[[str], str], told: str
+) -> None:
+    publish(tmp_path / "final")
+    state = tmp_path / "final" / "resume" / "state.json"
+    state.write_text(damage(state.read_text()))
+    points, (wrong,) = folder.search(tmp_path)
+    assert points == []
+    assert wrong.startswith(f"{state}: {told}")
+
+
+@pytest.mark.parametrize("damage", ["short", "missing"])
 def test_what_is_damaged_is_told(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "checkpoints" / "step_000003"
     publish(path)
-    tensors, state = path / "resume" / "__0_0.distcp", path / "resume" / "state.json"
+    tensors = path / "resume" / "__0_0.distcp"
     if damage == "short":
         tensors.write_bytes(b"tens")
         message = f"{tensors}: has 4 bytes of 7"
-    elif damage == "missing":
+    else:
         tensors.unlink()
         message = f"{tensors}: is not there"
-    elif damage == "state":
-        state.write_text(state.read_text()[:20])
-        message = f"{state}: "
-    else:
-        state.write_text(json.dumps({"format": 99}))
-        message = f"{state}: format 99, wanted 1"
-    points, (wrong,) = folder.search(tmp_path)
-    assert points == []
-    assert wrong.startswith(message)
+    assert folder.search(tmp_path) == ([], [message])

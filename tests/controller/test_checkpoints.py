@@ -1,6 +1,7 @@
 """What a run goes on from, and what is refused; nothing is started."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ def publish(config: Callable[..., Config]) -> Callable[..., Path]:
     """`publish(path, step, *overrides)` leaves a checkpoint of a run with `overrides`."""
 
     def write(path: Path, step: int, *overrides: str) -> Path:
-        (folder.hidden(path) / "resume").mkdir(parents=True)
+        resume = folder.hidden(path) / "resume"
+        resume.mkdir(parents=True)
+        (resume / "__0_0.distcp").write_bytes(b"tensors")
+        folder.note_sum(resume / "__0_0.distcp")
         settings = json.loads(json.dumps(settings_of(config(*overrides))))
         state = {
             "settings": settings,
@@ -32,6 +36,8 @@ def publish(config: Callable[..., Config]) -> Callable[..., Path]:
             "time": step,
             "phase": "rl",
             "records": {"a.jsonl": step},
+            **{key: {} for key in ("scores", "roles", "before", "recipe", "schedule")},
+            **{"prompts": 0, "bad_steps": 0, "evaluated": [-1, {}]},
         }
         folder.seal(path, state)
         folder.replace(folder.hidden(path), path)
@@ -78,15 +84,80 @@ def test_another_run_goes_on_from_it_once(
     assert not origin.continues(tmp_path / "other")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert find_origin(config(*other)).point == origin.point
-    publish(tmp_path / "other" / "checkpoints" / "step_000008", 8)
+    publish(tmp_path / "other" / "checkpoints" / "step_000008", 8, *other)
     origin = find_origin(config(*other))
     assert origin.point is not None
-    assert origin.point.state["step"] == 8
+    assert (origin.point.state["step"], origin.goes_back) == (8, False)
+    (tmp_path / "run").rename(tmp_path / "gone")  # it is needed no more
+    assert find_origin(config(*other)).point == origin.point
+
+
+def test_a_run_goes_back_once(
+    config: Callable[..., Config],
+    publish: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With every command; when Slurm starts the job again, it has been there already."""
+    for step in (4, 8):
+        point = publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step)
+    last = publish(tmp_path / "run" / "final", 10)
+    before = tmp_path / "run" / "checkpoints" / "step_000004"
+    back = f"trainer.resume={before}"
+    assert not find_origin(config(f"trainer.resume={tmp_path / 'run'}")).goes_back
+
+    def origin_is(point: Path, goes_back: bool) -> None:
+        origin = find_origin(config(back))
+        assert origin.point is not None
+        assert (origin.point.folder, origin.goes_back) == (point, goes_back)
+
+    origin_is(before, True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    origin_is(before, True)  # the first time it did not come so far
+    shutil.rmtree(point)
+    shutil.rmtree(last)
+    point = publish(tmp_path / "run" / "checkpoints" / "step_000006", 6, back)
+    origin_is(point, False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    origin_is(before, True)
+
+
+def test_a_path_that_is_not_where_the_run_began_is_refused(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Though there is something to go on from."""
+    publish(tmp_path / "run" / "checkpoints" / "step_000004", 4)
+    for path in (tmp_path / "nowhere", tmp_path / "run" / "checkpoints" / "step_000005"):
+        line = refused(config(f"trainer.resume={path}"))
+        assert line.startswith(f"trainer.resume={path}: wanted never, auto, a checkpoint")
+    other = publish(tmp_path / "other" / "final", 6)
+    assert refused(config(f"trainer.resume={other}")) == (
+        f"trainer.resume={other}: wanted auto, or another run.dir: {tmp_path / 'run'} has"
+        " checkpoints of a run that began elsewhere"
+    )
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.json"])
+def test_one_with_other_bytes_is_passed_over(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path, file: str
+) -> None:
+    for step in (3, 6):
+        path = publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step)
+    damaged = path / "resume" / file
+    damaged.write_bytes(bytes(damaged.stat().st_size))  # as long, and nothing but zeros
+    origin = find_origin(config(), reads=True)
+    assert origin.point is not None
+    assert origin.point.state["step"] == 3
+    assert [line.startswith(f"{damaged}: ") for line in origin.damaged] == [True]
+    back = refused(config(f"trainer.resume={path}"))
+    assert back.startswith(
+        f"trainer.resume={path}: wanted a checkpoint that is whole; damaged: {damaged}"
+    )
 
 
 def refused(config: Config) -> str:
     with pytest.raises(ConfigError) as raised:
-        find_origin(config)
+        find_origin(config, reads=True)
     return str(raised.value)
 
 
@@ -117,8 +188,7 @@ def test_where_there_is_nothing_to_go_on_from(
     assert refused(config()).startswith(
         f"trainer.resume=auto: wanted a checkpoint that is whole; damaged: {path}/resume/state.json"
     )
-    (path / "resume" / "state.json").unlink()
-    (path / "resume").rmdir()
+    shutil.rmtree(path / "resume")
     status: dict[str, Any] = {"state": "finished"}
     (tmp_path / "run" / "run.json").write_text(json.dumps(status))
     assert "has a finished run without a checkpoint" in refused(config())

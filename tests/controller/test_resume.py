@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from hybridrl.controller.checkpoints import Checkpoints
 from hybridrl.telemetry.records import read_lines
 
 TIMES = ("time", "_s", "bubble_share")  # of keys that time decides
@@ -103,6 +104,48 @@ def test_it_goes_on_as_if_it_had_not_ended(
     rest = train(copy, *settings, "trainer.resume=auto")
     assert len(rest.steps) == 2
     check_same(tmp_path / "run", copy, tmp_path)
+
+
+def test_going_back_holds(
+    train_here: Callable[..., Any],
+    tiny_run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run goes back, and is killed before it has written anything; then it goes on from there.
+
+    While it went on the first time, someone deleted a checkpoint that it would have let go of.
+    """
+    kept = [x for x in STRICT if not x.startswith(("trainer.steps=", "trainer.save_every=", "ev"))]
+    settings = [*tiny_run, *kept, *ADAM, "cluster.ranks=1", "eval.num_prompts=2"]
+    settings += ["trainer.steps=5", "trainer.save_every=1", "trainer.keep_last=2"]
+    run = tmp_path / "run"
+    save = Checkpoints.save
+
+    def save_with_one_deleted(self: Checkpoints, step: int, *args: Any) -> None:
+        if step == 3:
+            shutil.rmtree(run / "checkpoints" / "step_000001")
+        save(self, step, *args)
+
+    def killed(self: Checkpoints, step: int, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", save_with_one_deleted)
+    train_here(run, *settings)
+    points = ["step_000003", "step_000004"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == points
+    shutil.copytree(run, tmp_path / "whole")
+    monkeypatch.setattr(Checkpoints, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(run, *settings, f"trainer.resume={run / 'checkpoints' / points[0]}")
+    assert [path.name for path in run.glob("**/step_*")] == points[:1]
+    assert not (run / "final").exists()
+    monkeypatch.undo()
+    assert "going on after step 3, from " in capsys.readouterr().err
+    rest = train_here(run, *settings, "trainer.resume=auto")
+    assert len(rest.steps) == 2
+    check_same(tmp_path / "whole", run, tmp_path)
 
 
 @pytest.mark.slow
