@@ -135,6 +135,12 @@ def test_going_back_holds(
     train_here(run, *settings)
     points = ["step_000003", "step_000004"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == points
+    written = state(run / "final")
+    assert (
+        written["sums"].keys()
+        == written["files"].keys()
+        == {"actor/__0_0.distcp", "actor/.metadata"}
+    )
     shutil.copytree(run, tmp_path / "whole")
     monkeypatch.setattr(Checkpoints, "save", killed)
     with pytest.raises(KeyboardInterrupt):
