@@ -67,8 +67,8 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     if config.kind is ClusterKind.slurm:
         with ray_on_slurm(config, logs) as started, _ended(ray):
             _refresh_token()
-            ray.init(address=started.address, **options)
-            signals.reinstall()
+            with _signals_kept(ray):
+                ray.init(address=started.address, **options)
             started.wait_for_nodes(ray)
             yield ray
         return
@@ -78,10 +78,10 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
         with _ended(ray):
             try:
                 _use_token(ray, address)
-                ray.init(address=address, **options)
+                with _signals_kept(ray):
+                    ray.init(address=address, **options)
             except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
                 raise _no_cluster(address, error) from error
-            signals.reinstall()
             yield ray
         return
     temp = Path(tempfile.mkdtemp(prefix="hrl"))  # short: Ray's sockets below it have 107 characters
@@ -97,7 +97,6 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     try:
         with no_process_stays(str(temp)), _ended(ray):
             _start_local(ray, options)
-            signals.reinstall()
             yield ray
     finally:
         os.environ.pop(MARK, None)
@@ -106,10 +105,24 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
 
 def _start_local(ray: Any, options: dict[str, Any]) -> None:
     try:
-        ray.init(address="local", **options)
+        with _signals_kept(ray):
+            ray.init(address="local", **options)
     except Exception as error:  # Ray raises bare Exceptions, after 30 s on a busy machine
         reason = " ".join(str(error).split())
         raise RayStartError(f"Ray did not start on this machine: {reason}") from error
+
+
+@contextmanager
+def _signals_kept(ray: Any) -> Iterator[None]:
+    """Within, Ray does not take over SIGTERM, if it is ours: its handlers exit without a word."""
+    utils = ray._private.utils
+    theirs = utils.set_sigterm_handler
+    if signals.installed():
+        utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
 
 
 def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:

@@ -22,23 +22,24 @@ def install() -> None:
     """Take over the signals of this process; the command line does."""
     global _installed
     _installed = True
-    reinstall()
-
-
-def reinstall() -> None:
-    """Take them back from a library (Ray, at its start); without `install` it does nothing."""
-    if not _installed:
-        return
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
             signal.signal(number, _interrupt)
 
 
+def installed() -> bool:
+    """Whether they are ours: no library may take them over."""
+    return _installed
+
+
 @contextmanager
 def asking() -> Iterator[None]:
-    """Within, the first signal is a question that `asked` answers; the next one interrupts."""
-    global _asking, _asked
-    _asking, _asked = True, None
+    """Within, the first signal is a question that `asked` answers; the next one interrupts.
+
+    One that was not looked at stays: the run is asked the next time that it can be.
+    """
+    global _asking
+    _asking = True
     try:
         yield
     finally:

@@ -97,7 +97,7 @@ def children(run: Any, name: str) -> Callable[[], bool]:
 
 
 MOMENTS = {
-    "start": lambda run, _: children(run, "raylet"),
+    "start": lambda run, _: children(run, "gcs_server"),
     "warm_start": lambda run, d: lambda: len(read_lines(d / "metrics.jsonl")) > 0,
     "generation": lambda run, d: (
         lambda: (
@@ -125,7 +125,8 @@ STEPS = {
 @pytest.mark.parametrize(
     ("moment", "number", "whole_group"),
     [
-        ("start", signal.SIGINT, True),
+        ("start", signal.SIGTERM, False),
+        pytest.param("start", signal.SIGINT, True, marks=pytest.mark.slow),
         pytest.param("warm_start", signal.SIGINT, False, marks=pytest.mark.slow),
         pytest.param("generation", signal.SIGINT, True, marks=pytest.mark.slow),
         pytest.param("evaluation", signal.SIGTERM, False, marks=pytest.mark.slow),
