@@ -49,9 +49,8 @@ def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns what the command line prints."""
     origin = find_origin(config, reads=True)
     prepared = prepare(config)
-    asking = signals.asking() if config.trainer.resumes else contextlib.nullcontext()
     try:
-        with asking, _job(config, prepared, origin) as job:
+        with _job(config, prepared, origin) as job:
             job.warm_start()
             job.begin_recipe()
             before = job.evaluate_before()
@@ -165,12 +164,13 @@ class Job:
                 self.checkpoints.write(folder, self.config.warm_start_steps, State(ended.state))
             return
         self._restore("warm_start")
-        schedule = self._fit("warm_start", Schedule.serial, graph, warm.prompts_per_step)
-        self._close(schedule)
-        if self.config.trainer.saves and (
-            point is None or point.folder.resolve() != folder.resolve()
-        ):
-            self.checkpoints.write(folder, self.step, self._state("warm_start", schedule))
+        schedule = self._schedule("warm_start", Schedule.serial, graph, warm.prompts_per_step)
+        with self._asking():
+            self._fit("warm_start", schedule)
+            self._close(schedule)
+            there = point is not None and point.folder.resolve() == folder.resolve()
+            if self.config.trainer.saves and not there:
+                self.checkpoints.write(folder, self.step, self._state("warm_start", schedule))
 
     def begin_recipe(self) -> None:
         """Make the recipe's roles; a frozen copy is of this moment."""
@@ -181,12 +181,21 @@ class Job:
     def run_recipe(self) -> dict[str, float]:
         """The recipe's own steps, and the final model; answers with the last evaluation."""
         trainer, graph = self.config.trainer, self.prepared.graph
-        schedule = self._fit("rl", self.config.schedule, graph, trainer.prompts_per_step)
-        after = self.evaluate()
-        final = self.run_dir / "final"
-        self.checkpoints.write(final, self.step, self._state("rl", schedule))
+        schedule = self._schedule("rl", self.config.schedule, graph, trainer.prompts_per_step)
+        with self._asking():
+            self._fit("rl", schedule)
+            after = self.evaluate()
+            final = self.run_dir / "final"
+            self.checkpoints.write(final, self.step, self._state("rl", schedule))
         self._close(schedule)
         return after
+
+    def _asking(self) -> contextlib.AbstractContextManager[None]:
+        """Within, there may be steps to save, and a run that can go on ends when that is done.
+
+        Any other, and this one where it has none of its own, is interrupted.
+        """
+        return signals.asking() if self.config.trainer.resumes else contextlib.nullcontext()
 
     def _point(self, phase: str) -> Point | None:
         """What this run goes on from, if that is of `phase`."""
@@ -227,12 +236,11 @@ class Job:
         for role, described in self.group.begin(graphs, training, publishes).items():
             self.telemetry.event("role", role=role, **described)
 
-    def _fit(self, name: str, kind: Schedule, graph: Graph, prompts_per_step: int) -> AnySchedule:
-        """Run the steps of a phase that are left, with `graph`, whose roles are there."""
-        rollout, warm = self.config.rollout, self.config.warm_start_steps
-        first = warm if name == "rl" else 0
-        last = first + (self.config.trainer.steps if name == "rl" else warm)
-        self.telemetry.phase(name, last - first, first)
+    def _schedule(
+        self, name: str, kind: Schedule, graph: Graph, prompts_per_step: int
+    ) -> AnySchedule:
+        """That of a phase with `graph`, whose roles are there; where it was, if it goes on."""
+        rollout = self.config.rollout
         sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
         )
@@ -247,18 +255,31 @@ class Job:
                 num_ranks=len(self.group.home.ranks),
             )
             self.checkpoints.load_samples(point, schedule)
+        return schedule
+
+    def _fit(self, name: str, schedule: AnySchedule) -> None:
+        """Run the steps of a phase that are left."""
+        first = self.config.warm_start_steps if name == "rl" else 0
+        last = self.config.trainer.steps if name == "rl" else self.config.warm_start_steps
+        last += first
+        self.telemetry.phase(name, last - first, first)
+        if first < self.step < last:  # a signal may have ended the run before
+            self._evaluate_due(name, self.step - first)
         while self.step < last:
+            self._stop_if_asked(name, schedule)
             before = self._state(name, schedule) if self.config.trainer.resumes else None
-            if before is not None and signals.asked():
-                self._stop(before)
             start = time.time()
             result = self._run_step(schedule, before)
             self._record(result, time.time() - start)
             if costs := schedule.meter.costs():
-                self.telemetry.costs({"costs": costs.to_json(), **self._machine(graph)})
+                self.telemetry.costs({"costs": costs.to_json(), **self._machine(schedule.graph)})
+            self._stop_if_asked(name, schedule)
             if self.step < last:
                 self._evaluate_and_save(name, self.step - first, schedule)
-        return schedule
+
+    def _stop_if_asked(self, phase: str, schedule: AnySchedule) -> None:
+        if signals.asked():
+            self._stop(self._state(phase, schedule))
 
     def _run_step(self, schedule: AnySchedule, before: State | None) -> StepResult:
         """One step; `before` is the driver's state, which a signal may want to go back to."""
@@ -299,14 +320,18 @@ class Job:
 
     def _evaluate_and_save(self, phase: str, done: int, schedule: AnySchedule) -> None:
         """After `done` steps of a phase that goes on."""
-        every, save_every = self.config.eval.every, self.config.trainer.save_every
-        accuracy = None
-        if phase == "rl" and every and done % every == 0:
-            accuracy = self.evaluate().get("eval_accuracy")
+        accuracy, save_every = self._evaluate_due(phase, done), self.config.trainer.save_every
         # A warm start is short, and made again unless the run is one that goes on.
         keeps = phase == "rl" or self.config.trainer.resumes
         if keeps and save_every and done % save_every == 0:
             self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
+
+    def _evaluate_due(self, phase: str, done: int) -> float | None:
+        """Accuracy after `done` steps of a phase that goes on, where that is wanted."""
+        every = self.config.eval.every
+        if phase == "rl" and every and done % every == 0:
+            return self.evaluate().get("eval_accuracy")
+        return None
 
     # -- evaluation ----------------------------------------------------------------------------
 

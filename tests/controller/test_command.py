@@ -151,3 +151,23 @@ def test_a_signal_ends_everything(
     assert state(run_dir) == "interrupted"
     for file in run_dir.glob("*.jsonl"):
         assert len(read_lines(file)) == file.read_text().count("\n") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_before_its_first_step_a_run_that_goes_on_ends_at_once(
+    number: signal.Signals, command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """There is nothing to save; the evaluation would take minutes."""
+    run = command(
+        *tiny_run, "cluster=processes", "trainer.resume=auto", "data.size=4000", "run.dir=run",
+        "data.eval_size=3000", "eval.num_prompts=0", "rollout.max_new_tokens=200",
+    )  # fmt: skip
+    events = tmp_path / "run" / "events.jsonl"
+    run.wait_for(lambda: "switch" in [event["kind"] for event in read_lines(events)])
+    run.popen.send_signal(number)
+    code, out, err = run.end(timeout=20)
+    assert (code, out, run.left) == (128 + number, "", [])
+    line = err.splitlines()[-1]
+    assert line == f"hybridrl: interrupted; the run directory is {tmp_path / 'run'}"
+    assert state(tmp_path / "run") == "interrupted"
