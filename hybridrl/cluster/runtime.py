@@ -114,7 +114,10 @@ def _start_local(ray: Any, options: dict[str, Any]) -> None:
 
 @contextmanager
 def _signals_kept(ray: Any) -> Iterator[None]:
-    """Within, Ray does not take over SIGTERM, if it is ours: its handlers exit without a word."""
+    """Around Ray's start: SIGTERM stays ours, if it is, since Ray's handlers exit without a word.
+
+    Those in Python are not set; that of its core (it aborts, with a stack) is replaced afterwards.
+    """
     utils = ray._private.utils
     theirs = utils.set_sigterm_handler
     if signals.installed():
@@ -123,6 +126,8 @@ def _signals_kept(ray: Any) -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = theirs
+        if signals.installed():
+            signals.reinstall()
 
 
 def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:

@@ -22,6 +22,12 @@ def install() -> None:
     """Take over the signals of this process; the command line does."""
     global _installed
     _installed = True
+    reinstall()
+
+
+def reinstall() -> None:
+    """Take them back from a library that cannot be kept from them; `install` comes first."""
+    assert _installed
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
             signal.signal(number, _interrupt)
