@@ -45,9 +45,11 @@ trap : TERM
 run=$!
 while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done
 wait "$run" || code=$?
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}  # an array's number is that of all its tasks
 if [ -e "${variable}/again" ] &&
-    ! scontrol show job "$SLURM_JOB_ID" | grep -qE 'State=(CANCELLED|COMPLETING)'; then
-    scontrol requeue "$SLURM_JOB_ID" || true
+    ! scontrol show job "$job" | grep -qE 'State=(CANCELLED|COMPLETING)'; then
+    scontrol requeue "$job" || true
 fi
 exit "${{code:-0}}\""""
 _FIRST = 'srun $step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"'

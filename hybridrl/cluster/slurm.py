@@ -130,10 +130,17 @@ def restarts_left(config: ClusterConfig) -> int | None:
     That is outside of a job, without `cluster.requeue`, and where the job was cancelled: that, too,
     comes as the death of ranks or nodes.
     """
-    job = os.environ.get("SLURM_JOB_ID")
-    if not job or not config.requeue or _is_cancelled(job):
+    if "SLURM_JOB_ID" not in os.environ or not config.requeue or _is_cancelled(_own_job()):
         return None
     return max(0, config.requeue - int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+def _own_job() -> str:
+    """The job that this process is in; the number of an array's last task is that of them all."""
+    env = os.environ
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env["SLURM_JOB_ID"]
 
 
 def _is_cancelled(job: str) -> bool:
@@ -171,7 +178,7 @@ def start_again() -> None:
         (Path(meeting) / "again").touch()  # for the script, which has Slurm's commands
         return
     try:
-        call("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        call("scontrol", "requeue", _own_job())
     except SlurmError as error:
         if "is pending execution" not in str(error):
             raise

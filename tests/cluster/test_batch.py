@@ -150,7 +150,7 @@ def test_apptainer_runs_the_driver_and_the_other_nodes(tmp_path: Path) -> None:
     assert "scontrol requeue" not in text
     again = made(tmp_path, requeue=3, container=Container.apptainer, **IN_CONTAINER).text()
     assert f"\n{inside}.cli train \\\n" in again
-    assert 'scontrol requeue "$SLURM_JOB_ID"' in again
+    assert 'scontrol requeue "$job"' in again
 
 
 def test_pyxis_gives_both_to_srun(tmp_path: Path) -> None:
@@ -248,6 +248,16 @@ def test_what_cannot_be_submitted(args: list[str], line: str) -> None:
     with pytest.raises(ConfigError) as raised:
         list(commands.submit(args))
     assert str(raised.value).startswith(line)
+
+
+def test_a_task_of_an_array_starts_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the last task is that of the array, by which Slurm would start them all."""
+    monkeypatch.setenv("SLURM_JOB_ID", "21")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    assert slurm._own_job() == "21"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "21")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert slurm._own_job() == "21_3"
 
 
 def test_slurms_numbers() -> None:
