@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.process_groups import new_group
 from hybridrl.layout.schedule import Exchange, Gather, Piece, schedule
 
 # torch 2.13 renamed it and warns under the old name, which older versions alone know.
@@ -83,7 +84,8 @@ class WeightSwitch:
         groups = {} if groups is None else groups
         for ranks in {g.ranks: 0 for g in made.gathers}:
             if ranks not in groups:
-                groups[ranks] = _new_group(ranks, group)
+                members = [dist.get_global_rank(group, r) if group else r for r in ranks]
+                groups[ranks] = new_group(members)
         self._rounds: list[_Round] = [
             *(_GatherRound(gather, rank, *sides, groups[gather.ranks]) for gather in made.gathers),
             *(_ExchangeRound(exchange, *sides, group) for exchange in made.exchanges),
@@ -298,13 +300,6 @@ class _GatherRound:
 
 
 _Round = _ExchangeRound | _GatherRound
-
-
-def _new_group(ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    members = [dist.get_global_rank(group, rank) if group else rank for rank in ranks]
-    made = dist.new_group(members, use_local_synchronization=True)
-    assert made is not None
-    return made
 
 
 def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:

@@ -1,0 +1,86 @@
+"""Process groups that only their members make, under names that all members derive alike.
+
+`torch.distributed.new_group` offers two ways. Either every rank of the world takes part in every
+group, which takes seconds with many groups at 512 ranks. Or, with `use_local_synchronization`, only
+the members do; but torch then puts the number of groups that the process has made so far into the
+name, so members that have made different numbers of groups wait for each other under two names.
+
+Here a name consists of the group's ranks and of how many groups of exactly these ranks came before.
+All members of a group make all groups of these ranks, so they count alike, whatever else each of
+them has made. Members must make their groups in one common order; `WeightSwitch` sorts them.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+GROUP_TIMEOUT_S = 120.0
+"""Seconds that a group's members wait for each other."""
+
+
+class GroupTimeout(RuntimeError):
+    """Some members of a process group did not come; the message names the group and them."""
+
+
+def group_name(ranks: Sequence[int], num_before: int) -> str:
+    """The name of the group of `ranks` after `num_before` others of the same ranks."""
+    return f"{_prefix(ranks)}{num_before}"
+
+
+def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.ProcessGroup:
+    """Make the process group of `ranks` (numbers in the world, ascending); only they call it.
+
+    Raises GroupTimeout where a member has not called it after `timeout_s` seconds.
+    """
+    members = tuple(ranks)
+    rank = dist.get_rank()
+    assert members == tuple(sorted(set(members))), f"ranks {members} must ascend"
+    assert rank in members, f"rank {rank} is no member of {members}"
+    world: Any = distributed_c10d._world
+    before = [name for name in world.pg_names.values() if name.startswith(_prefix(members))]
+    name = group_name(members, len(before))
+    store = distributed_c10d._get_default_store()
+    _meet(store, name, members, rank, timeout_s)
+    # torch's own `new_group` does the same, but picks the name. OpenRLHF and slime call this helper
+    # for the same reason.
+    helper: Any = distributed_c10d._new_process_group_helper
+    backend = world.pg_map[dist.group.WORLD][0]
+    group, _ = helper(
+        len(members),
+        members.index(rank),
+        list(members),
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=distributed_c10d._get_default_timeout(backend),  # of its collectives
+        group_desc=name,
+    )
+    world.pg_group_ranks[group] = {member: i for i, member in enumerate(members)}
+    return group
+
+
+def _prefix(ranks: Sequence[int]) -> str:
+    return f"hybridrl/{'_'.join(map(str, ranks))}/"
+
+
+def _meet(store: Any, name: str, members: Sequence[int], rank: int, timeout_s: float) -> None:
+    """Wait until all members have come to make the group `name`."""
+    keys = {member: f"{name}/here/{member}" for member in members}
+    store.set(keys[rank], "")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # each kind of store has its own
+        missing = [member for member, key in keys.items() if not store.check([key])]
+        if not missing:
+            raise
+        raise GroupTimeout(
+            f"process group {name} of ranks {_listed(members)} did not come up in"
+            f" {timeout_s:.0f} s: rank {_listed(missing)} did not join"
+        ) from error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

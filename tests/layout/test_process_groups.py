@@ -1,0 +1,207 @@
+"""Process groups of a switch: every member names and orders them alike, whatever else it makes."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrl.config.layout import Grouping
+from hybridrl.layout.execute import WeightSwitch
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.parameters import BOTH, LAST, Parameter
+from hybridrl.layout.plan import Plan
+from hybridrl.layout.process_groups import GroupTimeout, group_name, new_group
+from hybridrl.layout.schedule import _Links, schedule
+from hybridrl.layout.switching import plan_switch
+
+Ranks = Callable[..., list[Any]]
+Group = tuple[int, ...]
+Layouts = tuple[TrainAxes, int, int, Grouping]
+"""Training axes, pp and tp of generation, the order of ranks in generation."""
+
+
+def dense_model() -> list[Parameter]:
+    """Two layers of a dense decoder whose every split is even, norms among them."""
+    parameters = [Parameter("embed", (64, 32), BOTH, 0), Parameter("norm", (32,), LAST)]
+    for layer in range(2):
+        parameters += [
+            Parameter(f"{layer}.q", (64, 32), layer, 0, units=16),
+            Parameter(f"{layer}.o", (32, 64), layer, 1, units=16),
+            Parameter(f"{layer}.norm", (32,), layer),
+        ]
+    return parameters
+
+
+def layouts(num_ranks: int) -> Iterator[Layouts]:
+    """All of so many ranks, sizes being powers of two, with at most two pipeline stages."""
+    sizes = [2**i for i in range(num_ranks.bit_length())]
+    for pp, replicas, fsdp, tp in product(sizes, repeat=4):
+        axes = TrainAxes(pp, replicas, fsdp, tp)
+        if axes.ranks != num_ranks or pp > 2:
+            continue
+        for gen_pp, gen_tp in product(sizes, repeat=2):
+            if gen_pp <= 2 and num_ranks % (gen_pp * gen_tp) == 0:
+                for order in (Grouping.strided, Grouping.vanilla):
+                    yield axes, gen_pp, gen_tp, order
+
+
+def planned(axes: TrainAxes, gen_pp: int, gen_tp: int, order: Grouping) -> Plan:
+    return plan_switch(dense_model(), axes, gen_pp, gen_tp, order).plan
+
+
+def groups_in_order(plan: Plan, rank: int) -> list[Group]:
+    """The groups that a rank makes, in its order."""
+    return list(dict.fromkeys(gather.ranks for gather in schedule(plan, rank, 2**24).gathers))
+
+
+def groups_of_all(plan: Plan) -> list[list[Group]]:
+    """The same for every rank, without the rest of the schedules."""
+    links = [_Links(cls, plan.num_ranks, least_group=3) for cls in plan.classes]
+    by_rank = [
+        {link.group_of[r] for link in links if r in link.group_of} for r in plan.src.mesh.ranks
+    ]
+    return [sorted(groups) for groups in by_rank]
+
+
+def named_differently(made: Sequence[Sequence[Group]], name: Callable[[Group, int], str]) -> bool:
+    """Whether two members name a group differently; `name` is given a group and its number."""
+    names: dict[Group, set[str]] = defaultdict(set)
+    for groups in made:
+        for number, group in enumerate(groups):
+            names[group].add(name(group, number))
+    return any(len(names) > 1 for names in names.values())
+
+
+def all_come_up(made: Sequence[Sequence[Group]]) -> bool:
+    """Whether ranks that wait in each group for all of its members get to the end."""
+    todo = [list(groups) for groups in made]
+    while ready := {
+        groups[0] for groups in todo if groups and all(todo[r][:1] == groups[:1] for r in groups[0])
+    }:
+        todo = [groups[1:] if groups and groups[0] in ready else groups for groups in todo]
+    return not any(todo)
+
+
+def torchs_own_name(ranks: Group, number: int) -> str:
+    """As `new_group(use_local_synchronization=True)` builds it: by all groups made so far."""
+    return f"{ranks} {number}"
+
+
+@pytest.fixture(scope="module")
+def every_layout() -> dict[Layouts, list[list[Group]]]:
+    """The groups that each rank makes, for every layout of up to 16 ranks."""
+    return {at: groups_of_all(planned(*at)) for size in (1, 2, 4, 8, 16) for at in layouts(size)}
+
+
+def hanging(every_layout: dict[Layouts, list[list[Group]]]) -> list[Layouts]:
+    """The layouts whose switch hangs under torch's own names."""
+    return [at for at, made in every_layout.items() if named_differently(made, torchs_own_name)]
+
+
+def test_members_name_every_group_alike_and_none_waits_for_ever(
+    every_layout: dict[Layouts, list[list[Group]]],
+) -> None:
+    for layout, made in every_layout.items():
+        for rank, groups in enumerate(made):
+            assert len(groups) == len(set(groups)), (layout, rank)  # so each is its ranks' first
+            assert all(rank in group for group in groups), (layout, rank)
+        assert not named_differently(made, lambda ranks, _: group_name(ranks, 0)), layout
+        assert all_come_up(made), layout
+
+
+def test_the_groups_are_those_of_the_schedules(
+    every_layout: dict[Layouts, list[list[Group]]],
+) -> None:
+    for at in hanging(every_layout):
+        plan = planned(*at)
+        for rank in range(plan.num_ranks):
+            assert every_layout[at][rank] == groups_in_order(plan, rank), (at, rank)
+
+
+def test_the_same_check_finds_what_hung(every_layout: dict[Layouts, list[list[Group]]]) -> None:
+    """Under torch's own names 7 layouts hang; FSDP over 8 ranks to tp 2 is the smallest."""
+    found = hanging(every_layout)
+    assert len(found) == 7
+    assert found[0] == (TrainAxes(fsdp=8), 1, 2, Grouping.strided)
+    crossed = [[(0, 1, 2), (1, 2, 3)], [(1, 2, 3), (0, 1, 2)], [(0, 1, 2), (1, 2, 3)], [(1, 2, 3)]]
+    assert not all_come_up(crossed)
+
+
+def switched(at: Layouts) -> None:
+    """One switch on this rank, every element compared with the whole parameter's."""
+    plan, rank = planned(*at), dist.get_rank()
+    whole = {name: torch.rand(shape) for name, shape in plan.src.shapes.items()}
+    for tensor in whole.values():
+        dist.broadcast(tensor, 0)
+
+    def own(layout: Any) -> dict[str, torch.Tensor]:
+        boxes = {name: layout.local(name, rank) for name in layout.rules}
+        return {name: whole[name][box[0].slices()].clone() for name, box in boxes.items() if box}
+
+    source, wanted = own(plan.src), own(plan.dst)
+    destination = {name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()}
+    WeightSwitch(plan, rank, torch.float32).switch(source, destination)
+    for name, tensor in wanted.items():
+        assert torch.equal(destination[name], tensor), (at, rank, name)
+
+
+def all_switched(cases: list[Layouts]) -> None:
+    for at in cases:
+        switched(at)
+
+
+@pytest.mark.parametrize("size", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_layouts_that_hung_switch_bit_for_bit(
+    ranks: Ranks, every_layout: dict[Layouts, list[list[Group]]], size: int
+) -> None:
+    """One after the other in one world, so that groups of the same ranks recur."""
+    cases = [at for at in hanging(every_layout) if at[0].ranks == size]
+    assert cases
+    ranks(size, all_switched, cases)
+
+
+def lonely() -> str:
+    if dist.get_rank() != 1:
+        begun = time.monotonic()
+        with pytest.raises(GroupTimeout) as raised:
+            new_group([0, 1, 2], timeout_s=2)
+        assert time.monotonic() - begun < 20
+        message = str(raised.value)
+    else:
+        message = ""
+    dist.barrier()
+    return message
+
+
+def test_a_group_that_does_not_come_up_is_named(ranks: Ranks) -> None:
+    first, absent, last = ranks(3, lonely)
+    assert not absent
+    line = (
+        "process group hybridrl/0_1_2/0 of ranks 0, 1, 2 did not come up in 2 s: rank 1 did not"
+        " join"
+    )
+    assert first == last == line
+
+
+def groups_of_groups() -> list[str]:
+    """Groups of the same ranks, after other groups on some members only."""
+    rank = dist.get_rank()
+    if rank < 2:
+        new_group([0, 1])
+    groups = [new_group([0, 1, 2]) for _ in range(2)]
+    total = torch.tensor([rank + 1.0])
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    assert total.item() == 18
+    assert dist.get_group_rank(groups[0], 2) == 2
+    return [group.group_name for group in groups]
+
+
+def test_groups_of_the_same_ranks_are_told_apart(ranks: Ranks) -> None:
+    names = ranks(3, groups_of_groups)
+    assert names == [["hybridrl/0_1_2/0", "hybridrl/0_1_2/1"]] * 3
