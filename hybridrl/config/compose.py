@@ -111,7 +111,7 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
                 del composed["hydra"]
             return to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, overrides) from None
+        raise explain(error, overrides, config_dir) from None
 
 
 def choices(overrides: Sequence[str]) -> list[list[str]]:
@@ -160,7 +160,9 @@ def _check_keys(node: DictConfig, path: str = "") -> None:
             _check_keys(child, f"{path}{key}.")
 
 
-def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
+def explain(
+    error: Exception, overrides: Sequence[str], config_dir: str | None = None
+) -> ConfigError:
     """One line for what Hydra or OmegaConf found wrong: key, value, what is allowed."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and isinstance(cause, Exception):
@@ -174,12 +176,14 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
             return ConfigError(group or "config", option, names(option, options))
     for link in chain:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
-            return _explain_key(link, overrides)
+            return _explain_key(link, overrides, config_dir)
     text = " ".join(str(error).split())
     return ConfigError("override", " ".join(overrides), text)
 
 
-def _explain_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
+def _explain_key(
+    error: OmegaConfBaseException, overrides: Sequence[str], config_dir: str | None
+) -> ConfigError:
     key, message = str(error.full_key), str(error.msg or error).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(key, "???", f"a value ({key}=...)")
@@ -191,7 +195,13 @@ def _explain_key(error: OmegaConfBaseException, overrides: Sequence[str]) -> Con
     parent, _, name = key.rpartition(".")
     kind = error.object_type
     known = [f.name for f in fields(kind)] if is_dataclass(kind) else None
-    known = known or _keys_of(parent, key, overrides)
+    if known is None:
+        known = _keys_of(parent, key, [*overrides, *_searchpath(config_dir)])
+    if parent == "recipe":
+        known = [name for name in known if name != "target"]
+        if not known:
+            allowed = "no key but target: this recipe's yaml lists no settings"
+            return ConfigError(key, value, allowed)
     return ConfigError(key, value, "a known key: " + names(name, known))
 
 

@@ -88,8 +88,8 @@ class RayExecutor:
         return any(self.scope(stage) is Scope.POOL for stage in stages)
 
     def enter(self, phase: Phase) -> None:
-        """Bring every rank where samples live into `phase`."""
-        answers = self.group.enter(phase)
+        """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
+        answers = self.group.enter(phase, self._check_asked)
         self.version = answers[0]["version"]
         reports = [answer["switch"] for answer in answers]
         if any(reports):

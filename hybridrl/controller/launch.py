@@ -19,6 +19,10 @@ DEATH_S = 2.0
 """How long a death may come after the failure that it caused; Ray hears of it in milliseconds."""
 
 
+POLL_S = 1.0
+"""How long `Launcher.wait` blocks: between two calls the driver looks whether it shall end."""
+
+
 class CallFailed(RuntimeError):
     """A call of a rank failed, because its method raised `cause`, or, `died`, its process ended."""
 
@@ -44,7 +48,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self, references: Sequence[Any]) -> list[Any]:
-        """Those of `references` that are there, at least one."""
+        """Those of `references` that are there; none after `POLL_S` seconds without any."""
         ...
 
     def get(self, reference: Any) -> Any:
@@ -100,7 +104,7 @@ class RayLauncher:
 
     def wait(self, references: Sequence[Any]) -> list[Any]:
         """See `Launcher`."""
-        ready: list[Any] = self.ray.wait(list(references), num_returns=1)[0]
+        ready: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=POLL_S)[0]
         return ready
 
     def get(self, reference: Any) -> Any:

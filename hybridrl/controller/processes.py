@@ -26,7 +26,7 @@ from typing import Any, Self
 import psutil
 
 from hybridrl.config import ClusterConfig
-from hybridrl.controller.launch import DEATH_S, CallFailed
+from hybridrl.controller.launch import DEATH_S, POLL_S, CallFailed
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods
 
@@ -111,7 +111,9 @@ class ProcessLauncher:
                 here.step()
             else:
                 working = [r for r in self._ranks if isinstance(r, _Child) and r.waiting]
-                found = wait([rank.answers for rank in working])
+                found = wait([rank.answers for rank in working], POLL_S)
+                if not found:
+                    return []
                 for rank in working:
                     if rank.answers in found:
                         rank.receive()
@@ -119,7 +121,8 @@ class ProcessLauncher:
 
     def get(self, reference: Call) -> Any:
         """See `Launcher`."""
-        self.wait([reference])
+        while not reference.done:
+            self.wait([reference])
         if reference.failure is not None:
             raise reference.failure
         return reference.value

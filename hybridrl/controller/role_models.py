@@ -94,7 +94,7 @@ def _check_no_text(graph: Graph, role: str) -> None:
 def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: Any) -> None:
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import load_value_config
-    from hybridrl.models.parallel import check_train_layout
+    from hybridrl.models.parallel import check_family, check_train_layout
     from hybridrl.rewards.model import check_reads_samples
 
     settings, name = config.value_model_of(role), VALUE_MODELS[role]
@@ -104,6 +104,7 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     path = settings.path or actor_path
     model = load_value_config(path, key)
     _check_supported(model, path, key)
+    check_family(model, key)
     check_train_layout(model, settings.layout, f"{name}.layout")
     check_lora(model, settings.lora, f"{name}.lora")
     if settings.path is not None:
@@ -120,7 +121,7 @@ def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -
     _check_supported(model, path, key)
     if is_classifier(model):
         raise ConfigError(key, path, "a language model (it is a sequence classifier)")
-    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp, key)
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
 
 

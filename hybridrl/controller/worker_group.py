@@ -100,11 +100,20 @@ class WorkerGroup:
             self.on_memory(rank, memory)
         return reply.value
 
-    def gather(self, references: Sequence[Any], first: int = 0) -> list[Any]:
-        """Values of one call per rank from `first` on; the first failure is raised at once."""
+    def gather(
+        self,
+        references: Sequence[Any],
+        first: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """Values of one call per rank from `first` on; the first failure is raised at once.
+
+        `meanwhile` is called again and again, and may raise.
+        """
         pending = {reference: rank for rank, reference in enumerate(references, first)}
         values: dict[int, Any] = {}
         while pending:
+            meanwhile()
             for reference in self.launcher.wait(list(pending)):
                 rank = pending.pop(reference)
                 values[rank] = self.take(rank, reference)
@@ -187,9 +196,9 @@ class WorkerGroup:
             made |= self.gather(calls, pool.ranks[0])[0]
         return made
 
-    def enter(self, phase: Phase) -> list[dict[str, Any]]:
+    def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[dict[str, Any]]:
         """Change phase where samples live; answers with each rank's weight-switch accounting."""
-        return self.gather(self.home.group.enter(phase))
+        return self.gather(self.home.group.enter(phase), meanwhile=meanwhile)
 
     def save(self, path: str, resume: str | None) -> "dict[str, Progress]":
         """Write the actor as a Hugging Face directory, every critic as one in it.

@@ -149,13 +149,19 @@ def check_supported(config: PretrainedConfig) -> None:
     """Raise ValueError for a model whose logits or attention would come out wrong, naming why.
 
     Refused: logits that are scaled or capped after the head, capped attention scores, layers that
-    are neither full nor sliding-window attention (recurrent ones would leak between sequences).
+    are neither full nor sliding-window attention (recurrent ones would leak between sequences),
+    routers that draw random numbers in training mode. Dropout is not refused: it is turned off.
     """
     supported = "supported are decoders such as llama, mistral, qwen2, qwen3"
     for name in (*_ALTERED_LOGITS, "attn_logit_softcapping"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"model type {config.model_type}: {name} is not supported; {supported}"
+            )
+    for name, value in config.to_dict().items():
+        if "jitter" in name and value:  # also part of the routing itself, so not to be set to 0
+            raise ValueError(
+                f"model type {config.model_type}: {name} makes training random; {supported}"
             )
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(config, "is_encoder_decoder", False):

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hybridrl.config import Attention, ConfigError
+from hybridrl.models.attention_keywords import check_keywords
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +87,11 @@ def packed_attention(
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]; the result
     is [1, tokens, heads, head_dim]. Dropout is never applied: log-probabilities must be those of
-    the policy that generated. `sliding_window` counts the attending token itself.
+    the policy that generated. `sliding_window` counts the attending token itself. Raises ValueError
+    for a keyword that is not computed.
     """
+    check_keywords(module, kwargs)
     assert packing is not None, "packed attention needs the keyword `packing`"
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
     attend = _flash if packing.implementation is Attention.flash else _torch
     return attend(query[0], key[0], value[0], packing, scaling, window)[None], None

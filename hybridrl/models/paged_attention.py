@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from hybridrl.models.attention_keywords import check_keywords
+
 NAME = "hybridrl_paged"
 
 
@@ -272,14 +274,17 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     paged: PagedBatch,
+    dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls; see `PagedBatch.attend`.
 
     `query` [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim]; gives
     [1, tokens, heads, head_dim]. The mask follows from the positions, `attention_mask` is unused.
+    Raises ValueError for a keyword that is not computed.
     """
+    check_keywords(module, kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]
     new = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), 1)
     out = paged.attend(layer, query[0].transpose(0, 1), new, scaling, sliding_window)

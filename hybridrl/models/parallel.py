@@ -85,14 +85,19 @@ def check_train_layout(
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
 
 
-def check_gen_layout(config: PretrainedConfig, pp: int, tp: int) -> None:
-    """Raise ConfigError for a layout that the native engine cannot generate the model under.
+def check_family(config: PretrainedConfig, key: str = "model.path") -> None:
+    """Raise ConfigError, which names `key`, for a family that no engine here has been proven on."""
+    if config.model_type not in FAMILIES:
+        allowed = f"a model of type {', '.join(FAMILIES)} (its type is {config.model_type})"
+        raise ConfigError(key, config.name_or_path or config.model_type, allowed)
+
+
+def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, key: str = "model.path") -> None:
+    """Raise ConfigError for a layout that the model cannot be generated with; `key` is its path's.
 
     Several ranks may hold the same key and value head.
     """
-    if config.model_type not in FAMILIES:
-        allowed = f"a model that the rollout engine runs: {', '.join(FAMILIES)}"
-        raise ConfigError("model.path", f"a {config.model_type}", allowed)
+    check_family(config, key)
     _check("rollout.layout.tp", tp, _tp_allowed(config, tp, share_kv_heads=True))
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 

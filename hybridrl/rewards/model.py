@@ -34,14 +34,12 @@ def check_reward_model(
     if path.startswith(("/", ".")) and not Path(path).is_dir():
         raise refused("a directory that exists, or a hub name")
     try:
-        model = load_config(path)
+        model = load_config(path, key)
         check_supported(model)
-        check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+        check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp, key)
         names = weight_files(path)
-    except ConfigError as error:
-        # A layout that the actor can take and the reward model cannot keeps its key.
-        named = key if error.key == "model.path" else error.key
-        raise ConfigError(named, error.value, error.allowed) from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise refused(f"a model with *.safetensors that can be read ({error})") from None
     heads = [name for name in model.architectures or [] if "SequenceClassification" in name]

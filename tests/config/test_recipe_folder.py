@@ -79,3 +79,25 @@ def test_wrong_input(tmp_path: Path) -> None:
 def test_a_mapping_is_no_path() -> None:
     arguments = ["recipe={target: '/somewhere/mine.py:mine'}"]
     assert take_recipe_paths(arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("yaml", "allowed"),
+    [
+        ("", "no key but target: this recipe's yaml lists no settings"),
+        ("size: 8\n", "a known key: one of size"),
+    ],
+)
+@pytest.mark.parametrize("way", ["path", "config dir"])
+def test_a_wrong_key_of_a_recipe_without_a_dataclass(
+    yaml: str, allowed: str, way: str, tmp_path: Path
+) -> None:
+    """The line says what the recipe's yaml has, wherever the yaml is."""
+    file = tmp_path / ("config.yaml" if way == "path" else "recipe/mine.yaml")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"target: hybridrl.recipes.sft:sft\n{yaml}")
+    config_dir = str(tmp_path) if way == "config dir" else None
+    recipe = "mine" if config_dir else str(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        check(take_recipe_paths([f"recipe={recipe}", "recipe.group=3"]), config_dir)
+    assert str(raised.value) == f"recipe.group=3: wanted {allowed}"

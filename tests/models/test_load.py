@@ -1,8 +1,9 @@
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, PhimoeConfig
 
 from hybridrl.config import Attention, ConfigError
+from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.load import check_supported, load_causal_lm
 from hybridrl.models.packed_attention import choose_attention
 
@@ -39,6 +40,24 @@ def test_families_that_would_come_out_wrong():
     recurrent = LlamaConfig(layer_types=["linear_attention"] * 32)
     with pytest.raises(ValueError, match="linear_attention is not supported"):
         check_supported(recurrent)
+    with pytest.raises(ValueError, match="phimoe: router_jitter_noise makes training random"):
+        check_supported(PhimoeConfig())
+
+
+@pytest.mark.parametrize(
+    ("attention", "description"),
+    [
+        (packed_attention.packed_attention, {"packing": None}),
+        (paged_attention.paged_attention, {"paged": None}),
+    ],
+)
+def test_attention_raises_on_what_it_does_not_compute(attention, description):
+    """gpt-oss hands its sinks over as `s_aux`: without them log-probabilities are off by 0.28."""
+    tensors = [torch.zeros(1, 1, 2, 8)] * 3
+    for keyword in ({"s_aux": torch.zeros(1)}, {"softcap": 30.0}, {"of_tomorrow": 1}):
+        (name,) = keyword
+        with pytest.raises(ValueError, match=f"Linear: attention with {name} is not supported"):
+            attention(torch.nn.Linear(1, 1), *tensors, None, scaling=1.0, **description, **keyword)
 
 
 def test_flash_is_refused_without_a_gpu():

@@ -96,7 +96,7 @@ def spoil(how: str, reward: Path, actor: str) -> None:
         ("two labels", "one label .num_labels is 2"),
         ("vocabulary", "the actor's vocabulary .it has 5, the actor 13"),
         ("room", "room for 128 tokens"),
-        ("family", "a model that the rollout engine runs"),
+        ("family", "a model of type gemma3_text, llama"),
         ("tokenizer", "the actor's tokenizer .'i' is 11 for the actor, 12 here"),
     ],
 )

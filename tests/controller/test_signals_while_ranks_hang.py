@@ -1,0 +1,66 @@
+"""A signal while ranks sit in a call that does not end, such as a switch whose group is not up."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridrl.cluster import signals
+from hybridrl.config import Config
+from hybridrl.controller.executor import Abandoned, RayExecutor
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.flow.executor import Phase
+
+
+class HangingLauncher:
+    """A launcher whose calls never end; the second look at them gets a SIGTERM."""
+
+    data_plane = None
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def start(self, *_: Any) -> Any:
+        return SimpleNamespace(enter=lambda phase: ["rank 0", "rank 1"])
+
+    def subgroup(self, group: Any, ranks: Any) -> Any:
+        return group
+
+    def wait(self, references: Any) -> list[Any]:
+        self.waits += 1
+        if self.waits == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert self.waits < 5, "the signal was not heard"
+        return []
+
+
+@pytest.fixture
+def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_asked", "_asking", "_installed"):
+        monkeypatch.setattr(signals, name, getattr(signals, name))
+    monkeypatch.setattr(signals, "_last", {"signal": signal.SIGINT, "time": float("-inf")})
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signals.install()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize(("can_resume", "raised"), [(True, Abandoned), (False, KeyboardInterrupt)])
+def test_a_hanging_switch_is_abandoned(can_resume: bool, raised: type[BaseException]) -> None:
+    config, launcher = Config(), HangingLauncher()
+    group = WorkerGroup(launcher, config, "", lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    executor = RayExecutor(group, config, lambda _: None)
+    executor.may_abandon = can_resume
+    with ExitStack() as stack:
+        if can_resume:
+            stack.enter_context(signals.asking())
+        with pytest.raises(raised):
+            executor.enter(Phase.GENERATE)
+    assert launcher.waits == 2
