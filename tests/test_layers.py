@@ -106,6 +106,7 @@ def is_pure_layout(path: Path) -> bool:
     """The planning half of layout: pure data, without torch."""
     return path.parent.name == "layout" and path.name not in (
         "execute.py",
+        "process_groups.py",
         "layerwise.py",
         "dtensors.py",
         "adapters.py",
