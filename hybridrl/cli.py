@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hybridrl.cluster import signals
 from hybridrl.config import Config, ConfigError, PipelineSchedule
+from hybridrl.system import signals
 
 if TYPE_CHECKING:
     from hybridrl.planner.layout import LayoutReport
@@ -137,12 +137,12 @@ def _job(action: str, config: Any) -> None:
     started = time.time()
     where = f"the run directory is {config.run.dir}"
     try:
-        from hybridrl.controller import job  # seconds, which belong to the run
+        from hybridrl.controller import run  # seconds, which belong to the run
 
         try:
-            result = getattr(job, action)(config)
-        except (job.WorkerError, job.TrainingStopped, job.RayStartError, OSError) as error:
-            died = isinstance(error, job.RayStartError) or getattr(error, "died", False)
+            result = getattr(run, action)(config)
+        except (run.WorkerError, run.TrainingDiverged, run.RayStartError, OSError) as error:
+            died = isinstance(error, run.RayStartError) or getattr(error, "died", False)
             _fail(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:
         again = config if signals.time_is_up() else None
@@ -258,33 +258,34 @@ def _doctor(args: list[str]) -> None:
     """Look at the machines of a run and say what will hurt it."""
     from rich.console import Console
 
-    from hybridrl.cluster import commands, doctor
-    from hybridrl.cluster.errors import JobError
     from hybridrl.config import ClusterKind, compose
+    from hybridrl.doctor import command
+    from hybridrl.jobs import commands
+    from hybridrl.runtime.errors import JobError
 
     if {"-h", "--help"} & set(args):
-        print(doctor.USAGE)
+        print(command.USAGE)
         return
     compose.register()
     overrides = compose.take_recipe_paths([arg for arg in args if arg != "--json"])
     options = compose.parse_arguments(overrides)
     config = compose.check(options.overrides, options.config_dir)
     run_dir = Path(config.run.dir)
-    if config.cluster.kind is ClusterKind.slurm and not doctor.inside_a_job():
+    if config.cluster.kind is ClusterKind.slurm and not command.inside_a_job():
         try:
-            output, code = commands.examine_nodes(config.cluster, doctor.existing(run_dir), args)
+            output, code = commands.examine_nodes(config.cluster, command.existing(run_dir), args)
         except JobError as error:
             _fail(str(error), 1)
         print(output, end="")
         sys.exit(code)
     with Console(stderr=True).status("looking around"):
-        report = doctor.examine(config, doctor.existing(run_dir))
+        report = command.examine(config, command.existing(run_dir))
     if "--json" in args:
         print(json.dumps(report.record()))
     else:
         console = Console(highlight=False, soft_wrap=True)
         console.width = max(120, console.width)  # without a terminal it takes 80
-        console.print(doctor.shown(report))
+        console.print(command.shown(report))
     sys.exit(0 if report.works else 1)
 
 
@@ -305,8 +306,8 @@ def _new_recipe(args: list[str]) -> None:
 
 def _slurm(command: str, args: list[str]) -> None:
     """What has to do with Slurm jobs."""
-    from hybridrl.cluster import commands
-    from hybridrl.cluster.errors import JobError
+    from hybridrl.jobs import commands
+    from hybridrl.runtime.errors import JobError
 
     if command != "submit" and {"-h", "--help"} & set(args):
         print(USAGE)
@@ -333,8 +334,8 @@ def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:
         message += "" if left else f"; all {most} restarts of cluster.requeue are used up"
     print(f"hybridrl: {' '.join(message.split())}", file=sys.stderr, flush=True)
     if left:
-        from hybridrl.cluster import slurm
-        from hybridrl.cluster.errors import JobError
+        from hybridrl.runtime import slurm
+        from hybridrl.runtime.errors import JobError
 
         try:
             slurm.start_again()
@@ -345,8 +346,8 @@ def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:
 
 def _restarts_left(config: Config) -> int | None:
     """How often this job may start again; None where it is not to."""
-    from hybridrl.cluster import slurm
-    from hybridrl.cluster.errors import JobError
+    from hybridrl.runtime import slurm
+    from hybridrl.runtime.errors import JobError
 
     try:
         return slurm.restarts_left(config.cluster)

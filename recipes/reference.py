@@ -6,7 +6,7 @@ from hybridrl.flow import Flow, Stream
 def add_reference(flow: Flow, samples: Stream, decay: float | None) -> Stream:
     """The stream with `reference_log_probs`, by the policy at the start.
 
-    With a `decay`, the recipe's `reference_decay`, by a moving average of the policy: after an
+    With a `decay`, the recipe's `reference_ema_decay`, by a moving average of the policy: after an
     optimizer step it is decay * average + (1 - decay) * policy (the soft update of TR-DPO,
     arXiv 2404.09656; the anchor of WARP, arXiv 2406.16768).
     """

@@ -72,7 +72,7 @@ WRONG = [
     ("recipe=dapo rollout.max_new_tokens=0", "rollout.max_new_tokens=0: wanted 1 or more"),
     ("recipe=dapo recipe.max_tokens=0", "recipe.max_tokens=0: wanted 1 or more"),
     ("recipe.old_log_probs=x", "recipe.old_log_probs=x: wanted one of rollout, trainer"),
-    ("recipe.normalise=x", "recipe.normalise=x: wanted one of token, sequence"),
+    ("recipe.normalize=x", "recipe.normalize=x: wanted one of token, sequence"),
     ("trainer.steps=abc", "trainer.steps=abc: wanted a whole number"),
     ("trainer.steps=-1", "trainer.steps=-1: wanted 0 or more"),
     ("trainer.optim.lr=0", "trainer.optim.lr=0.0: wanted above 0"),

@@ -18,9 +18,9 @@ KL_ESTIMATORS: Mapping[str, str] = {
     "k3": "hybridrl.algorithms.kl:k3",
 }
 NORMALISATIONS: Mapping[str, str] = {
-    "token": "hybridrl.algorithms.normalise:token",
-    "sequence": "hybridrl.algorithms.normalise:sequence",
-    "constant": "hybridrl.algorithms.normalise:constant",
+    "token": "hybridrl.algorithms.normalize:token",
+    "sequence": "hybridrl.algorithms.normalize:sequence",
+    "constant": "hybridrl.algorithms.normalize:constant",
 }
 
 

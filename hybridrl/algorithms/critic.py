@@ -138,12 +138,12 @@ class ValueLoss:
     """
 
     clip: float | None = 0.2
-    normalise: str = "token"
+    normalize: str = "token"
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise ConfigError("recipe.value_clip", self.clip, "above 0, or null")
-        resolve(NORMALISATIONS, "recipe.normalise", self.normalise)
+        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
 
     @property
     def fields(self) -> tuple[str, ...]:

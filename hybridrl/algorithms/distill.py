@@ -26,10 +26,10 @@ class DistillLoss:
     unbiased estimate log p - log q.
     """
 
-    normalise: str = "token"
+    normalize: str = "token"
 
     def __post_init__(self) -> None:
-        resolve(NORMALISATIONS, "recipe.normalise", self.normalise)
+        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Values and gradients are two matters. With tokens sampled from the policy itself
 - k1: zero, the expectation of the score function; it does not pull towards the reference at all;
 - k2: that of KL(policy || reference), although its value is biased;
 - k3: that of KL(reference || policy), the other direction. GRPO's choice (arXiv 2402.03300, eq. 4).
-To regularise by k1, subtract it from the reward instead.
+To regularize by k1, subtract it from the reward instead.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Losses per response token; they fulfil `hybridrl.engines.train.interface.Loss`.
 
 Packed tensors [tokens] in, packed tensors out: no padding, no mask. The engine weights the tokens
-(`hybridrl.algorithms.normalise`) and averages the metrics. Losses that look at whole sequences are
+(`hybridrl.algorithms.normalize`) and averages the metrics. Losses that look at whole sequences are
 in `hybridrl.algorithms.sequence_losses`.
 """
 
@@ -40,7 +40,7 @@ class PolicyLoss(abc.ABC):
     kl_coef: float = 0.0
     kl: str = "k3"
     entropy_coef: float = 0.0
-    normalise: str = "token"
+    normalize: str = "token"
     correction: Correction | None = None
     step_scale: str | None = None
 
@@ -48,7 +48,7 @@ class PolicyLoss(abc.ABC):
         if self.step_scale is not None:
             step_scale(1.0, rule=self.step_scale)
         resolve(KL_ESTIMATORS, "recipe.kl", self.kl)
-        resolve(NORMALISATIONS, "recipe.normalise", self.normalise)
+        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
@@ -236,10 +236,10 @@ def check_clip(clip_low: float, clip_high: float) -> None:
 class CrossEntropyLoss:
     """Negative log-likelihood of the target tokens: supervised fine-tuning."""
 
-    normalise: str = "token"
+    normalize: str = "token"
 
     def __post_init__(self) -> None:
-        resolve(NORMALISATIONS, "recipe.normalise", self.normalise)
+        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 They fulfil `hybridrl.engines.train.interface.Loss`: the field `sequence` [tokens], which the engine
 adds, says which sequence every token is of. A sequence's loss stands at each of its tokens, and the
-normalisation `sequence` then counts every sequence once, whatever the split into ranks and
-micro-batches. Of a pair (`atom` 2) sequence 2i is the chosen one, 2i + 1 the rejected one, as
-`Stream.pair` orders them.
+normalization `sequence` then counts every sequence once, whatever the split into ranks and
+micro-batches. Of a pair (`samples_per_row` is 2) sequence 2i is the chosen one and 2i + 1 the
+rejected one, as `Stream.pair` orders them.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class GSPOLoss(ClippedLoss):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    normalise: str = "sequence"
+    normalize: str = "sequence"
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] of the sequences' ratios."""
@@ -49,7 +49,7 @@ class GSPOLoss(ClippedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss:
-    """Direct preference optimisation of pairs (Rafailov et al., arXiv 2305.18290, equation 7).
+    """Direct preference optimization of pairs (Rafailov et al., arXiv 2305.18290, equation 7).
 
     With h = log p - log p_reference of a whole response and m = beta (h_chosen - h_rejected), a
     pair's loss is
@@ -70,10 +70,10 @@ class DPOLoss:
     variant: str = "sigmoid"
     label_smoothing: float = 0.0
 
-    normalise = "sequence"
+    normalize = "sequence"
     fields = ("reference_log_probs",)
     needs_entropy = False
-    atom = 2
+    samples_per_row = 2
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
@@ -110,31 +110,32 @@ class BradleyTerryLoss:
 
     Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, equation 1; with a `margin` between the
     two Llama 2, arXiv 2307.09288, equation 2, from the chosen response's scalar field `margin`.
-    `centre` c adds c (r_chosen + r_rejected)^2, which keeps rewards about 0 (Eisenstein et al.,
+    `center` c adds c (r_chosen + r_rejected)^2, which keeps rewards about 0 (Eisenstein et al.,
     arXiv 2312.09244, equation 2). `signed` adds -log sigmoid(s r) of each side, with the scalar
     field `sign`: s = 1 for a harmful response, -1 for a safe one. That is the loss of Safe-RLHF's
     cost model (arXiv 2310.12773): there the more costly response is the chosen one, and costs below
     0 are allowed.
 
-    Its first argument are values (`TrainEngine(gives_values=True)`), one a sequence: `at_end` has
-    the engine read the value head at the sequence's last token, where a reward model is read too.
+    Its first argument are values (`TrainEngine(gives_values=True)`), one a sequence:
+    `needs_last_token_only` has the engine read the value head at the sequence's last token, where a
+    reward model is read too.
 
     Metrics: as `DPOLoss`, of the rewards r; with `signed` `sign_accuracy`, the share of responses
     whose r has their sign. Raises ConfigError for a setting that cannot work.
     """
 
     margin: bool = False
-    centre: float = 0.0
+    center: float = 0.0
     signed: bool = False
 
-    normalise = "sequence"
+    normalize = "sequence"
     needs_entropy = False
-    atom = 2
-    at_end = True
+    samples_per_row = 2
+    needs_last_token_only = True
 
     def __post_init__(self) -> None:
-        if not self.centre >= 0:
-            raise ConfigError("recipe.centre", self.centre, "0 or above")
+        if not self.center >= 0:
+            raise ConfigError("recipe.center", self.center, "0 or above")
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -150,7 +151,7 @@ class BradleyTerryLoss:
         difference = rewards[:, 0] - rewards[:, 1]
         if self.margin:
             difference = difference - per_pair(fields["margin"], sequence)[:, 0]
-        loss = -logsigmoid(difference) + self.centre * rewards.sum(1).square()
+        loss = -logsigmoid(difference) + self.center * rewards.sum(1).square()
         metrics = reward_metrics(rewards, sequence)
         if self.signed:
             signed = per_pair(fields["sign"], sequence) * rewards
@@ -160,20 +161,20 @@ class BradleyTerryLoss:
         return loss[sequence // 2], metrics
 
 
-def per_sequence(x: torch.Tensor, sequence: torch.Tensor, atom: int = 1) -> torch.Tensor:
+def per_sequence(x: torch.Tensor, sequence: torch.Tensor, samples_per_row: int = 1) -> torch.Tensor:
     """Sums [sequences] of `x` [tokens] over each sequence's tokens, by `sequence` [tokens].
 
-    Up to the last one that has a token, rounded up to a multiple of `atom`; one without tokens has
-    0.
+    Up to the last one that has a token, rounded up to a multiple of `samples_per_row`; one without
+    tokens has 0.
     """
     number = int(sequence.max()) + 1 if len(sequence) else 0
-    sums = x.new_zeros(-(-number // atom) * atom)
+    sums = x.new_zeros(-(-number // samples_per_row) * samples_per_row)
     return sums.index_add(0, sequence, x)
 
 
 def per_pair(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """Sums [pairs, 2] of `x` [tokens]: of the chosen, and of the rejected sequence."""
-    return per_sequence(x, sequence, atom=2).view(-1, 2)
+    return per_sequence(x, sequence, samples_per_row=2).view(-1, 2)
 
 
 def reward_metrics(rewards: torch.Tensor, sequence: torch.Tensor) -> Fields:

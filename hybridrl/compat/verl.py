@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_beside
+from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
 
-_BESIDE = "beside"  # Ray's name for the thread of what runs beside
+_CONCURRENT = "concurrent"  # Ray's name for the thread of what runs beside
 
 
 def has_gpu() -> bool:
@@ -82,9 +82,9 @@ def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any)
     methods: dict[str, Any] = {}
     for name, mode in dispatched_methods(cls).items():
         method = _forward(name)
-        if runs_beside(cls, name):
+        if runs_concurrently(cls, name):
             # The innermost function: Ray looks behind every wrapper for a method's group.
-            method = ray.method(concurrency_group=_BESIDE)(method)
+            method = ray.method(concurrency_group=_CONCURRENT)(method)
         methods[name] = register(dispatch_mode=_DISPATCH[mode], blocking=False)(method)
     return type(cls.__name__, (Worker,), {"__init__": init, **methods})
 
@@ -105,7 +105,9 @@ def worker_group(
     pool.pgs = placement_groups
     return RayWorkerGroup(
         resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(ray.remote(concurrency_groups={_BESIDE: 1})(worker)),
+        ray_cls_with_init=RayClassWithInitArgs(
+            ray.remote(concurrency_groups={_CONCURRENT: 1})(worker)
+        ),
         device_name="cuda" if use_gpu else "cpu",
         use_gpu=use_gpu,
         bin_pack=False,

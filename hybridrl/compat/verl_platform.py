@@ -15,7 +15,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """One CPU device per process, gloo between processes, nothing to synchronise."""
+    """One CPU device per process, gloo between processes, nothing to synchronize."""
 
     device_name = "cpu"
     vendor_name = "cpu"

@@ -23,7 +23,7 @@ from hybridrl.config.lora import ActorConfig, LoraConfig
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import JudgeConfig, RewardConfig, RewardKind, RewardPartConfig
 from hybridrl.config.rollout import Engine, Migration, ParkedKV, Ranker, RolloutConfig
-from hybridrl.config.run import Deterministic, RunConfig, Schedule, TelemetryConfig
+from hybridrl.config.run import Deterministic, RunConfig, ScheduleKind, TelemetryConfig
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     EvalConfig,
@@ -70,7 +70,7 @@ class Config:
     """Supervised phase before the recipe."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Held-out evaluation."""
-    schedule: Schedule = Schedule.serial
+    schedule: ScheduleKind = ScheduleKind.serial
     """When and where each sample's next subtask runs."""
     deterministic: Deterministic = Deterministic.off
     """Whether what is computed for a sample may depend on what is computed beside it."""
@@ -94,10 +94,10 @@ class Config:
         if self.cluster.requeue and not self.trainer.resumes:
             self.trainer.resume = "auto"
         threshold = self.rollout.migration_threshold
-        if threshold is not None and self.schedule is not Schedule.fused:
+        if threshold is not None and self.schedule is not ScheduleKind.fused:
             allowed = f"null with schedule={self.schedule.value}, which moves no samples"
             raise ConfigError("rollout.migration_threshold", threshold, allowed)
-        if self.split and self.schedule is Schedule.partial:
+        if self.split and self.schedule is ScheduleKind.partial:
             # A group that is complete waits for its step with values of an older critic.
             allowed = "serial or fused with cluster.placement=split"
             raise ConfigError("schedule", self.schedule.value, allowed)
@@ -189,7 +189,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutLayoutConfig",
     "RunConfig",
-    "Schedule",
+    "ScheduleKind",
     "SourceConfig",
     "SourceKind",
     "TeacherConfig",

@@ -25,7 +25,7 @@ def bounded(default: T, **limits: float) -> T:
     These are some of `least`, `above`, `most` and `below`; null passes where the type has it.
 
         clip: float = bounded(0.2, least=0, most=1)
-        reference_decay: float | None = bounded(None, above=0, below=1)
+        reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """
     assert limits.keys() <= _LIMITS.keys(), limits
     made: T = field(default=default, metadata={"limits": limits})

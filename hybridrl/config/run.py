@@ -6,7 +6,7 @@ from enum import Enum
 from hybridrl.config.errors import ConfigError
 
 
-class Schedule(Enum):
+class ScheduleKind(Enum):
     """When and where each sample's next subtask runs."""
 
     serial = "serial"  # every stage waits for the whole batch

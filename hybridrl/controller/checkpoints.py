@@ -12,13 +12,12 @@ from typing import Any
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.keep import to_keep
-from hybridrl.config import Config, ConfigError
-from hybridrl.config import Schedule as Name
+from hybridrl.config import Config, ConfigError, ScheduleKind
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.flow.schedules.base import Carried, Schedule
+from hybridrl.flow.schedules.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.workers.carried import Carry
+from hybridrl.workers.pending_samples import Carry
 
 MAY_CHANGE = (
     "cluster", "eval", "telemetry", "run.dir",
@@ -145,9 +144,9 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}{key}", value
 
 
-def _check_same(point: Point, now: Mapping[str, Any], schedule: Name) -> None:
+def _check_same(point: Point, now: Mapping[str, Any], schedule: ScheduleKind) -> None:
     before = point.state["settings"]
-    partial = Name.partial.value in (before["schedule"], schedule.value)
+    partial = ScheduleKind.partial.value in (before["schedule"], schedule.value)
     for key in now.keys() & before.keys():
         free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
         free |= key == "schedule" and not partial  # serial and fused train on the same batches
@@ -169,14 +168,14 @@ def _check_warm_start(point: Point, config: Config, reads: bool) -> None:
 
 
 @dataclass(frozen=True)
-class State:
+class DriverState:
     """The driver between two steps, in plain JSON types, and the samples of which ranks have more.
 
     It stays what it is when the next step has begun.
     """
 
     record: dict[str, Any]
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[PendingSample, ...] = ()
 
 
 class Checkpoints:
@@ -196,7 +195,7 @@ class Checkpoints:
             scores = {int(step): score for step, score in origin.point.state["scores"].items()}
             self.scores = {x: score for x, score in scores.items() if self._of(x).is_dir()}
 
-    def save(self, step: int, accuracy: float | None, state: State) -> None:
+    def save(self, step: int, accuracy: float | None, state: DriverState) -> None:
         """Write the checkpoint of `step`, and let go of those that are no longer kept."""
         self.scores[step] = accuracy
         self.write(self._of(step), step, state, accuracy=accuracy)
@@ -205,7 +204,7 @@ class Checkpoints:
             with contextlib.suppress(FileNotFoundError):  # someone else has let go of it
                 shutil.rmtree(self._of(old))
 
-    def write(self, path: Path, step: int, state: State, **event: Any) -> None:
+    def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
         """Write the weights to `path`, and what a run goes on from, if this one can.
 
         Raises OSError that names the path; what was at `path` is then whole.
@@ -249,9 +248,9 @@ class Checkpoints:
         if parked:
             places = range(len(self.group.instances[0]))
             of_place = dict.fromkeys(parked, references[_PARKED_ON])
-            schedule.take_parked(dict.fromkeys(places, of_place))
+            schedule.restore_parked(dict.fromkeys(places, of_place))
 
-    def _shares(self, carried: Sequence[Carried]) -> list[tuple[Carry, ...]]:
+    def _shares(self, carried: Sequence[PendingSample]) -> list[tuple[Carry, ...]]:
         """Who writes, or takes up, which samples: those that are parked are the first rank's."""
         shares: list[list[Carry]] = [[] for _ in self.group.home.ranks]
         for sample in carried:

@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.controller.launch import CallFailed, Launcher
 from hybridrl.controller.placement import HOME
 from hybridrl.flow.executor import Command, Phase
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
-from hybridrl.workers.carried import Carry
-from hybridrl.workers.machine import Machine
-from hybridrl.workers.memory import Memory
-from hybridrl.workers.pool import Reply, Span
-from hybridrl.workers.pools import make_worker
-from hybridrl.workers.rank import RankWorker
+from hybridrl.runtime.launcher import CallFailed, Launcher
+from hybridrl.system.memory import MemoryReading
+from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.base_worker import Reply, TimeSpan
+from hybridrl.workers.pending_samples import Carry
 from hybridrl.workers.training import Training, UpdateShare
+from hybridrl.workers.worker_factory import make_worker
 
 if TYPE_CHECKING:
     from hybridrl.checkpoint.distributed import Progress
 
-OnSpan = Callable[[int, Span], None]
-OnMemory = Callable[[int, Memory], None]
+OnSpan = Callable[[int, TimeSpan], None]
+OnMemory = Callable[[int, MemoryReading], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 
 
@@ -69,7 +69,7 @@ class WorkerGroup:
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory = on_span, on_memory
         self._group = launcher.start(
-            RankWorker, make_worker, config, model_path, launcher.data_plane
+            ActorWorker, make_worker, config, model_path, launcher.data_plane
         )
         self._ranks = [launcher.subgroup(self._group, [rank]) for rank in range(self.size)]
         self.pools = {
@@ -88,7 +88,7 @@ class WorkerGroup:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def take(self, rank: int, reference: Any) -> Any:
+    def value_of(self, rank: int, reference: Any) -> Any:
         """The value of a call that has ended; the rank's spans and memory go to telemetry."""
         try:
             reply: Reply = self.launcher.get(reference)
@@ -116,7 +116,7 @@ class WorkerGroup:
             meanwhile()
             for reference in self.launcher.wait(list(pending)):
                 rank = pending.pop(reference)
-                values[rank] = self.take(rank, reference)
+                values[rank] = self.value_of(rank, reference)
         return [values[rank] for rank in range(first, first + len(references))]
 
     def kill(self) -> None:
@@ -152,7 +152,7 @@ class WorkerGroup:
         calls: list[Any] = []
         for pool in self.pools.values():
             (listening,) = self._ranks[pool.ranks[0]].listen()
-            calls += pool.group.setup(*self.take(pool.ranks[0], listening))
+            calls += pool.group.setup(*self.value_of(pool.ranks[0], listening))
         answers = self.gather(calls)
         self._place = [
             (
@@ -168,9 +168,9 @@ class WorkerGroup:
         ]
         return answers
 
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[NodeInfo]:
         """Every node once, as the first of its ranks sees it."""
-        answers: list[Machine] = self.gather(self._group.machine())
+        answers: list[NodeInfo] = self.gather(self._group.machine())
         return list({machine.node: machine for machine in reversed(answers)}.values())[::-1]
 
     def begin(
@@ -230,7 +230,7 @@ class WorkerGroup:
         references = {rank: self._ranks[rank].texts(tuple(ids))[0] for rank, ids in by_rank.items()}
         found: dict[SampleId, tuple[str, str]] = {}
         for rank, reference in references.items():
-            found |= self.take(rank, reference)
+            found |= self.value_of(rank, reference)
         return found
 
     def release(self, ids: tuple[SampleId, ...]) -> None:
@@ -253,11 +253,11 @@ class WorkerGroup:
             for rank in self.instances[instance]
         }
 
-    def call_place(
+    def call_load_targets(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
     ) -> Any:
         """Start making samples of the dataset's targets on one rank."""
-        return self._ranks[rank].place(stage, ids, items)[0]
+        return self._ranks[rank].load_targets(stage, ids, items)[0]
 
     def call_compute(
         self,
@@ -269,11 +269,11 @@ class WorkerGroup:
         """Start a stage that all ranks of a pool take part in on one of them."""
         return self._ranks[rank].compute(stage, tuple(ids), tuple(parcels))[0]
 
-    def call_judge(
+    def call_local_stage(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
     ) -> Any:
         """Start a verifier or a `map` on one rank, beside what else it does."""
-        return self._ranks[rank].judge(stage, ids, scalars)[0]
+        return self._ranks[rank].run_local_stage(stage, ids, scalars)[0]
 
     def call_send(self, rank: int, moves: Mapping[int, Sequence[SampleId]]) -> Any:
         """Have whole samples of one rank put into the data plane, by receiver."""

@@ -65,7 +65,7 @@ def spell_preferences(
     """Words to spell backward, those of reasoning_gym, each with a right and a wrong response.
 
     `sun` has `chosen` `#nus`; `rejected` has one mistake of four kinds, as likely each: two
-    neighbours swapped, a letter replaced, left out, or written twice.
+    neighbors swapped, a letter replaced, left out, or written twice.
     """
     import reasoning_gym  # two seconds, which runs without it need not pay
 

@@ -1,8 +1,8 @@
 """Recipes as dataflows over streams, and the schedules that run them. Pure Python."""
 
 from hybridrl.flow.graph import Copy, Graph, Kind, Stage
-from hybridrl.flow.recipe import Flow, Recipe, State, recipe
-from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.flow.recipe import Flow, Recipe, RecipeState, recipe
+from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.stream import Prompts, Stream
 
 __all__ = [
@@ -12,11 +12,11 @@ __all__ = [
     "Kind",
     "Prompts",
     "Recipe",
+    "RecipeState",
     "Sample",
     "SampleId",
-    "Span",
     "Stage",
-    "State",
     "Stream",
+    "TokenSpan",
     "recipe",
 ]

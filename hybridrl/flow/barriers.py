@@ -7,8 +7,8 @@ functions return is checked here, since it is known only now.
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.flow.batch import Ledger, groups
 from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.ledger import Ledger, groups
 from hybridrl.flow.sample import Sample
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
 class Phase(Enum):
@@ -111,7 +111,7 @@ class Finished:
     prompt_tokens: int
     response_tokens: int
     finish: str
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TargetsLoaded:
     """Answers of the dataset have become responses: `tokens` of each lies on its rank."""
 
     stage: str
@@ -173,7 +173,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class UpdateDone:
     """An update has ended, with the metrics of its steps."""
 
     stage: str
@@ -181,7 +181,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerDied:
     """An instance is gone, with its calls in flight, the samples it held and the tensors there.
 
     Events that come later do not speak of these samples, but of their successors.
@@ -190,7 +190,7 @@ class Died:
     instance: int
 
 
-Event = Advanced | Computed | Placed | Trained | Died
+Event = Advanced | Computed | TargetsLoaded | UpdateDone | WorkerDied
 
 
 class Executor(Protocol):
@@ -236,11 +236,11 @@ class Executor(Protocol):
         """Hand `commands` to an instance and let it run at most `num_decode_steps` steps."""
         ...
 
-    def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         """Make the dataset's target of each prompt the response of a sample (Kind.ANSWERS).
 
         In any phase, without a generation engine. Sample number i goes to rank i modulo the ranks.
-        Ends with `Placed` (one for all ranks or one each).
+        Ends with `TargetsLoaded` (one for all ranks or one each).
         """
         ...
 
@@ -266,7 +266,7 @@ class Executor(Protocol):
         ...
 
     def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Train on `samples`, which are in training order; in TRAIN. Ends with `Trained`."""
+        """Train on `samples`, which are in training order; in TRAIN. Ends with `UpdateDone`."""
         ...
 
     def release(self, ids: Sequence[SampleId]) -> None:

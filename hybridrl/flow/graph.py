@@ -45,8 +45,8 @@ class Stage:
     - TAKE: `num_groups`, `round_prompts` (None for both: the schedule's prompts per step),
       `max_rounds`, `allow_fewer`.
     - UPDATE: `loss`, `epochs` and `mini_batches` (None: the trainer config's), `after` (so many
-      steps of the run go before the first), `fields` (loss field -> sample field), `atom` (so many
-      consecutive samples stay in one micro-batch).
+      steps of the run go before the first), `fields` (loss field -> sample field),
+      `samples_per_row` (so many consecutive samples stay in one micro-batch).
     """
 
     name: str

@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 from hybridrl.flow.graph import Copy, Graph, Kind, Stage
 from hybridrl.flow.roles import (
-    Actor,
-    Critic,
+    ActorHandle,
+    CriticHandle,
     Judge,
     Reference,
     Reward,
@@ -21,7 +21,7 @@ from hybridrl.flow.stream import Prompts, Stream
 ROLES = ("actor", "reference", "critic", "reward", "cost", "cost_critic", "teacher")
 
 
-class State:
+class RecipeState:
     """One number of the recipe's own that lives in the driver and is checkpointed.
 
     Functions of `by_group` and `by_batch` read and set it; a function of `map` runs on a rank and
@@ -83,9 +83,9 @@ class Flow:
         )
 
     @property
-    def actor(self) -> Actor:
+    def actor(self) -> ActorHandle:
         """The policy that is trained and that generates."""
-        return Actor("actor")
+        return ActorHandle("actor")
 
     @property
     def reference(self) -> Reference:
@@ -93,9 +93,9 @@ class Flow:
         return Reference("reference")
 
     @property
-    def critic(self) -> Critic:
+    def critic(self) -> CriticHandle:
         """The value model."""
-        return Critic("critic")
+        return CriticHandle("critic")
 
     @property
     def reward(self) -> Reward:
@@ -108,9 +108,9 @@ class Flow:
         return Judge("cost")
 
     @property
-    def cost_critic(self) -> Critic:
+    def cost_critic(self) -> CriticHandle:
         """The value model of the cost."""
-        return Critic("cost_critic", field="cost_values")
+        return CriticHandle("cost_critic", field="cost_values")
 
     @property
     def teacher(self) -> Teacher:
@@ -143,14 +143,14 @@ class Flow:
         self.graph.copies[copy_name] = Copy(copy_name, of.role, update, decay)
         return WeightCopy(copy_name)
 
-    def state(self, name: str, initial: float) -> State:
+    def state(self, name: str, initial: float) -> RecipeState:
         """A checkpointed number of the recipe's own (a multiplier, an adaptive coefficient)."""
         if name in self.graph.states:
             raise ValueError(
                 f"two recipe states are named {name!r}: taken are {sorted(self.graph.states)}"
             )
         self.graph.states[name] = float(initial)
-        return State(self.graph, name)
+        return RecipeState(self.graph, name)
 
     def collect(self, stream: Stream, *, name: str | None = None) -> None:
         """End a stream that is looked at and not trained on: evaluation."""

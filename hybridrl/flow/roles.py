@@ -48,7 +48,7 @@ class Trainable(RoleHandle):
         critic warms up first). `loss` is picklable; what it lists in its attribute
         `fields` is found on the samples under the same name, an alias (`LOSS_FIELD_ALIASES`), or
         as `fields` says (loss field -> sample field). Raises `ValueError` for a field that no
-        stage makes, and where a loss of pairs (its attribute `atom`) gets no pairs.
+        stage makes, and where a loss of pairs (its attribute `samples_per_row`) gets no pairs.
         """
         stage_name = name or stream.stage_name(f"update_{self.role}")
         for key, value in (("epochs", epochs), ("mini_batches", mini_batches)):
@@ -56,11 +56,12 @@ class Trainable(RoleHandle):
                 raise ValueError(f"{stage_name!r}: got {key}={value}, wanted 1 or more")
         if after < 0:
             raise ValueError(f"{stage_name!r}: got after={after}, wanted 0 or more")
-        atom = getattr(loss, "atom", 1)
-        if atom not in (1, stream.atom):
+        samples_per_row = getattr(loss, "samples_per_row", 1)
+        if samples_per_row not in (1, stream.samples_per_row):
             raise ValueError(
-                f"{stage_name!r}: {type(loss).__name__} looks at {atom} samples "
-                f"together, got a stream of atom={stream.atom}; wanted chosen.pair(rejected)"
+                f"{stage_name!r}: {type(loss).__name__} looks at {samples_per_row} samples "
+                f"together, got a stream of samples_per_row={stream.samples_per_row}; "
+                "wanted chosen.pair(rejected)"
             )
         resolved = _loss_fields(stage_name, stream, loss, fields or {})
         stream.then(
@@ -75,7 +76,7 @@ class Trainable(RoleHandle):
                 "mini_batches": mini_batches,
                 "after": after,
                 "fields": resolved,
-                "atom": stream.atom,
+                "samples_per_row": stream.samples_per_row,
             },
         )
 
@@ -105,7 +106,7 @@ class Teacher(Scorer):
 
 
 @dataclass(frozen=True)
-class Actor(Scorer, Trainable):
+class ActorHandle(Scorer, Trainable):
     """The policy that is trained and that generates."""
 
     def generate(
@@ -197,7 +198,7 @@ class Actor(Scorer, Trainable):
 
 
 @dataclass(frozen=True)
-class Critic(Trainable):
+class CriticHandle(Trainable):
     """A value model; `field` is what it adds."""
 
     field: str = "values"

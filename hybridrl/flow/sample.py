@@ -27,7 +27,7 @@ class SampleId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Response tokens [start, stop) that one policy version made, or that are not to be trained.
 
     `version` is the actor's optimizer step at generation; `trained` is False for tokens that an
@@ -54,7 +54,7 @@ class Sample:
     rank: int = -1
     prompt_tokens: int = 0
     response_tokens: int = 0
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TokenSpan, ...] = ()
     scalars: dict[str, float | int | str] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     dropped: str | None = None
@@ -66,7 +66,7 @@ class Sample:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Sample":
         """A sample as it was written."""
-        spans = tuple(Span(**span) for span in values["spans"])
+        spans = tuple(TokenSpan(**span) for span in values["spans"])
         made = {"id": SampleId(*values["id"]), "spans": spans, "tensors": set(values["tensors"])}
         return cls(**{**values, **made})
 

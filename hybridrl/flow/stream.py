@@ -26,8 +26,8 @@ class Stream:
     `scalars` (in the driver) and `tensors` (on the sample's rank) are the fields that every sample
     of the stream has. `sources` are the stages that made the samples, `num_samples` how many of
     them a prompt has (None: it differs). The stream's order is the training order: by prompt, then
-    k; of a pair first one side, then the other. `atom` consecutive samples must train in one
-    micro-batch.
+    k; of a pair first one side, then the other. `samples_per_row` consecutive samples must train in
+    one micro-batch.
     """
 
     graph: Graph
@@ -37,7 +37,7 @@ class Stream:
     sources: frozenset[str]
     num_samples: int | None
     branch: str = ""
-    atom: int = 1
+    samples_per_row: int = 1
 
     @property
     def fields(self) -> frozenset[str]:
@@ -242,13 +242,13 @@ class Stream:
     ) -> "Stream":
         """Both streams' samples, matched by prompt and k, side by side in training order.
 
-        Partners stay in one micro-batch (`atom` 2). The scalar `side` says which one a sample is.
-        A sample without its partner is dropped.
+        Partners stay in one micro-batch (`samples_per_row` is 2). The scalar `side` says which one
+        a sample is. A sample without its partner is dropped.
         """
         stage_name = name or "pair"
         self._check_related(other, stage_name)
         num, others = self.num_samples, other.num_samples
-        if num is None or num != others or self.atom * other.atom != 1:
+        if num is None or num != others or self.samples_per_row * other.samples_per_row != 1:
             raise ValueError(
                 f"pair {stage_name!r}: got {_number(self)} and {_number(other)} samples a "
                 "prompt, wanted as many on both sides, none of them paired already"
@@ -260,7 +260,7 @@ class Stream:
             sources=self.sources | other.sources,
             num_samples=2 * num,
             branch="",
-            atom=2,
+            samples_per_row=2,
         )
         return both.then(
             Kind.JOIN,
@@ -278,7 +278,7 @@ class Stream:
         """
         stage_name = name or "merge"
         self._check_related(other, stage_name)
-        if self.atom * other.atom != 1:
+        if self.samples_per_row * other.samples_per_row != 1:
             raise ValueError(f"merge {stage_name!r}: got a stream of pairs, wanted none")
         both = replace(
             self,

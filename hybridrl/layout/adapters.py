@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.layout.execute import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 Fill = Callable[[Tensors], None]
 """Writes the weights of the names that it is given, each whole as the rank has it."""

@@ -12,7 +12,7 @@ from hybridrl.layout.mesh import Mesh
 def layout_of(tensors: Mapping[str, DTensor]) -> Layout:
     """Where DTensors of one mesh lie, by their own placements.
 
-    FSDP2 cuts what tensor parallelism has left, though its axis comes first in the mesh: DTensor
+    FSDP2 cuts what tensor parallelizm has left, though its axis comes first in the mesh: DTensor
     marks that by a strided shard. Shapes are the DTensors', a padded vocabulary included; pipeline
     stages are not in the mesh of a DTensor. Raises ValueError for tensors of different meshes, for
     none, and for placements other than copies and shards.

@@ -38,7 +38,7 @@ class TrainAxes:
 
 
 def gen_positions(train: TrainAxes, pp: int, tp: int, grouping: Grouping) -> list[Position]:
-    """The place of every rank in generation with `pp` stages and `tp` ways of tensor parallelism.
+    """The place of every rank in generation with `pp` stages and `tp` ways of tensor parallelizm.
 
     Every place of every instance is taken once. `auto` is not an order: see `layout.switching`.
     """

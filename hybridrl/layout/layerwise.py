@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.layout.execute import BUCKET_BYTES, Groups, SwitchStats, Tensors, WeightSwitch
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.weight_switch import BUCKET_BYTES, Groups, SwitchStats, Tensors, WeightSwitch
 
 
 class LayerwiseSwitch:

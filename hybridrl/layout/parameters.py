@@ -15,7 +15,7 @@ class Parameter:
 
     `layer` is the decoder layer that it belongs to; -1 for what stands before the layers, -2 for
     what stands behind them, -3 for what both ends need (a tied embedding). `tp_dim` is the
-    dimension that tensor parallelism splits (None: every tp rank has it whole), in whole `units`
+    dimension that tensor parallelizm splits (None: every tp rank has it whole), in whole `units`
     (heads) where set, within each of `blocks`.
     """
 
@@ -80,7 +80,7 @@ def gen_layout(
 def fsdp_dim(parameter: Parameter, axes: TrainAxes, gen_tp: int) -> int:
     """The dimension that FSDP shards.
 
-    Dimension 0, except where generation has more tensor parallelism than training: then FSDP cuts
+    Dimension 0, except where generation has more tensor parallelizm than training: then FSDP cuts
     further where tp has cut, so that a rank's shard lies within its generation shard. FSDP2 allows
     that only for dimensions that divide evenly.
     """
@@ -103,7 +103,7 @@ def _stages(parameter: Parameter, stage_of_layer: Sequence[int]) -> tuple[int, .
 
 
 def _padded(parameter: Parameter, multiple: int) -> tuple[int, ...] | None:
-    """Tensor parallelism needs equal parts: a vocabulary that does not divide is padded."""
+    """Tensor parallelizm needs equal parts: a vocabulary that does not divide is padded."""
     dim = parameter.tp_dim
     if dim is None or parameter.units or parameter.shape[dim] % multiple == 0:
         return None

@@ -33,7 +33,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class Transfer:
     """A box that each of `receivers` gets from the sender beside it, for every name of a class."""
 
     box: Box
@@ -46,7 +46,7 @@ class ParameterClass:
     """Parameters that move alike: same shape, same rule before, same rule after."""
 
     names: tuple[str, ...]
-    flows: tuple[Flow, ...]
+    transfers: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,12 @@ class Plan:
         """
         by_name = {name: cls for cls in self.classes for name in cls.names}
         for name in self.dst.rules:
-            for flow in by_name[name].flows:
-                for src, dst in zip(flow.senders.tolist(), flow.receivers.tolist(), strict=True):
+            for transfer in by_name[name].transfers:
+                for src, dst in zip(
+                    transfer.senders.tolist(), transfer.receivers.tolist(), strict=True
+                ):
                     if rank is None or rank in (src, dst):
-                        yield Move(name, flow.box, src, dst)
+                        yield Move(name, transfer.box, src, dst)
 
     @cached_property
     def traffic(self) -> "Traffic":
@@ -81,13 +83,13 @@ class Plan:
         kept = np.zeros(self.num_ranks, np.int64)
         pairs, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for cls in self.classes:
-            for flow in cls.flows:
-                size = flow.box.size * len(cls.names)
-                away = flow.senders != flow.receivers
-                np.add.at(received, flow.receivers[away], size)
-                np.add.at(sent, flow.senders[away], size)
-                np.add.at(kept, flow.receivers[~away], size)
-                pairs.append(flow.senders[away] * self.num_ranks + flow.receivers[away])
+            for transfer in cls.transfers:
+                size = transfer.box.size * len(cls.names)
+                away = transfer.senders != transfer.receivers
+                np.add.at(received, transfer.receivers[away], size)
+                np.add.at(sent, transfer.senders[away], size)
+                np.add.at(kept, transfer.receivers[~away], size)
+                pairs.append(transfer.senders[away] * self.num_ranks + transfer.receivers[away])
                 sizes.append(np.full(len(pairs[-1]), size))
         found, where = np.unique(np.concatenate(pairs), return_inverse=True)
         total = np.zeros(len(found), np.int64)
@@ -136,7 +138,7 @@ def plan(src: Layout, dst: Layout) -> Plan:
         src,
         dst,
         tuple(
-            ParameterClass(tuple(names), tuple(_flows(src, dst, names[0])))
+            ParameterClass(tuple(names), tuple(_transfers(src, dst, names[0])))
             for names in groups.values()
         ),
     )
@@ -151,8 +153,8 @@ def _check(src: Layout, dst: Layout) -> None:
             raise ValueError(f"{name}: {src.shapes[name]} in the source, {dst.shapes[name]} after")
 
 
-def _flows(src: Layout, dst: Layout, name: str) -> Iterator[Flow]:
-    """The flows of one parameter: each place of the destination meets the boxes of the source."""
+def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
+    """The transfers of one parameter: each destination place meets the boxes of the source."""
     holders: dict[tuple[Box, ...], list[Coordinates]] = defaultdict(list)
     for cell, boxes in src.cells(name).items():
         if boxes:
@@ -171,7 +173,7 @@ def _flows(src: Layout, dst: Layout, name: str) -> Iterator[Flow]:
                 senders = _senders(src, name, cells, own)
                 for box in overlaps:
                     covered += box.size
-                    yield Flow(box, senders, receivers)
+                    yield Transfer(box, senders, receivers)
         wanted = sum(box.size for box in boxes)
         if covered != wanted:
             raise ValueError(f"{name}: {covered} elements for {wanted} at {cell}")

@@ -98,7 +98,7 @@ def pair_of(weight: str) -> tuple[str, str]:
 def adapter_parameters(model: PreTrainedModel, parameters: Sequence[Parameter]) -> list[Parameter]:
     """The adapters in `model`, whole, as layouts see them; `parameters` are the model's own.
 
-    Tensor parallelism cuts an adapter where it cuts the weight: B along the outputs, A along the
+    Tensor parallelizm cuts an adapter where it cuts the weight: B along the outputs, A along the
     inputs. So a rank's part of B A is B's part times A's, and of the pair one is always whole.
     """
     shapes = {plain_name(name): tuple(p.shape) for name, p in model.named_parameters()}

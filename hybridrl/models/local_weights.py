@@ -82,7 +82,7 @@ def load_local(
                 if tuple(stored.get_shape()) != shape:
                     got = f"weights of the config's shapes ({name}: {stored.get_shape()})"
                     raise ConfigError(key, path, got)
-                (held,) = layout.local(name, parallel.place)
+                (held,) = layout.local(name, parallel.instance_rank)
                 _fill(parameter.data, stored, held, shape)
     except OSError as error:
         raise ConfigError(key, path, f"a model with *.safetensors ({error})") from error

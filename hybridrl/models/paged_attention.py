@@ -36,7 +36,7 @@ class KVPool:
     ) -> None:
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
         shape = (layers, blocks, 2, kv_heads, block_size, head_dim)
-        # Zeros, since masked positions are multiplied by 0 and what is uninitialised may be NaN.
+        # Zeros, since masked positions are multiplied by 0 and what is uninitialized may be NaN.
         if device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
             size = int(np.prod(shape)) * dtype.itemsize
@@ -52,7 +52,7 @@ class KVPool:
         """Copy whole blocks, of all layers, between two lists of block numbers."""
         self.blocks[:, destination] = self.blocks[:, source]
 
-    def take(self, blocks: list[int], tokens: int) -> torch.Tensor:
+    def read_blocks(self, blocks: list[int], tokens: int) -> torch.Tensor:
         """The first `tokens` of a sequence that has `blocks`, on the host.
 
         [layers, 2, kv_heads, tokens, head_dim], contiguous.
@@ -65,8 +65,8 @@ class KVPool:
             kept[:, :, :, full * self.block_size :] = self.blocks[:, blocks[full], :, :, :partly]
         return kept.cpu()
 
-    def put(self, blocks: list[int], kept: torch.Tensor) -> None:
-        """The reverse of `take`: `kept` [layers, 2, kv_heads, tokens, head_dim] into `blocks`."""
+    def write_blocks(self, blocks: list[int], kept: torch.Tensor) -> None:
+        """The reverse of `read_blocks`: `kept` [layers, 2, kv_heads, tokens, head_dim]."""
         kept = kept.to(self.blocks.device)
         full, partly = divmod(kept.shape[3], self.block_size)
         whole = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))

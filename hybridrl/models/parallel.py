@@ -1,4 +1,4 @@
-"""What transformers knows about a model's parallelism, as layouts need it.
+"""What transformers knows about a model's parallelizm, as layouts need it.
 
 transformers ships a tensor-parallel plan with every family (`base_model_tp_plan` of its config).
 Here it becomes a dimension per parameter; what the plan leaves out (the embedding) is added.
@@ -15,7 +15,7 @@ from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""Model types that take tensor and pipeline parallelism."""
+"""Model types that take tensor and pipeline parallelizm."""
 
 _WEIGHT_DIM = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}
 _REPLICATED = "replicated_with_grad_allreduce"

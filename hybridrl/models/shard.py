@@ -81,7 +81,7 @@ class GenParallel:
         return cls(**settings)
 
     @property
-    def place(self) -> int:
+    def instance_rank(self) -> int:
         """This rank's number in its instance, tp fastest."""
         return self.pp_rank * self.tp + self.tp_rank
 
@@ -219,7 +219,7 @@ def local_model(
     device: torch.device,
     classifier: bool = False,
 ) -> PreTrainedModel:
-    """The rank's part of the model with uninitialised weights, under the names of the whole.
+    """The rank's part of the model with uninitialized weights, under the names of the whole.
 
     Layers of other stages are `Elsewhere`, `layer_idx` counts the stage's own. On other stages than
     the first there is no embedding to call (a tied one holds the head's weight), on others than the
@@ -227,7 +227,7 @@ def local_model(
     head is a sequence classifier's, see `instance_layout`.
     """
     check_gen_layout(config, parallel.pp, parallel.tp)
-    shapes = local_shapes(config, parallel.pp, parallel.tp, parallel.place, classifier)
+    shapes = local_shapes(config, parallel.pp, parallel.tp, parallel.instance_rank, classifier)
     config = copy.deepcopy(config)
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):

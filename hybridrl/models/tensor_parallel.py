@@ -1,4 +1,4 @@
-"""Tensor parallelism of a Hugging Face model for training, as DTensors, by transformers' own plan.
+"""Tensor parallelizm of a Hugging Face model for training, as DTensors, by transformers' own plan.
 
 Between the blocks activations are whole on every rank (Megatron-LM, arXiv 1909.08053, section 3).
 Every parameter becomes a DTensor on the tp axis, those that are whole too: the gradient norm and
@@ -99,7 +99,7 @@ def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     """Make `model`, or a pipeline chunk of one, tensor parallel over the `mesh` of one axis.
 
-    With `sequence`, what lies between the blocks is split by tokens (sequence parallelism,
+    With `sequence`, what lies between the blocks is split by tokens (sequence parallelizm,
     Korthikanti et al., arXiv 2205.05198, section 4.2.2), whose number must then divide: it is the
     same traffic, and activations outside of the blocks take 1 / tp of the memory.
 
@@ -113,7 +113,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     prefix = f"{model.base_model_prefix}."
     between: Placement = Shard(1) if sequence else Replicate()
-    # Gemma 3 normalises [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
+    # Gemma 3 normalizes [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
     heads_dim = 1 if model.config.model_type == "gemma3_text" else 2
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():

@@ -16,7 +16,7 @@ _BYTES = 2  # bfloat16 weights and cache
 # What kernels reach of the datasheet: assumptions, in the range that serving and training systems
 # report on Hopper.
 _MEMORY_SHARE, _FORWARD_SHARE, _TRAIN_SHARE, _NETWORK_SHARE = 0.7, 0.5, 0.4, 0.7
-_ALL_REDUCE_S = 15e-6  # a small all-reduce within a node, two a layer under tensor parallelism
+_ALL_REDUCE_S = 15e-6  # a small all-reduce within a node, two a layer under tensor parallelizm
 _STEP_S = 1e-3  # the host's part of a decode step
 _CALL_S = 2e-3  # the driver's round trip to an instance
 

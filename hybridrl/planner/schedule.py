@@ -15,8 +15,8 @@ from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule, Knowledge
-from hybridrl.flow.schedules.overlap import Limits
+from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
+from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.partial import PartialSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.planner.simulate import SimulatedExecutor
@@ -205,8 +205,8 @@ def _schedule(
     if name == "serial":
         return SerialSchedule(graph, executor, prompts, settings)
     tokens_of = setting.workload.prompt_tokens_of
-    limits = Limits(max_held=setting.max_held, chunk_tokens=setting.chunk_tokens)
-    knowledge = Knowledge(key_of=lambda p: PromptKey(p, "", range(tokens_of(p))))
+    limits = RoundLimits(max_held=setting.max_held, chunk_tokens=setting.chunk_tokens)
+    knowledge = LengthModel(key_of=lambda p: PromptKey(p, "", range(tokens_of(p))))
     if name == "fused":
         return FusedSchedule(
             graph,

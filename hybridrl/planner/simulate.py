@@ -20,15 +20,15 @@ from hybridrl.flow.executor import (
     Park,
     Parked,
     Phase,
-    Placed,
     Resume,
     Scope,
     Submit,
-    Trained,
+    TargetsLoaded,
+    UpdateDone,
     Work,
 )
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Row:
     left: int
     prefill: int = 0
     restore: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
 
     @property
     def made(self) -> int:
@@ -55,7 +55,7 @@ class _Row:
         start = made = self.made
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
-        self.spans.append(Span(start, made + steps, version))
+        self.spans.append(TokenSpan(start, made + steps, version))
         self.left -= steps
 
 
@@ -257,15 +257,15 @@ class SimulatedExecutor:
             del server.running[row.id]
         return ended
 
-    def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         """The dataset's own answers are there at once."""
         placed = []
         for i, id in enumerate(ids):
             length, rank = self.length_of(id), i % self.num_instances
-            spans = (Span(0, length, 0),) if length else ()
+            spans = (TokenSpan(0, length, 0),) if length else ()
             prompt = self.prompt_tokens_of(id.prompt)
             placed.append(Finished(id, rank, prompt, length, "stop", spans))
-        self._push(self.clock.now(), Placed(stage.name, tuple(placed)))
+        self._push(self.clock.now(), TargetsLoaded(stage.name, tuple(placed)))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Verifiers run beside the instances, sharded roles on all of them or in their own pool."""
@@ -335,7 +335,7 @@ class SimulatedExecutor:
         for instance in range(self.num_instances):
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
         self._num_updates += 1
-        self._push(start + seconds, Trained(stage.name, {}))
+        self._push(start + seconds, UpdateDone(stage.name, {}))
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is kept."""

@@ -15,7 +15,7 @@ from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.environment import capture
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
-from hybridrl.telemetry.trace import Counter, Span, TraceFile, bubble_share, is_rank
+from hybridrl.telemetry.trace import Counter, TraceFile, TraceSpan, bubble_share, is_rank
 
 
 class Telemetry:
@@ -47,7 +47,7 @@ class Telemetry:
         self._total_steps = total_steps
         self._phase = ""
         self._offset = 0  # steps of the phases before this one, if steps count over all phases
-        self._step_spans: list[Span] = []
+        self._step_spans: list[TraceSpan] = []
         self._status: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
         self._files: dict[str, JsonLines] = {}
@@ -162,7 +162,7 @@ class Telemetry:
 
         Raises `ValueError` if it ends before it starts.
         """
-        span = Span(lane, name, start, end, step, {"phase": self._phase, **args})
+        span = TraceSpan(lane, name, start, end, step, {"phase": self._phase, **args})
         assert self._trace is not None, "span outside of the context"
         self._trace.span(span)
         if self._step_spans and self._step_spans[-1].step != step:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.telemetry.records import parse, read_lines
-from hybridrl.telemetry.trace import Counter, Span, read_timeline
+from hybridrl.telemetry.trace import Counter, TraceSpan, read_timeline
 
 _CONFIGS = ("config.yaml", "config.json", ".hydra/config.yaml")
 _NOT_METRICS = {"step", "time", "phase"}
@@ -37,7 +37,7 @@ class RunData:
     events: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     lengths: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     config: str = ""
 

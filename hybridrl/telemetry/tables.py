@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from hybridrl.telemetry.rundata import RunData, StepKey
-from hybridrl.telemetry.trace import Span, bubble_share, is_rank
+from hybridrl.telemetry.trace import TraceSpan, bubble_share, is_rank
 
 _MAX_SLICES = 4000
 _MAX_LANES = 66
@@ -16,7 +16,7 @@ _OWN_TABLE = ("switch",)
 
 def timelines(run: RunData) -> list[dict[str, Any]]:
     """The first RL step, one of median duration and the last, with spans relative to its start."""
-    steps: dict[StepKey, list[Span]] = {}
+    steps: dict[StepKey, list[TraceSpan]] = {}
     for span in run.spans:
         key = run.key({"step": span.step, "phase": span.args.get("phase")})
         steps.setdefault(key, []).append(span)
@@ -97,7 +97,7 @@ def events(run: RunData) -> list[list[Any]]:
     return rows[-1000:]
 
 
-def _timeline(label: str, key: StepKey, spans: list[Span]) -> dict[str, Any]:
+def _timeline(label: str, key: StepKey, spans: list[TraceSpan]) -> dict[str, Any]:
     start, end = _bounds(spans)
     bubbles = bubble_share(spans)
     lanes = sorted({span.lane for span in spans}, key=_lane_order)[:_MAX_LANES]
@@ -119,17 +119,17 @@ def _timeline(label: str, key: StepKey, spans: list[Span]) -> dict[str, Any]:
     }
 
 
-def _slice(span: Span, start: float) -> dict[str, Any]:
+def _slice(span: TraceSpan, start: float) -> dict[str, Any]:
     args = {name: _short(value) for name, value in span.args.items() if name != "phase"}
     seconds = span.end - span.start
     return {"name": span.name, "start": span.start - start, "seconds": seconds, "args": args}
 
 
-def _bounds(spans: list[Span]) -> tuple[float, float]:
+def _bounds(spans: list[TraceSpan]) -> tuple[float, float]:
     return min(span.start for span in spans), max(span.end for span in spans)
 
 
-def _on_ranks(spans: list[Span]) -> bool:
+def _on_ranks(spans: list[TraceSpan]) -> bool:
     return any(is_rank(span.lane) for span in spans)
 
 

@@ -18,7 +18,7 @@ _CLOSE = b"\n]\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """Work of one lane from `start` to `end`, in seconds since the epoch.
 
     A lane is `driver`, `rank 0`, ... or, where one process does several things at once,
@@ -48,7 +48,7 @@ def is_rank(lane: str) -> bool:
     return lane.startswith("rank ") and "/" not in lane
 
 
-def bubble_share(spans: Iterable[Span]) -> dict[str, float]:
+def bubble_share(spans: Iterable[TraceSpan]) -> dict[str, float]:
     """Share of the time in which each lane was idle, between 0 and 1.
 
     The time runs from the first start to the last end over all `spans`, which should be those of
@@ -91,12 +91,12 @@ class TraceFile:
         self._end = 1
         self._append(events)
 
-    def span(self, span: Span) -> None:
+    def span(self, span: TraceSpan) -> None:
         """Add one slice. Raises `ValueError` if it ends before it starts."""
         if span.end < span.start:
             raise ValueError(f"span {span.name} on {span.lane} ends before it starts")
         events, pid, tid = self._track(span.lane)
-        # Both ends are rounded, never the duration: neighbours stay neighbours.
+        # Both ends are rounded, never the duration: neighbors stay neighbors.
         start, end = _micros(span.start), _micros(span.end)
         slice_ = {
             "ph": "X", "name": span.name, "cat": "stage", "pid": pid, "tid": tid,
@@ -167,12 +167,12 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-def read_spans(path: Path) -> list[Span]:
+def read_spans(path: Path) -> list[TraceSpan]:
     """The slices of a trace file as spans, in file order."""
     return read_timeline(path)[0]
 
 
-def read_timeline(path: Path) -> tuple[list[Span], list[Counter]]:
+def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:
     """The slices and the counters of a trace file, each in file order."""
     processes: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
@@ -189,7 +189,7 @@ def read_timeline(path: Path) -> tuple[list[Span], list[Counter]]:
             rest = {key: value for key, value in args.items() if key != "step"}
             lane = lanes.get((pid, tid), f"{pid}/{tid}")
             end = start + event["dur"] / 1e6
-            spans.append(Span(lane, event["name"], start, end, args.get("step", 0), rest))
+            spans.append(TraceSpan(lane, event["name"], start, end, args.get("step", 0), rest))
         elif event.get("ph") == "C":
             lane = processes.get(pid, str(pid))
             counters.append(Counter(lane, event["name"], event["ts"] / 1e6, args))

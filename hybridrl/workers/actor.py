@@ -29,15 +29,15 @@ from hybridrl.flow.executor import (
     Work,
 )
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import SampleId, Span
+from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.layout.adapters import AdapterSwitch
-from hybridrl.layout.execute import SwitchStats, WeightSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.switching import Switch, plan_switch
+from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.shard import GenParallel
-from hybridrl.workers.average import MovingAverage
+from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import hand_back, layout_options, make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -53,7 +53,7 @@ class ParkedSample:
 
     request: Request
     item: Item
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
 
 class Actor:
@@ -105,7 +105,7 @@ class Actor:
         self.phase = Phase.TRAIN
         self.generating_version = -1
         self.averages: dict[str, MovingAverage] = {}
-        self._items: dict[SampleId, tuple[Item, tuple[Span, ...]]] = {}
+        self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
 
     def _plan_switch(self, num_layers: int) -> Switch:
         """The way of the weights into generation."""
@@ -401,7 +401,7 @@ def _sampled(sample: StoredSample, version: int, present: int) -> Fields:
     return {name: sample.tensors["log_probs"]}
 
 
-def grown(spans: tuple[Span, ...], num_tokens: int, version: int) -> tuple[Span, ...]:
+def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
     """`spans` with the tokens up to `num_tokens`, which `version` has made since.
 
     Example: 3 tokens of version 1, then 5 in all: (0 to 3 of 1, 3 to 5 of 2).
@@ -411,7 +411,7 @@ def grown(spans: tuple[Span, ...], num_tokens: int, version: int) -> tuple[Span,
         return spans
     if spans and spans[-1].version == version:
         return (*spans[:-1], replace(spans[-1], stop=num_tokens))
-    return (*spans, Span(start, num_tokens, version))
+    return (*spans, TokenSpan(start, num_tokens, version))
 
 
 def log_probs_stage(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
-_MARK, _BESIDE = "hybridrl_dispatch", "hybridrl_beside"
+_MARK, _CONCURRENT = "hybridrl_dispatch", "hybridrl_concurrent"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -15,24 +15,24 @@ class Dispatch(Enum):
     PER_RANK = "per_rank"  # all ranks; each argument is a list with one entry per rank
 
 
-def dispatch(mode: Dispatch, beside: bool = False) -> Callable[[F], F]:
+def dispatch(mode: Dispatch, concurrent: bool = False) -> Callable[[F], F]:
     """Mark a worker's method as callable from the controller.
 
-    A rank runs one method at a time; those marked `beside` run in a thread of their own meanwhile,
-    one after the other.
+    A rank runs one method at a time; those marked `concurrent` run in another thread meanwhile, one
+    after the other.
     """
 
     def mark(method: F) -> F:
         setattr(method, _MARK, mode)
-        setattr(method, _BESIDE, beside)
+        setattr(method, _CONCURRENT, concurrent)
         return method
 
     return mark
 
 
-def runs_beside(cls: type, name: str) -> bool:
+def runs_concurrently(cls: type, name: str) -> bool:
     """Whether a marked method runs in a thread of its own."""
-    return bool(getattr(getattr(cls, name), _BESIDE))
+    return bool(getattr(getattr(cls, name), _CONCURRENT))
 
 
 def dispatched_methods(cls: type) -> dict[str, Dispatch]:

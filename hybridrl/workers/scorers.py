@@ -58,7 +58,7 @@ class InstanceScorer:
         samples = [self.store[id] for id in ids]
         mine = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
         by_place = instance_gather(self.engine.parallel, mine)
-        before = sum(map(len, by_place[: self.engine.parallel.place]))
+        before = sum(map(len, by_place[: self.engine.parallel.instance_rank]))
         scores = score([sequence for part in by_place for sequence in part])
         return scores[before : before + len(ids)]
 
@@ -190,7 +190,7 @@ class NeuralReward(InstanceScorer):
 
 
 def instance_gather(parallel: GenParallel, value: T) -> list[T]:
-    """The `value` of every rank of the instance, by place (`GenParallel.place`), on all of them.
+    """The `value` of every rank of the instance, by `GenParallel.instance_rank`, on all of them.
 
     Along tp, then along pp: an instance has no group of all its ranks.
     """

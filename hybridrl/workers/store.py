@@ -94,7 +94,7 @@ class SampleStore:
         self.drop(ids)
         return parcel
 
-    def take_whole(self, ids: Sequence[SampleId]) -> list[Parcel]:
+    def pop(self, ids: Sequence[SampleId]) -> list[Parcel]:
         """Pack samples with all that is known of them and forget them: a parcel per set of fields.
 
         One sample's stages may have run already, another's not.

@@ -6,11 +6,11 @@ from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 @dataclass(kw_only=True, slots=True)
-class CISPOConfig(OldPolicy):
+class CISPOConfig(RolloutCorrection):
     """Settings of CISPO."""
 
     group_size: int = bounded(8, least=1)

@@ -7,11 +7,11 @@ from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread, overlong_shaped
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 @dataclass(kw_only=True, slots=True)
-class DAPOConfig(OldPolicy):
+class DAPOConfig(RolloutCorrection):
     """Settings of DAPO."""
 
     group_size: int = bounded(8, least=1)
@@ -54,5 +54,5 @@ def dapo(flow: Flow, cfg: DAPOConfig) -> None:
     samples = samples.by_group(advantages.group_relative, (judged_by,))
     # Clip-higher (3.1), every token of the batch alike (3.3).
     clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    loss = losses.ClippedLoss(**clips, normalise="token", **stale)
+    loss = losses.ClippedLoss(**clips, normalize="token", **stale)
     flow.actor.update(samples, loss=loss)

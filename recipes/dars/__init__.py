@@ -8,7 +8,7 @@ from hybridrl.algorithms import advantages, budgets, losses
 from hybridrl.algorithms.rewards import has_spread
 from hybridrl.config import bounded, check_at_least
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 class Rebalancing(Enum):
@@ -19,7 +19,7 @@ class Rebalancing(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class DARSConfig(OldPolicy):
+class DARSConfig(RolloutCorrection):
     """Settings of DARS."""
 
     group_size: int = bounded(8, least=1)
@@ -50,6 +50,6 @@ def dars(flow: Flow, cfg: DARSConfig) -> None:
     samples = samples.merge(more).filter(has_spread)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     # What is rebalanced is the sum of |R - mean|, so advantages are not divided by the deviation.
-    samples = samples.by_group(partial(advantages.group_relative, std_normalise=False))
+    samples = samples.by_group(partial(advantages.group_relative, std_normalize=False))
     clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     flow.actor.update(samples, loss=losses.ClippedLoss(**clips, **stale))

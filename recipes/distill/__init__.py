@@ -13,7 +13,7 @@ class DistillConfig:
 
     num_samples: int = bounded(4, least=1)
     """Samples per prompt."""
-    normalise: str = "token"
+    normalize: str = "token"
     """Mean over all tokens (token), or over responses of their mean (sequence)."""
 
 
@@ -22,4 +22,4 @@ def distill(flow: Flow, cfg: DistillConfig) -> None:
     """Lower the reverse KL to the teacher on the student's own samples."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples)
     samples = flow.teacher.log_probs(samples)
-    flow.actor.update(samples, loss=DistillLoss(normalise=cfg.normalise))
+    flow.actor.update(samples, loss=DistillLoss(normalize=cfg.normalize))

@@ -26,7 +26,7 @@ class DPOConfig:
     """sigmoid or ipo."""
     label_smoothing: float = bounded(0.0, least=0, most=0.5)
     """How often a preference is taken to be the wrong way round."""
-    reference_decay: float | None = bounded(None, above=0, below=1)
+    reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
 
 
@@ -34,6 +34,6 @@ class DPOConfig:
 def dpo(flow: Flow, cfg: DPOConfig) -> None:
     """Raise the likelihood of what was chosen over that of what was rejected."""
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
-    pairs = add_reference(flow, pairs, cfg.reference_decay)
+    pairs = add_reference(flow, pairs, cfg.reference_ema_decay)
     settings = {"beta": cfg.beta, "label_smoothing": cfg.label_smoothing}
     flow.actor.update(pairs, loss=DPOLoss(variant=cfg.variant.value, **settings))

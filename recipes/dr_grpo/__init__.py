@@ -6,11 +6,11 @@ from functools import partial
 from hybridrl.algorithms import advantages, losses
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 @dataclass(kw_only=True, slots=True)
-class DrGRPOConfig(OldPolicy):
+class DrGRPOConfig(RolloutCorrection):
     """Settings of Dr.GRPO."""
 
     group_size: int = bounded(8, least=1)
@@ -27,9 +27,9 @@ def dr_grpo(flow: Flow, cfg: DrGRPOConfig) -> None:
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
     samples, stale = add_old_log_probs(flow, samples, cfg)
-    # Not divided by the deviation, which would favour prompts that are nearly solved or hopeless;
-    samples = samples.by_group(partial(advantages.group_relative, std_normalise=False))
-    # nor by a response's own length, which would favour long wrong answers.
+    # Not divided by the deviation, which would favor prompts that are nearly solved or hopeless;
+    samples = samples.by_group(partial(advantages.group_relative, std_normalize=False))
+    # nor by a response's own length, which would favor long wrong answers.
     clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    loss = losses.ClippedLoss(**clips, normalise="constant", **stale)
+    loss = losses.ClippedLoss(**clips, normalize="constant", **stale)
     flow.actor.update(samples, loss=loss)

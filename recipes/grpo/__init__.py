@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300, section 4.1)."""
+"""Group-relative policy optimization (DeepSeekMath, arXiv 2402.03300, section 4.1)."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,8 +9,8 @@ from hybridrl.algorithms.corrections import response_ratio
 from hybridrl.algorithms.rewards import has_spread
 from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
-from hybridrl.recipes.old_policy import OldLogProbs, OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
+from hybridrl.recipes.rollout_correction import OldLogProbs, RolloutCorrection, add_old_log_probs
 
 
 class Baseline(Enum):
@@ -21,14 +21,14 @@ class Baseline(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class GRPOConfig(OldPolicy):
+class GRPOConfig(RolloutCorrection):
     """Settings of GRPO; the defaults are DAPO's token mean without a KL term."""
 
     group_size: int = bounded(8, least=1)
     """Samples per prompt."""
     baseline: Baseline = Baseline.mean
     """What rewards are compared with: mean, or minimum_variance (VCPO, arXiv 2602.17616)."""
-    std_normalise: bool = True
+    std_normalize: bool = True
     """Divide by the group's standard deviation; Dr.GRPO (arXiv 2503.20783) does not."""
     skip_equal_groups: bool = True
     """Leave out groups whose rewards are all equal: they have no advantage."""
@@ -42,11 +42,11 @@ class GRPOConfig(OldPolicy):
     """Weight of the KL term to the reference policy; 0 needs no reference."""
     kl: str = "k3"
     """Estimator of that KL: k1, k2 or k3."""
-    reference_decay: float | None = bounded(None, above=0, below=1)
+    reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    normalise: str = "token"
+    normalize: str = "token"
     """token (DAPO), sequence (GRPO) or constant (Dr.GRPO)."""
 
 
@@ -59,7 +59,7 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
         samples = samples.filter(has_spread)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     if cfg.kl_coef:
-        samples = add_reference(flow, samples, cfg.reference_decay)
+        samples = add_reference(flow, samples, cfg.reference_ema_decay)
     samples = add_advantages(samples, cfg)
     loss = losses.ClippedLoss(
         clip_low=cfg.clip_low,
@@ -68,7 +68,7 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
         kl_coef=cfg.kl_coef,
         kl=cfg.kl,
         entropy_coef=cfg.entropy_coef,
-        normalise=cfg.normalise,
+        normalize=cfg.normalize,
         **stale,
     )
     flow.actor.update(samples, loss=loss)
@@ -77,10 +77,10 @@ def grpo(flow: Flow, cfg: GRPOConfig) -> None:
 def add_advantages(samples: Stream, cfg: GRPOConfig) -> Stream:
     """One advantage a response, from the rewards of its group."""
     if cfg.baseline is Baseline.mean:
-        compared = partial(advantages.group_relative, std_normalise=cfg.std_normalise)
+        compared = partial(advantages.group_relative, std_normalize=cfg.std_normalize)
         return samples.by_group(compared)
-    if cfg.old_log_probs is not OldLogProbs.trainer or cfg.std_normalise:
-        allowed = "mean, or recipe.old_log_probs=trainer recipe.std_normalise=false with it"
+    if cfg.old_log_probs is not OldLogProbs.trainer or cfg.std_normalize:
+        allowed = "mean, or recipe.old_log_probs=trainer recipe.std_normalize=false with it"
         raise ConfigError("recipe.baseline", cfg.baseline.value, allowed)
     samples = samples.map(len, ("log_probs",), scalars=("length",))
     samples = samples.map(response_ratio, ("old_log_probs", "log_probs"), scalars=("ratio",))

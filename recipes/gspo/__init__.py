@@ -7,11 +7,11 @@ from hybridrl.algorithms.rewards import has_spread
 from hybridrl.algorithms.sequence_losses import GSPOLoss
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 @dataclass(kw_only=True, slots=True)
-class GSPOConfig(OldPolicy):
+class GSPOConfig(RolloutCorrection):
     """Settings of GSPO."""
 
     group_size: int = bounded(8, least=1)

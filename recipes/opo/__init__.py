@@ -26,4 +26,4 @@ def opo(flow: Flow, cfg: OPOConfig) -> None:
     samples = flow.reward.score(samples)
     samples = samples.map(len, ("log_probs",), scalars=("length",))
     samples = samples.by_group(advantages.optimal_baseline, ("reward", "length"))
-    flow.actor.update(samples, loss=losses.ReinforceLoss(normalise="constant"))
+    flow.actor.update(samples, loss=losses.ReinforceLoss(normalize="constant"))

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic (arXiv 1707.06347), as RLHF has it (arXiv 2203.02155).
+"""Proximal policy optimization with a critic (arXiv 1707.06347), as RLHF has it (arXiv 2203.02155).
 
 InstructGPT's reward is that of the reward model at the last token, less a KL penalty to the
 reference at every token (section 3.5); the critic's values turn it into an advantage per token.
@@ -15,13 +15,13 @@ from hybridrl.algorithms import KL_ESTIMATORS, critic, losses, resolve
 from hybridrl.algorithms.control import AdaptiveKL
 from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 from hybridrl.recipes.whiten import whitened
 
 
 @dataclass(kw_only=True, slots=True)
-class PPOConfig(OldPolicy):
+class PPOConfig(RolloutCorrection):
     """Settings of PPO; passes and mini-batches are `trainer.epochs` and `trainer.mini_batches`."""
 
     num_samples: int = bounded(8, least=1)
@@ -38,7 +38,7 @@ class PPOConfig(OldPolicy):
     """Distance from the reference, nats per response, that `kl_coef` adapts to; null: it stays."""
     kl_horizon: float = bounded(10000.0, above=0)
     """Responses in which it adapts: n of them change it by at most a fifth of n / kl_horizon."""
-    reference_decay: float | None = bounded(None, above=0, below=1)
+    reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     clip: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped to 1 - clip and 1 + clip."""
@@ -46,7 +46,7 @@ class PPOConfig(OldPolicy):
     """Values are clipped to this far from what they were before the update; null: not."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    normalise: str = "token"
+    normalize: str = "token"
     """Weights of the policy's tokens: token, sequence or constant."""
     critic_warmup: int = bounded(0, least=0)
     """Steps at the beginning in which the critic alone is trained."""
@@ -71,7 +71,7 @@ def ppo(flow: Flow, cfg: PPOConfig) -> None:
         clip_low=cfg.clip,
         clip_high=cfg.clip,
         entropy_coef=cfg.entropy_coef,
-        normalise=cfg.normalise,
+        normalize=cfg.normalize,
         **stale,
     )
     flow.actor.update(samples, loss=loss, after=cfg.critic_warmup)
@@ -94,7 +94,7 @@ def add_kl(
     """
     fields = ("log_probs", "log_probs")  # the policy has no KL of itself
     if cfg.kl_coef:
-        samples = add_reference(flow, samples, cfg.reference_decay)
+        samples = add_reference(flow, samples, cfg.reference_ema_decay)
         fields = ("log_probs", "reference_log_probs")
     samples = samples.map(distance, fields, scalars=("kl",))
     if cfg.kl_target is None:

@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic, advantages normalised over the whole batch (arXiv 2501.03262)."""
+"""REINFORCE++: no critic, advantages normalized over the whole batch (arXiv 2501.03262)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,13 +8,13 @@ import torch
 from hybridrl.algorithms import advantages, critic, losses
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
 from hybridrl.recipes.reference import add_reference
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 from hybridrl.recipes.whiten import whitened
 
 
 @dataclass(kw_only=True, slots=True)
-class ReinforcePPConfig(OldPolicy):
+class ReinforcePPConfig(RolloutCorrection):
     """Settings of REINFORCE++."""
 
     num_samples: int = bounded(4, least=1)
@@ -23,7 +23,7 @@ class ReinforcePPConfig(OldPolicy):
     """Take the mean of a prompt's rewards off first: REINFORCE++ with baseline."""
     kl_coef: float = bounded(0.01, least=0)
     """What a nat of log p / p_reference takes off the reward of a token; 0 needs no reference."""
-    reference_decay: float | None = bounded(None, above=0, below=1)
+    reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
@@ -33,18 +33,18 @@ class ReinforcePPConfig(OldPolicy):
 
 @recipe("reinforce_pp")
 def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
-    """Sample, charge tokens for leaving the reference, normalise over the batch, clip."""
+    """Sample, charge tokens for leaving the reference, normalize over the batch, clip."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples)
     samples = flow.reward.score(samples)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     reward = "reward"
     if cfg.group_baseline:
-        reward = "centred_reward"
-        centred = partial(advantages.group_relative, std_normalise=False)
-        samples = samples.by_group(centred, ("reward",), (reward,))
+        reward = "centerd_reward"
+        centered = partial(advantages.group_relative, std_normalize=False)
+        samples = samples.by_group(centered, ("reward",), (reward,))
     against = "log_probs"
     if cfg.kl_coef:
-        samples = add_reference(flow, samples, cfg.reference_decay)
+        samples = add_reference(flow, samples, cfg.reference_ema_decay)
         against = "reference_log_probs"
     function = partial(to_go, kl_coef=cfg.kl_coef)
     samples = samples.map(function, (reward, "log_probs", against), ("return_to_go",))

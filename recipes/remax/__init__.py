@@ -23,4 +23,4 @@ def remax(flow: Flow, cfg: ReMaxConfig) -> None:
     samples = flow.reward.score(samples).join(greedy, "greedy_")
     samples = samples.by_group(advantages.greedy_baseline, ("reward", "greedy_reward"))
     # A response is one action: its log-probability is the sum over its tokens.
-    flow.actor.update(samples, loss=losses.ReinforceLoss(normalise="constant"))
+    flow.actor.update(samples, loss=losses.ReinforceLoss(normalize="constant"))

@@ -20,7 +20,7 @@ class RLOOConfig:
     kl_coef: float = bounded(0.0, least=0)
     """What a nat of log p / p_reference of the whole response takes off its reward; the paper has
     0.03 to 0.1 with a reward model. 0 needs no reference."""
-    reference_decay: float | None = bounded(None, above=0, below=1)
+    reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """What remains of an averaged reference after an optimizer step; null: the policy at start."""
 
 
@@ -30,16 +30,16 @@ def rloo(flow: Flow, cfg: RLOOConfig) -> None:
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
     if cfg.kl_coef:
-        samples = add_reference(flow, samples, cfg.reference_decay)
+        samples = add_reference(flow, samples, cfg.reference_ema_decay)
         samples = samples.map(log_ratio, ("log_probs", "reference_log_probs"), scalars=("kl",))
         samples = samples.by_group(
-            partial(penalised, kl_coef=cfg.kl_coef), ("reward", "kl"), ("return",)
+            partial(penalized, kl_coef=cfg.kl_coef), ("reward", "kl"), ("return",)
         )
     samples = samples.by_group(
         advantages.leave_one_out, ("return",) if cfg.kl_coef else ("reward",)
     )
     # A response is one action: its log-probability is the sum over its tokens.
-    flow.actor.update(samples, loss=losses.ReinforceLoss(normalise="constant"))
+    flow.actor.update(samples, loss=losses.ReinforceLoss(normalize="constant"))
 
 
 def log_ratio(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> float:
@@ -47,6 +47,6 @@ def log_ratio(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> flo
     return float((log_probs.double() - reference_log_probs.double()).sum())
 
 
-def penalised(rewards: list[float], kl: list[float], *, kl_coef: float) -> list[float]:
+def penalized(rewards: list[float], kl: list[float], *, kl_coef: float) -> list[float]:
     """Rewards less the penalty for leaving the reference."""
     return [reward - kl_coef * k for reward, k in zip(rewards, kl, strict=True)]

@@ -11,7 +11,7 @@ from hybridrl.flow import Flow, recipe
 class RMConfig:
     """Settings of reward modelling; the model and its optimizer are `reward_model.*`."""
 
-    centre: float = bounded(0.0, least=0)
+    center: float = bounded(0.0, least=0)
     """Weight of the square of a pair's sum of rewards, which keeps rewards about 0."""
 
 
@@ -19,4 +19,4 @@ class RMConfig:
 def rm(flow: Flow, cfg: RMConfig) -> None:
     """Score what was chosen above what was rejected."""
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
-    flow.reward.update(pairs, loss=BradleyTerryLoss(centre=cfg.centre))
+    flow.reward.update(pairs, loss=BradleyTerryLoss(center=cfg.center))

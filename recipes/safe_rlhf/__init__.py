@@ -14,8 +14,8 @@ from hybridrl.algorithms import critic, losses
 from hybridrl.algorithms.control import Multiplier, with_cost
 from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
-from hybridrl.recipes.old_policy import add_old_log_probs
 from hybridrl.recipes.ppo import PPOConfig, add_kl
+from hybridrl.recipes.rollout_correction import add_old_log_probs
 from hybridrl.recipes.whiten import whitened
 
 
@@ -59,7 +59,7 @@ def safe_rlhf(flow: Flow, cfg: SafeRLHFConfig) -> None:
         clip_low=cfg.clip,
         clip_high=cfg.clip,
         entropy_coef=cfg.entropy_coef,
-        normalise=cfg.normalise,
+        normalize=cfg.normalize,
         **stale,
     )
     flow.actor.update(samples, loss=loss, after=cfg.critic_warmup)
@@ -80,7 +80,7 @@ def add_multiplier(flow: Flow, samples: Stream, cfg: SafeRLHFConfig) -> Stream:
 def add_token_rewards(flow: Flow, samples: Stream, cfg: SafeRLHFConfig) -> Stream:
     """Rewards and costs at the last token; at every token each has half of the KL penalty."""
     samples, fields, penalty = add_kl(flow, samples, cfg)
-    function = partial(penalised, **penalty)
+    function = partial(penalized, **penalty)
     return samples.map(function, ("reward", "cost", *fields), ("token_rewards", "token_costs"))
 
 
@@ -94,7 +94,7 @@ def add_advantages(samples: Stream, cfg: SafeRLHFConfig) -> Stream:
     return whitened(samples, "raw_advantages")
 
 
-def penalised(
+def penalized(
     reward: float,
     cost: float,
     log_probs: torch.Tensor,

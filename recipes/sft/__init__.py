@@ -10,11 +10,11 @@ from hybridrl.flow import Flow, recipe
 class SFTConfig:
     """Settings of supervised fine-tuning."""
 
-    normalise: str = "token"
+    normalize: str = "token"
     """Mean over all answer tokens (token), or over answers of their mean (sequence)."""
 
 
 @recipe("sft")
 def sft(flow: Flow, cfg: SFTConfig) -> None:
     """Raise the likelihood of the answers."""
-    flow.actor.update(flow.answers, loss=losses.CrossEntropyLoss(normalise=cfg.normalise))
+    flow.actor.update(flow.answers, loss=losses.CrossEntropyLoss(normalize=cfg.normalize))

@@ -8,11 +8,11 @@ from hybridrl.algorithms import advantages, losses
 from hybridrl.algorithms.rewards import has_spread, majority_vote
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 @dataclass(kw_only=True, slots=True)
-class TTRLConfig(OldPolicy):
+class TTRLConfig(RolloutCorrection):
     """Settings of TTRL, and of ETTRL's reshaping."""
 
     group_size: int = bounded(16, least=1)

@@ -9,11 +9,11 @@ from hybridrl.algorithms import advantages, budgets, losses
 from hybridrl.algorithms.rewards import has_spread
 from hybridrl.config import bounded, check_at_least
 from hybridrl.flow import Flow, recipe
-from hybridrl.recipes.old_policy import OldPolicy, add_old_log_probs
+from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
 
 
 @dataclass(kw_only=True, slots=True)
-class XRPOConfig(OldPolicy):
+class XRPOConfig(RolloutCorrection):
     """Settings of XRPO."""
 
     group_size: int = bounded(4, least=1)

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from lines import line, show, take_turns
 
-from hybridrl.cluster.runtime import ranks_placement, ray_runtime
 from hybridrl.compat import verl as compat
 from hybridrl.config import ClusterConfig
-from hybridrl.controller.data_plane import RayDataPlane
 from hybridrl.flow.sample import SampleId
+from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
+from hybridrl.runtime.ray_data_plane import RayDataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.store import SampleStore, StoredSample
 

@@ -19,13 +19,11 @@ from lines import line, show
 from tasks import TASKS, THREADS, make_config
 from widen import widen
 
-from hybridrl.config import Config
-from hybridrl.config import Schedule as Name
-from hybridrl.controller.executor import RayExecutor
-from hybridrl.controller.launch import Launcher, launched
+from hybridrl.config import Config, ScheduleKind
 from hybridrl.controller.placement import graphs_of
-from hybridrl.controller.prepare import Prepared, prepare
-from hybridrl.controller.schedules import make_schedule, samples_held
+from hybridrl.controller.preflight import PreparedRun, prepare
+from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.controller.schedule_registry import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import Item, PromptStream
 from hybridrl.flow.costs import CostMeter, Costs
@@ -34,6 +32,8 @@ from hybridrl.flow.schedules.base import Prompt, Schedule
 from hybridrl.planner.schedule import Setting, replay
 from hybridrl.planner.workload import Group, Workload
 from hybridrl.rewards.model import make_reward_model
+from hybridrl.runtime.launcher import Launcher
+from hybridrl.runtime.launchers import launched
 from hybridrl.workers.training import Training
 
 TASK = TASKS["longtail"]
@@ -64,7 +64,7 @@ class Bench:
     """Three schedules over one group of ranks, and what each of their steps took."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, launcher: Launcher, recorder: Recorder
+        self, config: Config, prepared: PreparedRun, launcher: Launcher, recorder: Recorder
     ) -> None:
         self.config, self.recorder = config, recorder
         self.group = WorkerGroup(
@@ -88,7 +88,7 @@ class Bench:
             prompts = Prompts(stream, _PARTIAL_FIRST if name == "partial" else 0)
             self.prompts[name] = prompts
             self.schedules[name] = schedule = make_schedule(
-                config, Name(name), prepared.graph, executor, prompts, sampling,
+                config, ScheduleKind(name), prepared.graph, executor, prompts, sampling,
                 config.trainer.prompts_per_step,
             )  # fmt: skip
             schedule.meter = self.meter  # what one learns of the machine holds for all

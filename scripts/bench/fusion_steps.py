@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.telemetry import trace
-from hybridrl.workers.pool import Span
+from hybridrl.workers.base_worker import TimeSpan
 
 _FACTS = ("migrated", "migration_threshold", "parked", "resumed", "off_policy_tokens")
 
@@ -39,20 +39,20 @@ class Recorder:
     """Keeps the ranks' spans of a step, and writes all of them to the file `path`, if any."""
 
     def __init__(self, path: Path | None) -> None:
-        self.spans: list[tuple[int, Span]] = []
+        self.spans: list[tuple[int, TimeSpan]] = []
         self.file = trace.TraceFile(path) if path else None
 
-    def on_span(self, rank: int, span: Span) -> None:
+    def on_span(self, rank: int, span: TimeSpan) -> None:
         """A rank has done something."""
         self.spans.append((rank, span))
 
     def write(self, name: str, step: int, start: float, stop: float) -> None:
         """Add a step to the file and forget its spans."""
         if self.file is not None:
-            self.file.span(trace.Span("driver", name, start, stop, step))
+            self.file.span(trace.TraceSpan("driver", name, start, stop, step))
             for rank, span in self.spans:
-                lane = f"rank {rank}/beside" if span.beside else f"rank {rank}"
-                self.file.span(trace.Span(lane, span.name, span.start, span.stop, step))
+                lane = f"rank {rank}/beside" if span.concurrent else f"rank {rank}"
+                self.file.span(trace.TraceSpan(lane, span.name, span.start, span.stop, step))
         self.spans.clear()
 
 
@@ -64,7 +64,7 @@ def record_step(name: str, step: int, schedule: Schedule, recorder: Recorder) ->
     stop = time.time()
     begun = next(span.stop for span in result.spans if span.name == "to_generate")
     ended = next(span.start for span in result.spans if span.name == "to_train")
-    spans = [(rank, span) for rank, span in recorder.spans if not span.beside]
+    spans = [(rank, span) for rank, span in recorder.spans if not span.concurrent]
     busy = sum(max(0.0, min(span.stop, ended) - max(span.start, begun)) for _, span in spans)
     ranks = len({rank for rank, _ in spans})
     recorder.write(name, step, start, stop)

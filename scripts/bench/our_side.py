@@ -10,9 +10,9 @@ from tasks import side_arguments
 
 from hybridrl.config import TelemetryConfig
 from hybridrl.controller.checkpoints import Origin
-from hybridrl.controller.job import Job
-from hybridrl.controller.launch import launched
-from hybridrl.controller.prepare import prepare
+from hybridrl.controller.preflight import prepare
+from hybridrl.controller.run import Run
+from hybridrl.runtime.launchers import launched
 from hybridrl.telemetry.run import Telemetry
 
 
@@ -45,7 +45,7 @@ def main() -> None:
             TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
             launched(config.cluster, run_dir / "logs") as launcher,
         ):
-            job = Job(config, prepare(config), telemetry, launcher, Origin())
+            job = Run(config, prepare(config), telemetry, launcher, Origin())
             try:
                 if blocks.begin():
                     job.run_recipe()

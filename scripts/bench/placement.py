@@ -16,26 +16,26 @@ from typing import Any
 from lines import line, show
 from tasks import make_config
 
-from hybridrl.config import Config, Schedule
-from hybridrl.controller.executor import RayExecutor
-from hybridrl.controller.launch import launched
+from hybridrl.config import Config, ScheduleKind
 from hybridrl.controller.placement import graphs_of
-from hybridrl.controller.prepare import Prepared, prepare
-from hybridrl.controller.schedules import make_schedule
+from hybridrl.controller.preflight import PreparedRun, prepare
+from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.controller.schedule_registry import make_schedule
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.schedules import StageSpan
+from hybridrl.runtime.launchers import launched
 from hybridrl.workers.training import Training
 
 # By name: placement, schedule, and whether updates of different pools run at once.
 SIDES = {
-    "colocate": ("colocate", Schedule.serial, True),
-    "split": ("split", Schedule.serial, True),
-    "split, one update after the other": ("split", Schedule.serial, False),
-    "colocate, fused": ("colocate", Schedule.fused, True),
-    "split, fused": ("split", Schedule.fused, True),
+    "colocate": ("colocate", ScheduleKind.serial, True),
+    "split": ("split", ScheduleKind.serial, True),
+    "split, one update after the other": ("split", ScheduleKind.serial, False),
+    "colocate, fused": ("colocate", ScheduleKind.fused, True),
+    "split, fused": ("split", ScheduleKind.fused, True),
 }
 
 
@@ -51,7 +51,12 @@ class Side:
     """One way to run the same steps; `updates` and `steps` are the seconds of each."""
 
     def __init__(
-        self, config: Config, group: WorkerGroup, prepared: Prepared, name: Schedule, at_once: bool
+        self,
+        config: Config,
+        group: WorkerGroup,
+        prepared: PreparedRun,
+        name: ScheduleKind,
+        at_once: bool,
     ) -> None:
         kind = RayExecutor if at_once else OneUpdate
         executor = kind(group, config, lambda reports: None)
@@ -79,7 +84,7 @@ def _wall(spans: list[StageSpan]) -> float:
 
 
 @contextmanager
-def groups(configs: Mapping[str, Config], prepared: Mapping[str, Prepared]) -> Iterator[Any]:
+def groups(configs: Mapping[str, Config], prepared: Mapping[str, PreparedRun]) -> Iterator[Any]:
     """The ranks of both placements, in one Ray; on the way out no process is left."""
     config = configs["split"]
     made: dict[str, WorkerGroup] = {}

@@ -39,11 +39,11 @@ from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config
 
 from hybridrl.config import Grouping
-from hybridrl.layout.execute import SwitchStats, WeightSwitch
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import Parameter, fsdp_dim
 from hybridrl.layout.switching import Switch, plan_switch
+from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.parallel import model_parameters
 
 Case = tuple[TrainAxes, int, int]
@@ -108,7 +108,7 @@ class Weights:
 
 
 def _fsdp(weights: Weights, held: list[str]) -> dict[str, torch.Tensor]:
-    """The parameters of this stage as FSDP2 shards them, with tensor parallelism below."""
+    """The parameters of this stage as FSDP2 shards them, with tensor parallelizm below."""
     axes, mesh = weights.axes, weights.mesh
     root, layers = nn.Module(), {-1: nn.Module()}
     found = {}

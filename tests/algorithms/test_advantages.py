@@ -17,8 +17,8 @@ from hybridrl.algorithms.advantages import (
 )
 
 
-@pytest.mark.parametrize("std_normalise", [True, False])
-def test_agrees_with_verl(core_algos: ModuleType, std_normalise: bool) -> None:
+@pytest.mark.parametrize("std_normalize", [True, False])
+def test_agrees_with_verl(core_algos: ModuleType, std_normalize: bool) -> None:
     torch.manual_seed(0)
     sizes = [2, 3, 8, 5, 16]
     groups = [torch.randn(size, dtype=torch.float64) for size in sizes]
@@ -31,9 +31,9 @@ def test_agrees_with_verl(core_algos: ModuleType, std_normalise: bool) -> None:
         token_rewards,
         torch.ones_like(token_rewards),
         index,
-        norm_adv_by_std_in_grpo=std_normalise,
+        norm_adv_by_std_in_grpo=std_normalize,
     )
-    ours = [a for group in groups for a in group_relative(group, std_normalise=std_normalise)]
+    ours = [a for group in groups for a in group_relative(group, std_normalize=std_normalize)]
     torch.testing.assert_close(
         torch.tensor(ours, dtype=torch.float64), expected[:, 0], rtol=1e-12, atol=1e-12
     )
@@ -46,7 +46,7 @@ def test_agrees_with_the_formula() -> None:
     expected = (array - array.mean()) / (std + 1e-4)
     np.testing.assert_allclose(group_relative(rewards, eps=1e-4), expected, rtol=1e-14)
     np.testing.assert_allclose(
-        group_relative(rewards, std_normalise=False), array - array.mean(), rtol=1e-14
+        group_relative(rewards, std_normalize=False), array - array.mean(), rtol=1e-14
     )
 
 
@@ -54,7 +54,7 @@ def test_agrees_with_the_formula() -> None:
 @pytest.mark.parametrize("size", [1, 3, 7, 10])
 def test_equal_rewards_have_no_advantage(reward: float, size: int) -> None:
     assert group_relative([reward] * size) == [0.0] * size
-    assert group_relative([reward] * size, std_normalise=False) == [0.0] * size
+    assert group_relative([reward] * size, std_normalize=False) == [0.0] * size
 
 
 def test_no_samples() -> None:
@@ -127,7 +127,7 @@ def test_greedy_baseline_agrees_with_verl(core_algos: ModuleType) -> None:
 
 
 def test_minimum_variance_is_where_the_variance_is_least() -> None:
-    """Of the group's off-policy gradient sum w_i g_i (R_i - b): b minimises sum |w g (R - b)|^2."""
+    """Of the group's off-policy gradient sum w_i g_i (R_i - b): b minimizes sum |w g (R - b)|^2."""
     generator = np.random.default_rng(4)
     rewards, norms = generator.normal(size=6), generator.gamma(1.0, size=6)
     ratios = np.exp(generator.normal(size=6))

@@ -48,7 +48,7 @@ def test_a_hard_prompt_comes_to_weigh_what_it_should(n: int, right: int, room: i
             continue
         weight = 2 * u * (1 - u)
         if right:  # by the sum itself
-            plain = sum(map(abs, group_relative(rewards, std_normalise=False)))
+            plain = sum(map(abs, group_relative(rewards, std_normalize=False)))
             assert plain == pytest.approx(n * weight)
         if more < room:
             assert (n + more) * weight >= target_of(u) - 1e-9

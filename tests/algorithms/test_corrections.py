@@ -20,11 +20,11 @@ from hybridrl.algorithms.corrections import (
     step_scale,
 )
 from hybridrl.algorithms.losses import ClippedLoss
-from hybridrl.algorithms.normalise import token_weights
+from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
 from hybridrl.flow.graph import Kind
 from hybridrl.recipes.grpo import GRPOConfig, grpo
-from hybridrl.recipes.old_policy import CorrectionLevel, CorrectionRule, OldLogProbs
+from hybridrl.recipes.rollout_correction import CorrectionLevel, CorrectionRule, OldLogProbs
 
 LENGTHS = (3, 7, 1, 0, 12, 5)
 CLOSE = {"rtol": 1e-12, "atol": 0}

@@ -17,7 +17,7 @@ from hybridrl.algorithms.critic import (
     whiten,
     whitening,
 )
-from hybridrl.algorithms.normalise import token_weights
+from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
 
 LENGTHS = (3, 7, 1, 0, 12, 5)
@@ -171,11 +171,11 @@ def test_whitening_of_next_to_nothing() -> None:
     assert [whiten(x, means[0], scales[0]).tolist() for x in equal] == [[0.0] * 2, [0.0] * 5]
 
 
-@pytest.mark.parametrize("normalise", ["token", "sequence"])
+@pytest.mark.parametrize("normalize", ["token", "sequence"])
 @pytest.mark.parametrize("clip", [0.1, 0.5, 1e6])
-def test_value_loss_agrees_with_verl(core_algos: ModuleType, clip: float, normalise: str) -> None:
+def test_value_loss_agrees_with_verl(core_algos: ModuleType, clip: float, normalize: str) -> None:
     values, old, returns = (torch.cat(drawn(seed)) for seed in (16, 17, 18))
-    mode = {"token": "token-mean", "sequence": "seq-mean-token-mean"}[normalise]
+    mode = {"token": "token-mean", "sequence": "seq-mean-token-mean"}[normalize]
     leaf = values.clone().requires_grad_()
     expected, their_clipped = core_algos.compute_value_loss(
         padded(leaf.split(LENGTHS)),
@@ -186,12 +186,12 @@ def test_value_loss_agrees_with_verl(core_algos: ModuleType, clip: float, normal
         mode,
     )
     (expected_grad,) = torch.autograd.grad(expected, leaf)
-    loss = pickle.loads(pickle.dumps(ValueLoss(clip=clip, normalise=normalise)))
+    loss = pickle.loads(pickle.dumps(ValueLoss(clip=clip, normalize=normalize)))
     assert loss.fields == ("returns", "values")
     leaf = values.clone().requires_grad_()
     parts, metrics = loss(leaf, None, {"values": old, "returns": returns})
     used = [n for n in LENGTHS if n]
-    weights = token_weights(LENGTHS, normalise, sum(used), len(used), max(LENGTHS)).double()
+    weights = token_weights(LENGTHS, normalize, sum(used), len(used), max(LENGTHS)).double()
     total = (weights * parts).sum()
     (grad,) = torch.autograd.grad(total, leaf)
     # Our weights are float32: relative 6e-8.

@@ -33,5 +33,5 @@ def test_the_expected_gradient_of_the_sampled_token_is_that_of_the_kl() -> None:
 def test_settings() -> None:
     assert DistillLoss().fields == ("teacher_log_probs",)
     assert not DistillLoss().needs_entropy
-    with pytest.raises(ConfigError, match=r"recipe\.normalise=mean: wanted one of token"):
-        DistillLoss(normalise="mean")
+    with pytest.raises(ConfigError, match=r"recipe\.normalize=mean: wanted one of token"):
+        DistillLoss(normalize="mean")

@@ -15,7 +15,7 @@ from hybridrl.algorithms.losses import (
     PolicyLoss,
     ReinforceLoss,
 )
-from hybridrl.algorithms.normalise import token_weights
+from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
 
 LENGTHS = (3, 7, 1, 0, 12, 5)
@@ -45,7 +45,7 @@ class Batch:
         self.reference = self.log_probs + 0.3 * draw(len(lengths), self.width)
         self.entropy = draw(len(lengths), self.width).abs()
         self.advantages = draw(len(lengths), 1).expand(-1, self.width).contiguous()
-        self.behaviour = self.old + spread * draw(len(lengths), self.width)
+        self.behavior = self.old + spread * draw(len(lengths), self.width)
         self.weights = draw(len(lengths), self.width).exp()
 
     def ours(self, loss: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -61,7 +61,7 @@ class Batch:
             leaf[self.mask], self.entropy[self.mask], {name: fields[name] for name in loss.fields}
         )
         used = [n for n in self.lengths if n]
-        weights = token_weights(self.lengths, loss.normalise, sum(used), len(used), self.width)
+        weights = token_weights(self.lengths, loss.normalize, sum(used), len(used), self.width)
         total = (weights.double() * values).sum()
         (grad,) = torch.autograd.grad(total, leaf)
         return total.detach(), grad, {name: value.mean() for name, value in metrics.items()}
@@ -69,7 +69,7 @@ class Batch:
     def verl(
         self, function: Any, loss: Any, **settings: Any
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-        """verl's batch loss, its gradient and its metrics, under the same normalisation."""
+        """verl's batch loss, its gradient and its metrics, under the same normalization."""
         from verl.workers.config import ActorConfig
 
         config = ActorConfig(
@@ -83,18 +83,18 @@ class Batch:
         total, metrics = function(
             **names | settings,
             response_mask=self.mask.double(),
-            loss_agg_mode=VERL_MODES[loss.normalise],
+            loss_agg_mode=VERL_MODES[loss.normalize],
             config=config,
         )
         (grad,) = torch.autograd.grad(total, leaf)
         return total.detach(), grad, metrics
 
 
-@pytest.mark.parametrize("normalise", sorted(VERL_MODES))
+@pytest.mark.parametrize("normalize", sorted(VERL_MODES))
 @pytest.mark.parametrize(("clip_high", "dual_clip"), [(0.2, 3.0), (0.28, 1.5)])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 15.0])
 def test_clipped_loss_agrees_with_verl(
-    core_algos: ModuleType, normalise: str, clip_high: float, dual_clip: float, spread: float
+    core_algos: ModuleType, normalize: str, clip_high: float, dual_clip: float, spread: float
 ) -> None:
     batch = Batch(LENGTHS, spread)
     leaf = batch.log_probs.clone().requires_grad_()
@@ -104,12 +104,12 @@ def test_clipped_loss_agrees_with_verl(
         log_prob=leaf,
         advantages=batch.advantages,
         response_mask=batch.mask.double(),
-        loss_agg_mode=VERL_MODES[normalise],
+        loss_agg_mode=VERL_MODES[normalize],
         config=config,
     )
     (expected_grad,) = torch.autograd.grad(expected, leaf)
     total, grad, metrics = batch.ours(
-        ClippedLoss(clip_high=clip_high, dual_clip=dual_clip, normalise=normalise)
+        ClippedLoss(clip_high=clip_high, dual_clip=dual_clip, normalize=normalize)
     )
     torch.testing.assert_close(total, expected.detach(), **CLOSE)
     torch.testing.assert_close(grad, expected_grad, **CLOSE)
@@ -123,9 +123,9 @@ def test_clipped_loss_agrees_with_verl(
 
 @pytest.mark.parametrize("dual_clip", [None, 2.0])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("normalise", sorted(VERL_MODES))
+@pytest.mark.parametrize("normalize", sorted(VERL_MODES))
 def test_clipped_loss_agrees_with_the_formula(
-    dual_clip: float | None, kl: str, normalise: str
+    dual_clip: float | None, kl: str, normalize: str
 ) -> None:
     batch = Batch(LENGTHS, seed=1)
     batch.advantages[1] = 0.0
@@ -136,7 +136,7 @@ def test_clipped_loss_agrees_with_the_formula(
         kl_coef=0.07,
         kl=kl,
         entropy_coef=0.01,
-        normalise=normalise,
+        normalize=normalize,
     )
     assert loss.fields == ("advantages", "old_log_probs", "reference_log_probs")
     assert loss.needs_entropy
@@ -148,12 +148,12 @@ def test_clipped_loss_agrees_with_the_formula(
     torch.testing.assert_close(grad, expected_grad, **CLOSE)
 
 
-def test_sequence_normalisation_without_clipping_is_the_group_mean_of_trl() -> None:
+def test_sequence_normalization_without_clipping_is_the_group_mean_of_trl() -> None:
     """On the first update (old = new) GRPO's loss is minus the mean advantage, its gradient
     minus advantage over length: what TRL computes for loss_type="grpo" (arXiv 2402.03300, eq. 3).
     """
     batch = Batch((4, 2, 9), spread=0.0)
-    total, grad, metrics = batch.ours(ClippedLoss(normalise="sequence"))
+    total, grad, metrics = batch.ours(ClippedLoss(normalize="sequence"))
     torch.testing.assert_close(total, -batch.advantages[:, 0].mean(), rtol=1e-6, atol=0.0)
     lengths = torch.tensor(batch.lengths)[:, None]
     expected = torch.where(batch.mask, -batch.advantages / lengths / 3, 0.0)
@@ -164,8 +164,8 @@ def test_sequence_normalisation_without_clipping_is_the_group_mean_of_trl() -> N
 
 def test_all_masked_is_zero_with_zero_gradient() -> None:
     batch = Batch((0, 0))
-    for normalise in VERL_MODES:
-        total, grad, _ = batch.ours(ClippedLoss(normalise=normalise, kl_coef=0.1))
+    for normalize in VERL_MODES:
+        total, grad, _ = batch.ours(ClippedLoss(normalize=normalize, kl_coef=0.1))
         assert total == 0
         assert torch.equal(grad, torch.zeros_like(grad))
 
@@ -185,18 +185,18 @@ def test_extreme_ratios_stay_finite_and_bounded() -> None:
     assert metrics["clip_fraction_dual"].tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("normalise", sorted(VERL_MODES))
+@pytest.mark.parametrize("normalize", sorted(VERL_MODES))
 @pytest.mark.parametrize("bound", [1.5, 1e9])
 @pytest.mark.parametrize("spread", [0.5, 15.0])
 def test_decoupled_ppo_agrees_with_verl(
-    core_algos: ModuleType, normalise: str, bound: float, spread: float
+    core_algos: ModuleType, normalize: str, bound: float, spread: float
 ) -> None:
-    """verl's clipped loss around its old policy, weighted by old over behaviour."""
+    """verl's clipped loss around its old policy, weighted by old over behavior."""
     batch = Batch(LENGTHS, spread, seed=2)
     correction = Correction(rule="truncate", bound=bound)
-    batch.weights = correction(batch.old, batch.behaviour).double()
-    loss = ClippedLoss(clip_high=0.3, correction=correction, normalise=normalise)
-    weights = (batch.old - batch.behaviour).clamp(-20, 20).exp()
+    batch.weights = correction(batch.old, batch.behavior).double()
+    loss = ClippedLoss(clip_high=0.3, correction=correction, normalize=normalize)
+    weights = (batch.old - batch.behavior).clamp(-20, 20).exp()
     expected, expected_grad, theirs = batch.verl(
         core_algos.compute_policy_loss_vanilla,
         loss,
@@ -213,14 +213,14 @@ def test_decoupled_ppo_agrees_with_verl(
     assert (cut.any().item(), cut.all().item()) == (bound < 2, False)
 
 
-@pytest.mark.parametrize("normalise", sorted(VERL_MODES))
+@pytest.mark.parametrize("normalize", sorted(VERL_MODES))
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.3), (1.0, 4.0)])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 15.0])
 def test_cispo_agrees_with_verl(
-    core_algos: ModuleType, normalise: str, low: float, high: float, spread: float
+    core_algos: ModuleType, normalize: str, low: float, high: float, spread: float
 ) -> None:
     batch = Batch(LENGTHS, spread, seed=4)
-    loss = CISPOLoss(clip_low=low, clip_high=high, normalise=normalise)
+    loss = CISPOLoss(clip_low=low, clip_high=high, normalize=normalize)
     config = {"clip_ratio_low": low, "clip_ratio_high": high}
     expected, expected_grad, theirs = batch.verl(
         core_algos.compute_policy_loss_cispo, loss, config=config
@@ -237,20 +237,20 @@ def test_cispo_agrees_with_verl(
         assert (grad[high_only] != 0).all()
 
 
-@pytest.mark.parametrize("normalise", sorted(VERL_MODES))
+@pytest.mark.parametrize("normalize", sorted(VERL_MODES))
 @pytest.mark.parametrize("corrected", [False, True])
 def test_reinforce_agrees_with_verl(
-    core_algos: ModuleType, normalise: str, corrected: bool
+    core_algos: ModuleType, normalize: str, corrected: bool
 ) -> None:
     batch = Batch(LENGTHS, seed=5)
-    loss = ReinforceLoss(normalise=normalise, correction=Correction() if corrected else None)
+    loss = ReinforceLoss(normalize=normalize, correction=Correction() if corrected else None)
     leaf = batch.log_probs.clone().requires_grad_()
     expected, _ = core_algos.compute_policy_loss_reinforce(
         batch.old,
         leaf,
         batch.advantages,
         batch.mask.double(),
-        VERL_MODES[normalise],
+        VERL_MODES[normalize],
         SimpleNamespace(global_batch_info={}),
         batch.weights if corrected else None,
     )
@@ -263,8 +263,8 @@ def test_reinforce_agrees_with_verl(
 @pytest.mark.parametrize("loss_class", [CISPOLoss, ReinforceLoss])
 def test_kl_and_entropy_are_added_to_every_surrogate(loss_class: type[PolicyLoss]) -> None:
     batch = Batch(LENGTHS, seed=6)
-    bare = loss_class(normalise="token")
-    whole = loss_class(normalise="token", kl="k2", kl_coef=0.3, entropy_coef=0.02)
+    bare = loss_class(normalize="token")
+    whole = loss_class(normalize="token", kl="k2", kl_coef=0.3, entropy_coef=0.02)
     assert (bare.needs_entropy, whole.needs_entropy) == (False, True)
     total, grad, metrics = batch.ours(whole)
     without, without_grad, _ = batch.ours(bare)
@@ -321,7 +321,7 @@ def test_losses_are_pickled_whole() -> None:
     ("settings", "message"),
     [
         ({"kl": "k4"}, r"recipe\.kl=k4: wanted one of k1, k2, k3"),
-        ({"normalise": "mean"}, r"recipe\.normalise=mean: wanted one of token, sequence, constant"),
+        ({"normalize": "mean"}, r"recipe\.normalize=mean: wanted one of token, sequence, constant"),
         ({"dual_clip": 0.9}, r"recipe\.dual_clip=0.9: wanted above 1"),
         ({"clip_low": 1.5}, r"recipe\.clip_low=1.5: wanted 0 to 1"),
         ({"clip_high": -0.1}, r"recipe\.clip_high=-0.1: wanted 0 or above"),
@@ -380,8 +380,8 @@ def _formula(leaf: torch.Tensor, batch: Batch, loss: ClippedLoss) -> torch.Tenso
             terms.append(-objective + loss.kl_coef * kl - loss.entropy_coef * batch.entropy[i, t])
         if terms:
             per_sequence.append(torch.stack(terms))
-    if loss.normalise == "token":
+    if loss.normalize == "token":
         return torch.cat(per_sequence).mean()
-    if loss.normalise == "sequence":
+    if loss.normalize == "sequence":
         return torch.stack([terms.mean() for terms in per_sequence]).mean()
     return torch.stack([terms.sum() / batch.width for terms in per_sequence]).mean()

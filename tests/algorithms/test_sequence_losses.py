@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms.kl import k3
-from hybridrl.algorithms.normalise import token_weights
+from hybridrl.algorithms.normalize import token_weights
 from hybridrl.algorithms.sequence_losses import (
     BradleyTerryLoss,
     DPOLoss,
@@ -64,18 +64,18 @@ class Row:
         assert values.shape == self.sequence.shape
         assert all(value.shape == values.shape for value in metrics.values())
         weights = token_weights(
-            self.counts, loss.normalise, sum(self.counts), len(self.counts), self.width
+            self.counts, loss.normalize, sum(self.counts), len(self.counts), self.width
         )
         total = (weights.double() * values).sum()
         (grad,) = torch.autograd.grad(total, leaf)
         return total.detach(), grad, metrics
 
 
-@pytest.mark.parametrize("normalise", sorted(MODES))
+@pytest.mark.parametrize("normalize", sorted(MODES))
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_gspo_agrees_with_verl(
-    core_algos: ModuleType, normalise: str, spread: float, per_token: bool
+    core_algos: ModuleType, normalize: str, spread: float, per_token: bool
 ) -> None:
     from verl.workers.config import ActorConfig
 
@@ -92,11 +92,11 @@ def test_gspo_agrees_with_verl(
     )
     leaf = log_probs.clone().requires_grad_()
     expected, theirs = core_algos.compute_policy_loss_gspo(
-        old, leaf, advantages, row.mask.double(), MODES[normalise], config
+        old, leaf, advantages, row.mask.double(), MODES[normalize], config
     )
     (expected_grad,) = torch.autograd.grad(expected, leaf)
     total, grad, metrics = row.batch_loss(
-        GSPOLoss(clip_low=0.1, clip_high=0.2, normalise=normalise),
+        GSPOLoss(clip_low=0.1, clip_high=0.2, normalize=normalize),
         log_probs,
         advantages=advantages,
         old_log_probs=old,
@@ -207,10 +207,10 @@ def test_dpo_begins_at_log_2_and_stays_finite() -> None:
 
 
 @pytest.mark.parametrize("margin", [False, True])
-@pytest.mark.parametrize("centre", [0.0, 0.01])
+@pytest.mark.parametrize("center", [0.0, 0.01])
 @pytest.mark.parametrize("signed", [False, True])
-def test_bradley_terry_agrees_with_the_formula(margin: bool, centre: float, signed: bool) -> None:
-    loss = BradleyTerryLoss(margin=margin, centre=centre, signed=signed)
+def test_bradley_terry_agrees_with_the_formula(margin: bool, center: float, signed: bool) -> None:
+    loss = BradleyTerryLoss(margin=margin, center=center, signed=signed)
     assert loss.fields == ("margin",) * margin + ("sign",) * signed
     row = Row((1,) * 8, seed=3)
     rewards = 2 * row.draw()
@@ -220,7 +220,7 @@ def test_bradley_terry_agrees_with_the_formula(margin: bool, centre: float, sign
     for i in range(0, 8, 2):
         chosen, rejected = leaf[i, 0], leaf[i + 1, 0]
         difference = chosen - rejected - (margins[i, 0] if margin else 0)
-        term = torch.log(1 + torch.exp(-difference)) + centre * (chosen + rejected) ** 2
+        term = torch.log(1 + torch.exp(-difference)) + center * (chosen + rejected) ** 2
         for side in (i, i + 1) if signed else ():
             term = term + torch.log(1 + torch.exp(-signs[side, 0] * leaf[side, 0]))
         terms.append(term)
@@ -308,18 +308,18 @@ def test_dpo_agrees_with_trl(loss: DPOLoss) -> None:
 
 
 @pytest.mark.parametrize("margin", [False, True])
-@pytest.mark.parametrize("centre", [0.0, 0.01])
-def test_bradley_terry_agrees_with_trl(margin: bool, centre: float) -> None:
+@pytest.mark.parametrize("center", [0.0, 0.01])
+def test_bradley_terry_agrees_with_trl(margin: bool, center: float) -> None:
     trl = pytest.importorskip("trl", reason="TRL, an oracle here, is in the extra `bench`")
     row = Row((1,) * 8, seed=5)
     rewards, margins = 2 * row.draw(), row.draw().abs()
     leaf = rewards.clone().requires_grad_()
     outputs = SimpleNamespace(logits=in_halves(leaf))
-    trainer = Trainer(args=SimpleNamespace(center_rewards_coefficient=centre))
+    trainer = Trainer(args=SimpleNamespace(center_rewards_coefficient=center))
     inputs = {"margin": margins[::2, 0]} if margin else {}
     expected = trl.RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs)
     (expected_grad,) = torch.autograd.grad(expected, leaf)
-    loss = BradleyTerryLoss(margin=margin, centre=centre)
+    loss = BradleyTerryLoss(margin=margin, center=center)
     total, grad, metrics = row.batch_loss(loss, rewards, margin=margins)
     torch.testing.assert_close(total, expected.detach(), **CLOSE)
     torch.testing.assert_close(grad, expected_grad, **CLOSE)
@@ -355,7 +355,7 @@ def test_sums_go_by_the_sequences_number() -> None:
         (DPOLoss, {"variant": "hinge"}, r"recipe\.variant=hinge: wanted one of sigmoid, ipo"),
         (DPOLoss, {"label_smoothing": 0.6}, r"recipe\.label_smoothing=0.6: wanted 0 to 0.5"),
         (DPOLoss, {"variant": "ipo", "label_smoothing": 0.1}, "0: it is for variant=sigmoid"),
-        (BradleyTerryLoss, {"centre": -1.0}, r"recipe\.centre=-1.0: wanted 0 or above"),
+        (BradleyTerryLoss, {"center": -1.0}, r"recipe\.center=-1.0: wanted 0 or above"),
         (GSPOLoss, {"clip_low": 2.0}, r"recipe\.clip_low=2.0: wanted 0 to 1"),
     ],
 )

@@ -29,7 +29,7 @@ REPLICAS = TrainLayoutConfig(replicas=2, fsdp=1, tp=2)
 
 
 class Loss:
-    normalise, needs_entropy = "token", False
+    normalize, needs_entropy = "token", False
     fields = ("advantages",)
 
     def __call__(self, log_probs, entropy, fields):

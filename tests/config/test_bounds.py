@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import to_config
 from hybridrl.config.dotted import load_function
-from hybridrl.controller.prepare import build_recipe
+from hybridrl.controller.preflight import build_recipe
 
 RECIPES = sorted(p.parent.name for p in Path(__file__).parents[2].glob("recipes/*/config.yaml"))
 
@@ -31,14 +31,22 @@ OUTSIDE = [
     ("distill", {"num_samples": 0}, "num_samples=0: wanted 1 or more"),
     ("dpo", {"beta": 0}, "beta=0.0: wanted above 0"),
     ("dpo", {"label_smoothing": 0.6}, "label_smoothing=0.6: wanted 0 to 0.5"),
-    ("dpo", {"reference_decay": 1}, "reference_decay=1.0: wanted above 0 and below 1, or null"),
+    (
+        "dpo",
+        {"reference_ema_decay": 1},
+        "reference_ema_decay=1.0: wanted above 0 and below 1",
+    ),
     ("grpo", {"group_size": 0}, "group_size=0: wanted 1 or more"),
     ("grpo", {"clip_high": -1}, "clip_high=-1.0: wanted 0 or more"),
     ("grpo", {"correction_bound": 1}, "correction_bound=1.0: wanted above 1"),
     ("grpo", {"dual_clip": 1}, "dual_clip=1.0: wanted above 1, or null"),
     ("grpo", {"ewma_decay": 5}, "ewma_decay=5.0: wanted above 0 and below 1"),
     ("grpo", {"kl_coef": -0.1}, "kl_coef=-0.1: wanted 0 or more"),
-    ("grpo", {"reference_decay": 7}, "reference_decay=7.0: wanted above 0 and below 1, or null"),
+    (
+        "grpo",
+        {"reference_ema_decay": 7},
+        "reference_ema_decay=7.0: wanted above 0 and below 1",
+    ),
     ("ppo", {"clip": 2}, "clip=2.0: wanted 0 to 1"),
     ("ppo", {"kl": "k9"}, "kl=k9: wanted one of k1, k2, k3, package.module:name"),
     ("ppo", {"kl_horizon": 0}, "kl_horizon=0.0: wanted above 0"),
@@ -46,7 +54,7 @@ OUTSIDE = [
     ("ppo", {"value_clip": 0}, "value_clip=0.0: wanted above 0, or null"),
     ("reinforce_pp", {"kl_coef": -1}, "kl_coef=-1.0: wanted 0 or more"),
     ("rloo", {"kl_coef": -1}, "kl_coef=-1.0: wanted 0 or more"),
-    ("rm", {"centre": -1}, "centre=-1.0: wanted 0 or more"),
+    ("rm", {"center": -1}, "center=-1.0: wanted 0 or more"),
     ("safe_rlhf", {"clip": -1}, "clip=-1.0: wanted 0 to 1"),
     ("safe_rlhf", {"multiplier": 0}, "multiplier=0.0: wanted above 0"),
     ("safe_rlhf", {"multiplier": 6}, "multiplier=6.0: wanted at most recipe.multiplier_max=5.0"),

@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file
 
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.config.compose import register, to_config
-from hybridrl.controller import job
+from hybridrl.controller import run as controller_run
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.records import read_lines
-from hybridrl.telemetry.trace import Span, read_spans
+from hybridrl.telemetry.trace import TraceSpan, read_spans
 
 TINY = [
     "model.tiny.hidden_size=32",
@@ -243,7 +243,7 @@ class Trained:
         return [line for line in read_lines(self.dir / "metrics.jsonl") if "loss" in line]
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TraceSpan]:
         """The slices of trace.json in the recipe's steps, by their start."""
         spans = [s for s in read_spans(self.dir / "trace.json") if s.args.get("phase") == "rl"]
         return sorted((s for s in spans if s.step > 0), key=lambda span: span.start)
@@ -269,9 +269,9 @@ def train_here(make_config: Callable[..., Config]) -> Callable[..., Trained]:
 def _train(run_dir: Path, config: Config) -> Trained:
     results: list[StepResult] = []
     stored: list[list[int]] = []
-    record = job.Job._record
+    record = controller_run.Run._record
 
-    def spy(self: job.Job, result: StepResult, seconds: float) -> None:
+    def spy(self: controller_run.Run, result: StepResult, seconds: float) -> None:
         results.append(result)
         record(self, result, seconds)
 
@@ -279,9 +279,9 @@ def _train(run_dir: Path, config: Config) -> Trained:
         stored.append(self.gather(self._group.release(ids)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job.Job, "_record", spy)
+        patch.setattr(controller_run.Run, "_record", spy)
         patch.setattr(WorkerGroup, "release", count)
-        job.train(config)
+        controller_run.train(config)
     return Trained(run_dir, results, stored[-1])
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.config import ConfigError, TinyModelConfig
-from hybridrl.controller.prepare import prepare
+from hybridrl.controller.preflight import prepare
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.telemetry.records import read_lines
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import Config, ConfigError, DataConfig, RolloutConfig
-from hybridrl.controller.schedules import samples_held
+from hybridrl.controller.schedule_registry import samples_held
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_spans, read_timeline
 
@@ -202,7 +202,7 @@ def test_a_rank_that_dies_while_samples_move_ends_the_run(
         return done > 1 and any(s.name == "fetch" and s.step > done for s in read_spans(trace))
 
     run.wait_for(moving)
-    victim = next(p for p in run.alive() if p.name().startswith("ray::RankWorker"))
+    victim = next(p for p in run.alive() if p.name().startswith("ray::ActorWorker"))
     victim.send_signal(signal.SIGKILL)
     code, out, err = run.end(timeout=20)
     assert (code, out, run.left) == (1, "", [])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.controller import job
-from hybridrl.controller.prepare import prepare
+from hybridrl.controller import run as controller_run
+from hybridrl.controller.preflight import prepare
 from hybridrl.telemetry.records import read_lines
 
 REFUSED = {
@@ -20,7 +20,7 @@ REFUSED = {
     "actor.lora.alpha=0": r"^actor\.lora\.alpha=0: wanted 1 or more",
     "critic.lora.dropout=1.0": r"^critic\.lora\.dropout=1\.0: wanted 0 to below 1",
     "actor.lora.rank=4 actor.lora.dropout=0.1 trainer.layout.tp=2 cluster.ranks=2": (
-        r"^actor\.lora\.dropout=0\.1: wanted 0 with tensor parallelism \(tp=2\)"
+        r"^actor\.lora\.dropout=0\.1: wanted 0 with tensor parallelizm \(tp=2\)"
     ),
     "actor.lora.target_modules=[]": r"^actor\.lora\.target_modules=\[\]: wanted \[all-linear\], or",
     "actor.lora.rank=4 actor.lora.target_modules=[q_proj,qproj]": (
@@ -54,7 +54,7 @@ def test_a_short_run_trains_adapters_of_actor_and_critic(
 ) -> None:
     """On one rank, in this process."""
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    job.train(
+    controller_run.train(
         make_config(
             *kept, "recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "critic.lora.rank=2",
             "critic.optim.lr=0.01", "trainer.steps=2", "eval.num_prompts=2", "eval.every=0",

@@ -68,7 +68,7 @@ def test_older_tokens_are_counted_apart(
     partial = ["schedule=partial", "rollout.over_provision=2", "rollout.max_staleness=2"]
     vcpo = ["recipe=grpo", "recipe.group_size=4", "recipe.old_log_probs=trainer"]
     vcpo += ["recipe.correction=truncate", "recipe.step_scale=sqrt"]
-    vcpo += ["recipe.baseline=minimum_variance", "recipe.std_normalise=false"]
+    vcpo += ["recipe.baseline=minimum_variance", "recipe.std_normalize=false"]
     ours = ("schedule", "rollout.over", "rollout.max_st", "trainer.steps", "cluster", "recipe")
     kept = [setting for setting in long_tail if not setting.startswith(ours)]
     run = train(tmp_path / "run", *kept, *partial, *vcpo, "trainer.steps=4", "cluster.ranks=2")

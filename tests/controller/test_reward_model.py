@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridrl.config import ConfigError
-from hybridrl.controller.prepare import prepare
+from hybridrl.controller.preflight import prepare
 from hybridrl.telemetry.records import read_lines
 
 RM = ["recipe=rm", "trainer.steps=6", "reward_model.optim.lr=1e-2", "eval.every=3"]

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hybridrl.config import ConfigError
-from hybridrl.controller.prepare import prepare
-from hybridrl.recipes.safe_rlhf import estimate, penalised
+from hybridrl.controller.preflight import prepare
+from hybridrl.recipes.safe_rlhf import estimate, penalized
 from hybridrl.telemetry.records import read_lines
 
 PATTERN = "(?s)[a-m].*"
@@ -50,7 +50,7 @@ def test_advantages_by_hand() -> None:
     log_probs, reference, values, cost_values = torch.randn(4, 5, generator=random).double()
     kl = log_probs - reference
     last = torch.tensor([0.0, 0, 0, 0, 1], dtype=torch.float64)
-    rewards, costs = penalised(2.0, -3.0, log_probs, reference, 0.2, "k1")
+    rewards, costs = penalized(2.0, -3.0, log_probs, reference, 0.2, "k1")
     torch.testing.assert_close(rewards, 2 * last - 0.1 * kl)
     torch.testing.assert_close(costs, -3 * last + 0.1 * kl)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hybridrl.cluster import signals
 from hybridrl.config import Config
-from hybridrl.controller.executor import Abandoned, RayExecutor
+from hybridrl.controller.ray_executor import Abandoned, RayExecutor
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.executor import Phase
+from hybridrl.system import signals
 
 
 class HangingLauncher:

@@ -134,7 +134,7 @@ def decoding(run: Any) -> list[psutil.Process]:
     found = []
     for process in run.alive():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith("ray::RankWorker.advance"):
+            if process.name().startswith("ray::ActorWorker.advance"):
                 found.append(process)
     return found
 

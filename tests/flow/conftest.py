@@ -14,20 +14,20 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
-    Died,
     Event,
     Finished,
     Park,
     Parked,
     Phase,
-    Placed,
     Resume,
     Scope,
     Submit,
-    Trained,
+    TargetsLoaded,
+    UpdateDone,
+    WorkerDied,
 )
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
 class VirtualExecutor:
@@ -85,7 +85,7 @@ class VirtualExecutor:
         self._num_calls = self._num_waits = 0
         self._left: list[dict[SampleId, int]] = [{} for _ in range(num_instances)]
         self._where: dict[SampleId, int] = {}
-        self._spans: dict[SampleId, list[Span]] = {}
+        self._spans: dict[SampleId, list[TokenSpan]] = {}
         self._busy: set[int] = set()
         self._on: Counter[SampleId] = Counter()
         self._arriving: set[SampleId] = set()
@@ -168,20 +168,22 @@ class VirtualExecutor:
         """So many more tokens, under the present version."""
         if not num:
             return
-        *before, last = self._spans[id] or [Span(0, 0, self.version)]
+        *before, last = self._spans[id] or [TokenSpan(0, 0, self.version)]
         if last.version != self.version:
-            before, last = [*before, last], Span(last.stop, last.stop, self.version)
-        self._spans[id] = [*before, Span(last.start, last.stop + num, self.version)]
+            before, last = [*before, last], TokenSpan(last.stop, last.stop, self.version)
+        self._spans[id] = [*before, TokenSpan(last.start, last.stop + num, self.version)]
 
-    def place(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         self.prompts.update(zip(ids, prompts, strict=True))
         ranks = sorted(self.alive)
         for i, rank in enumerate(ranks):
             mine = ids[i :: len(ranks)]
             for id in mine:
-                self._spans[id] = [Span(0, self.length_of(id), -1)] if self.length_of(id) else []
+                self._spans[id] = (
+                    [TokenSpan(0, self.length_of(id), -1)] if self.length_of(id) else []
+                )
             if mine:
-                self._push(Placed(stage.name, tuple(self._finish(id, rank) for id in mine)))
+                self._push(TargetsLoaded(stage.name, tuple(self._finish(id, rank) for id in mine)))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         assert self.scope(stage) is not Scope.INSTANCE
@@ -218,7 +220,7 @@ class VirtualExecutor:
         self._push(made, 1000.0 if hangs else 1.0)
 
     def wait(self) -> list[Event]:
-        trains = any(isinstance(event, Trained) for _, _, event in self._pending)
+        trains = any(isinstance(event, UpdateDone) for _, _, event in self._pending)
         self._num_waits += not trains  # nobody dies in training
         dying = self.deaths.get(self._num_waits)
         if dying in self.alive and not trains:
@@ -257,13 +259,13 @@ class VirtualExecutor:
                     gone = bool(ids) and not event.ids
                 case Computed():
                     gone = event.instance == instance
-                case Placed(finished=finished):
+                case TargetsLoaded(finished=finished):
                     gone = any(f.rank == instance for f in finished)
             if not gone:
                 kept.append((when, number, event))
         self._pending = kept
         heapq.heapify(self._pending)
-        return [Died(instance)]
+        return [WorkerDied(instance)]
 
     def _of_those_that_are(self, event: Computed) -> Computed:
         """Without the samples that died meanwhile."""
@@ -274,7 +276,7 @@ class VirtualExecutor:
     def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
         assert self.entered[-1:] == [Phase.TRAIN]
         flying = [e for _, _, e in self._pending if not isinstance(e, Computed) or e.ids]
-        assert all(isinstance(event, Trained) for event in flying)
+        assert all(isinstance(event, UpdateDone) for event in flying)
         assert self.pool(stage) not in {self.training[event.stage] for event in flying}
         assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
@@ -282,7 +284,7 @@ class VirtualExecutor:
         self.version += 1
         self.training[stage.name] = self.pool(stage)
         self.most_updates = max(self.most_updates, 1 + len(flying))
-        self._push(Trained(stage.name, {"loss": 0.5, "num_samples": float(len(samples))}))
+        self._push(UpdateDone(stage.name, {"loss": 0.5, "num_samples": float(len(samples))}))
 
     def release(self, ids: Sequence[SampleId]) -> None:
         self.released += ids

@@ -12,9 +12,9 @@ from hybridrl.flow import Flow, SampleId, recipe
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.dataflow import early_stages
-from hybridrl.flow.schedules.fused import FusedSchedule, Knowledge
-from hybridrl.flow.schedules.overlap import Limits, gather
+from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
+from hybridrl.flow.schedules.generation_round import RoundLimits, gather
+from hybridrl.flow.schedules.readiness import early_stages
 from hybridrl.flow.schedules.serial import SerialSchedule
 
 
@@ -26,7 +26,7 @@ class ValueLoss:
     fields = ("rewards", "values", "advantages")
 
 
-def centred(rewards):
+def centered(rewards):
     return [reward - max(rewards) for reward in rewards]
 
 
@@ -66,7 +66,7 @@ def all_kinds(flow: Flow, cfg: dict[str, Any]) -> None:
         scalars=("gap",),
         name="gap",
     )
-    samples = samples.by_group(centred)
+    samples = samples.by_group(centered)
     if cfg.get("critic"):
         flow.critic.update(samples, loss=ValueLoss())
     flow.actor.update(samples, loss=Loss())
@@ -92,8 +92,8 @@ def make(
         executor,
         stream,
         settings,
-        limits=Limits(max_held=max_held, chunk_tokens=chunk),
-        knowledge=Knowledge(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
+        limits=RoundLimits(max_held=max_held, chunk_tokens=chunk),
+        knowledge=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         migration_threshold=threshold,
     )
 
@@ -279,7 +279,7 @@ def test_what_reads_the_early_ones_may_overtake_what_needs_the_shards(virtual_ex
     flow = Flow()
     samples = flow.actor.generate(flow.prompts, num_samples=2)
     samples = flow.critic.values(samples)
-    samples = flow.reward.score(samples).by_group(centred)
+    samples = flow.reward.score(samples).by_group(centered)
     samples = samples.map(len, inputs=("tokens",), scalars=("size",), name="size")
     samples = samples.filter(lambda rewards: True, name="all")
     samples = samples.map(len, inputs=("values",), scalars=("late",), name="late")

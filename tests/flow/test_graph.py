@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hybridrl.flow import Flow, Graph, Kind, State, recipe
+from hybridrl.flow import Flow, Graph, Kind, RecipeState, recipe
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Loss:
 
 
 class PairLoss(Loss):
-    atom = 2
+    samples_per_row = 2
 
 
 def scored(flow, **kwargs):
@@ -73,10 +73,10 @@ def test_pairs_have_what_both_sides_have():
     chosen, rejected = flow.targets("chosen"), flow.targets("rejected")
     chosen = flow.reference.log_probs(chosen)
     pairs = chosen.pair(rejected)
-    assert (pairs.num_samples, pairs.atom) == (2, 2)
+    assert (pairs.num_samples, pairs.samples_per_row) == (2, 2)
     assert pairs.fields == {"tokens", "finish", "side"}
     flow.actor.update(pairs, loss=PairLoss())
-    assert flow.graph.stages["update_actor"].options["atom"] == 2
+    assert flow.graph.stages["update_actor"].options["samples_per_row"] == 2
 
 
 ERRORS = {
@@ -167,7 +167,7 @@ ERRORS = {
     ),
     "pairs wanted": (
         lambda flow: flow.actor.update(flow.answers, loss=PairLoss()),
-        r"'update_actor': PairLoss looks at 2 samples together, got a stream of atom=1; wanted",
+        r"'update_actor': PairLoss looks at 2 samples together, got a stream of samples_per_row=1",
     ),
     "unknown copy": (
         lambda flow: flow.copy(flow.actor, update="ema"),
@@ -221,7 +221,7 @@ def test_the_ranks_graph_pickles_without_driver_functions_and_state():
 
 def test_state_of_another_recipe_is_refused():
     graph = Graph(states={"a": 1.0})
-    State(graph, "a").set(3)
+    RecipeState(graph, "a").set(3)
     assert graph.state_dict() == {"a": 3.0}
     with pytest.raises(ValueError, match=r"got \['b'\], wanted \['a'\]"):
         graph.load_state_dict({"b": 1.0})

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.flow import Flow, SampleId, Span, recipe
+from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import Knowledge
-from hybridrl.flow.schedules.overlap import Limits
+from hybridrl.flow.schedules.fused import LengthModel
+from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.partial import ENDED, PartialSchedule, check_partial
 from hybridrl.flow.schedules.serial import SerialSchedule
 
@@ -50,8 +50,8 @@ def make(
             decode_steps=decode_steps,
             prompts_per_step=prompts,
         ),
-        limits=Limits(max_held=held, chunk_tokens=50, stale_kv=stale_kv),
-        knowledge=Knowledge(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
+        limits=RoundLimits(max_held=held, chunk_tokens=50, stale_kv=stale_kv),
+        knowledge=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         over_provision=over,
         max_staleness=staleness,
     )
@@ -203,7 +203,7 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
                 ]
                 parked = {c.id: c.parked.state[1][c.id] for c in before if c.parked is not None}
                 if parked:
-                    schedule.take_parked((0, parked))
+                    schedule.restore_parked((0, parked))
                 event("some are parked" if parked else "none is parked")
         left = sorted(schedule.close())
         seen.append((executor.updates, sorted(executor.released), left))
@@ -222,7 +222,7 @@ def test_the_long_ones_go_on_in_the_next_step(virtual_executor):
     assert first.metrics["samples/parked"] == 2
     assert first.metrics["samples/staleness"] == 0
     assert [s.id.prompt for s in second.samples] == [0, 2]
-    assert second.samples[0].spans == (Span(0, 5, 0), Span(5, 30, 1))
+    assert second.samples[0].spans == (TokenSpan(0, 5, 0), TokenSpan(5, 30, 1))
     assert second.metrics["samples/off_policy_tokens"] == 10
     assert second.metrics["samples/trained_tokens"] == 60
     assert second.metrics["samples/staleness"] == 1
@@ -310,7 +310,7 @@ def test_recipes_that_cannot_be_parked_are_refused(virtual_executor, kind, messa
         PartialSchedule(
             flow.graph, virtual_executor(), iter(()),
             StepSettings(sampling=Sampling(4), decode_steps=1, prompts_per_step=1),
-            limits=Limits(max_held=1, chunk_tokens=1), knowledge=Knowledge(key_of=str),
+            limits=RoundLimits(max_held=1, chunk_tokens=1), knowledge=LengthModel(key_of=str),
             over_provision=1.0, max_staleness=1,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ class Loss:
     fields: tuple[str, ...] = ()
 
 
-def centred(rewards):
+def centered(rewards):
     mean = statistics.fmean(rewards)
     return [reward - mean for reward in rewards]
 
@@ -58,7 +58,7 @@ def grpo(flow: Flow, cfg: Any) -> None:
     samples = flow.actor.generate(flow.prompts, num_samples=4)
     samples = flow.reward.score(samples)
     samples = flow.reference.log_probs(samples)
-    samples = samples.by_group(centred)
+    samples = samples.by_group(centered)
     flow.actor.update(
         samples, loss=Loss(("advantages", "old_log_probs", "reference_log_probs")), epochs=2
     )
@@ -72,7 +72,7 @@ def test_grpo(virtual_executor):
     for prompt in range(4):
         group = [s for s in result.samples if s.id.prompt == prompt]
         rewards = [executor.reward_of(s.id)[0] for s in group]
-        assert [s.scalars["advantage"] for s in group] == centred(rewards)
+        assert [s.scalars["advantage"] for s in group] == centered(rewards)
     [(name, seen)] = executor.updates
     assert name == "update_actor"
     assert all(
@@ -201,7 +201,7 @@ def dapo(flow: Flow, cfg: Any) -> None:
     samples = flow.actor.generate(flow.prompts, num_samples=3)
     samples = flow.reward.score(samples)
     samples = samples.filter(has_spread).take(max_rounds=20)
-    samples = samples.by_group(centred)
+    samples = samples.by_group(centered)
     flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")))
 
 
@@ -220,7 +220,7 @@ def more_of_the_hard(flow: Flow, cfg: Any) -> None:
     samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=2))
     samples = samples.by_group(lambda rewards: [3 * (sum(rewards) == 0)] * 2, outputs=("count",))
     more = flow.reward.score(flow.actor.generate_more(samples, "count"))
-    samples = samples.merge(more).by_group(centred)
+    samples = samples.merge(more).by_group(centered)
     flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")))
 
 
@@ -298,7 +298,7 @@ def test_pairs_stay_together(virtual_executor, pairwise):
     sides = [(s.id.prompt, s.scalars["side"], s.id.branch) for s in result.samples]
     assert sides == [(p, side, side) for p in range(4) for side in ("chosen", "rejected")]
     [update] = [s for s in graph.stages.values() if s.method == "update"]
-    assert update.options["atom"] == 2
+    assert update.options["samples_per_row"] == 2
     assert Phase.GENERATE not in executor.entered
 
 
@@ -335,7 +335,7 @@ def safe_rlhf(flow: Flow, cfg: Any) -> None:
         weight = multiplier.get()
         return [
             (r - weight * c) / (1 + weight)
-            for r, c in zip(centred(rewards), centred(costs), strict=True)
+            for r, c in zip(centered(rewards), centered(costs), strict=True)
         ]
 
     samples = flow.actor.generate(flow.prompts, num_samples=2)

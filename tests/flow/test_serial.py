@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.flow import Flow, SampleId, Span, recipe
-from hybridrl.flow.batch import Ledger
+from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
 from hybridrl.flow.executor import Sampling
+from hybridrl.flow.ledger import Ledger
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -164,7 +164,7 @@ def test_versions_stand_on_the_spans(virtual_executor):
     for version in range(2):
         empty, full = schedule.run_step(version).samples[:2]
         assert empty.spans == ()
-        assert full.spans == (Span(0, 4, version),)
+        assert full.spans == (TokenSpan(0, 4, version),)
 
 
 def test_a_step_whose_groups_are_all_dropped_trains_nothing(virtual_executor):

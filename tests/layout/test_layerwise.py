@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.layout.execute import SwitchStats
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer, part
 from hybridrl.layout.layout import Layout
@@ -17,6 +16,7 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.switching import plan_switch
+from hybridrl.layout.weight_switch import SwitchStats
 
 Ranks = Callable[..., list[Any]]
 NUM_LAYERS = 3

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.config.layout import Grouping
-from hybridrl.layout.execute import WeightSwitch
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.process_groups import GroupTimeout, group_name, new_group
-from hybridrl.layout.schedule import _Links, schedule
 from hybridrl.layout.switching import plan_switch
+from hybridrl.layout.transfer_rounds import _Links, transfer_rounds
+from hybridrl.layout.weight_switch import WeightSwitch
 
 Ranks = Callable[..., list[Any]]
 Group = tuple[int, ...]
@@ -56,7 +56,9 @@ def planned(axes: TrainAxes, gen_pp: int, gen_tp: int, order: Grouping) -> Plan:
 
 def groups_in_order(plan: Plan, rank: int) -> list[Group]:
     """The groups that a rank makes, in its order."""
-    return list(dict.fromkeys(gather.ranks for gather in schedule(plan, rank, 2**24).gathers))
+    return list(
+        dict.fromkeys(gather.ranks for gather in transfer_rounds(plan, rank, 2**24).gathers)
+    )
 
 
 def groups_of_all(plan: Plan) -> list[list[Group]]:

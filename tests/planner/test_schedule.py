@@ -22,10 +22,10 @@ from hybridrl.flow.executor import (
     Sampling,
     Scope,
     Submit,
-    Trained,
+    UpdateDone,
 )
 from hybridrl.flow.graph import Kind, Stage
-from hybridrl.flow.sample import Sample, SampleId, Span
+from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
 from hybridrl.planner.command import read_setting, run
@@ -99,7 +99,7 @@ def test_a_call_takes_what_its_work_costs() -> None:
     simulated.advance(0, (), 4)
     event = advanced(simulated)
     assert event.work.decode_steps == 1
-    assert event.finished[0].spans == (Span(0, 5, 0),)
+    assert event.finished[0].spans == (TokenSpan(0, 5, 0),)
 
 
 def test_those_that_find_no_place_wait() -> None:
@@ -144,13 +144,13 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     (parked,) = advanced(simulated).parked
     simulated.enter(Phase.TRAIN)
     simulated.update(Stage(name="update_actor", kind=Kind.UPDATE), [])
-    assert simulated.wait() == [Trained("update_actor", {})]
+    assert simulated.wait() == [UpdateDone("update_actor", {})]
     simulated.enter(Phase.GENERATE)
     simulated.advance(0, [Resume((C,), parked)], 3)
     work = advanced(simulated).work
     assert (work.prefill_tokens, work.kv_tokens) == (12, 0)
     simulated.advance(0, (), 100)
-    assert advanced(simulated).finished[0].spans == (Span(0, 2, 0), Span(2, 9, 1))
+    assert advanced(simulated).finished[0].spans == (TokenSpan(0, 2, 0), TokenSpan(2, 9, 1))
 
 
 def test_forward_passes_fetch_what_lies_elsewhere() -> None:

@@ -26,7 +26,7 @@ def load(name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(BENCH))  # its neighbours
+    sys.path.insert(0, str(BENCH))  # its neighbors
     try:
         spec.loader.exec_module(module)
     finally:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.run import TelemetryConfig
+from hybridrl.system.node_info import Gpu, read_node_info
 from hybridrl.telemetry.environment import capture, essentials, kept
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.workers.machine import Gpu, look_around
 
 QUIET = TelemetryConfig(progress=False, tensorboard=False)
 
@@ -46,7 +46,7 @@ def test_a_run_can_be_made_again_from_what_is_recorded(
     monkeypatch.setattr(sys, "argv", ["hybridrl train", "recipe=grpo", "data.prompt=a b"])
     run_dir = tmp_path / "run"
     with Telemetry(run_dir, QUIET, 1) as telemetry:
-        telemetry.nodes([asdict(look_around())])
+        telemetry.nodes([asdict(read_node_info())])
     record = json.loads((run_dir / "environment.json").read_text())
     assert record["command"] == "hybridrl train recipe=grpo 'data.prompt=a b'"
     assert record["directory"] == str(repository)
@@ -95,7 +95,7 @@ def test_without_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_the_report_shows() -> None:
-    node = asdict(look_around()) | {"cpus": 64, "cpu": "EPYC", "memory": 2**40}
+    node = asdict(read_node_info()) | {"cpus": 64, "cpu": "EPYC", "memory": 2**40}
     node["gpus"] = [asdict(Gpu("H100", 80, 0, "550", "9.0"))] * 8
     record = {
         "command": "hybridrl train", "python": "3.11.7", "packages": {"torch": "2.13", "zlib": "1"},

@@ -9,16 +9,16 @@ import pytest
 
 from hybridrl.telemetry.trace import (
     Counter,
-    Span,
     TraceFile,
+    TraceSpan,
     bubble_share,
     read_spans,
     read_timeline,
 )
 
 
-def span(lane: str, start: float, end: float) -> Span:
-    return Span(lane, "generate", start, end, 1)
+def span(lane: str, start: float, end: float) -> TraceSpan:
+    return TraceSpan(lane, "generate", start, end, 1)
 
 
 def test_bubbles_of_a_step_by_hand() -> None:
@@ -53,7 +53,7 @@ def test_the_file_is_valid_json_after_every_call(tmp_path: Path) -> None:
     trace = TraceFile(path)
     assert json.loads(path.read_text()) == []
     for step in range(4):
-        trace.span(Span("rank 0", "generate", step, step + 0.5, step))
+        trace.span(TraceSpan("rank 0", "generate", step, step + 0.5, step))
         trace.counter(Counter("driver", "tokens/s", step, {"tokens/s": 10.0}))
         events = json.loads(path.read_text())
         assert sum(event["ph"] == "X" for event in events) == step + 1
@@ -81,8 +81,8 @@ def test_a_trace_that_was_cut_is_continued_on_the_same_lanes(tmp_path: Path, cut
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:
     trace = TraceFile(tmp_path / "trace.json")
     spans = [
-        Span("rank 0", "generate", 1.7e9 + 0.25, 1.7e9 + 0.75, 3, {"tokens": 5}),
-        Span("worker", "log_probs", 1.7e9, 1.7e9 + 1e-6, 4),
+        TraceSpan("rank 0", "generate", 1.7e9 + 0.25, 1.7e9 + 0.75, 3, {"tokens": 5}),
+        TraceSpan("worker", "log_probs", 1.7e9, 1.7e9 + 1e-6, 4),
     ]
     for one in spans:
         trace.span(one)
@@ -132,7 +132,7 @@ def test_a_real_run_follows_the_trace_event_format(run_dir: Path) -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(slices))
 
 
-def test_neighbours_do_not_overlap_after_rounding(tmp_path: Path) -> None:
+def test_neighbors_do_not_overlap_after_rounding(tmp_path: Path) -> None:
     rng = random.Random(1)
     trace = TraceFile(tmp_path / "trace.json")
     now = 1.79e9

@@ -29,8 +29,8 @@ from hybridrl.flow.executor import Phase
 from hybridrl.flow.graph import Graph
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic import explained_variance
-from hybridrl.workers.rank import RankWorker
 from hybridrl.workers.training import Training, UpdateShare
 
 TINY = TinyModelConfig(
@@ -45,7 +45,7 @@ def likelihood(log_probs: Any, entropy: Any, fields: Any) -> Any:
     return -log_probs, {}
 
 
-likelihood.fields, likelihood.needs_entropy, likelihood.normalise = (), False, "token"
+likelihood.fields, likelihood.needs_entropy, likelihood.normalize = (), False, "token"
 
 
 def graph() -> Graph:
@@ -60,7 +60,7 @@ def graph() -> Graph:
 
 
 @contextlib.contextmanager
-def holders(worker: RankWorker) -> Iterator[list[set[str]]]:
+def holders(worker: ActorWorker) -> Iterator[list[set[str]]]:
     """Which roles' training state is on the device after every move."""
     there: set[str] = set()
     seen: list[set[str]] = []
@@ -86,7 +86,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
         cluster=ClusterConfig(ranks=size),
         critic=ValueModelConfig(layout=TrainLayoutConfig(**layout)),
     )
-    worker = RankWorker(rank, size, config, model, mock.Mock(get=list))
+    worker = ActorWorker(rank, size, config, model, mock.Mock(get=list))
     with (
         mock.patch.object(dist, "init_process_group"),  # the test has made it
         mock.patch.dict(os.environ, MASTER_ADDR="localhost"),

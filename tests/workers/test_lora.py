@@ -28,7 +28,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.executor import Phase
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor import Actor
-from hybridrl.workers.build import ActorRoleBuilder
+from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore
 
 TINY = TinyModelConfig(
@@ -58,7 +58,7 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(path)
     store, cpu = SampleStore(), torch.device("cpu")
     actor = Actor(config, path, tokenizer, store, cpu)
-    build = ActorRoleBuilder(config, path, tokenizer, store, cpu, actor)
+    build = ActorRoleFactory(config, path, tokenizer, store, cpu, actor)
     shared = build.frozen_copy()
     base = actor.base_weights(DType.float32)
     assert base is not None

@@ -22,10 +22,10 @@ from hybridrl.config import (
 )
 from hybridrl.data import Item
 from hybridrl.flow.executor import Advanced, Command, Park, Parked, Phase, Resume, Sampling, Submit
-from hybridrl.flow.sample import SampleId, Span
+from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor import grown
-from hybridrl.workers.rank import RankWorker
+from hybridrl.workers.actor_worker import ActorWorker
 
 TINY = TinyModelConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -50,11 +50,11 @@ class Files:
         return [pickle.loads(Path(reference).read_bytes()) for reference in references]
 
 
-def advance(worker: RankWorker, commands: list[Command], steps: int) -> Advanced:
+def advance(worker: ActorWorker, commands: list[Command], steps: int) -> Advanced:
     return worker.advance(worker.actor.instance, commands, steps).value.event
 
 
-def stored(worker: RankWorker) -> dict[SampleId, Any]:
+def stored(worker: ActorWorker) -> dict[SampleId, Any]:
     """Tokens and log-probabilities of what lies on any rank."""
     mine = {id: worker.store[id] for id in IDS if id in worker.store._samples}
     told = {
@@ -86,7 +86,7 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
         data=DataConfig(max_prompt_tokens=8),
         rollout=RolloutConfig(max_new_tokens=24, layout=RolloutLayoutConfig(tp=tp, pp=pp)),
     )
-    worker = RankWorker(dist.get_rank(), size, config, model, Files(folder))
+    worker = ActorWorker(dist.get_rank(), size, config, model, Files(folder))
     with (
         mock.patch.object(dist, "init_process_group"),  # the test has made it
         mock.patch.dict(os.environ, MASTER_ADDR="localhost"),
@@ -114,7 +114,7 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
     else:
         done = advance(worker, [Resume(parked.ids, parked)], 1000)
         assert done.running == 0
-        assert all(f.spans == (Span(0, f.response_tokens, 0),) for f in done.finished)
+        assert all(f.spans == (TokenSpan(0, f.response_tokens, 0),) for f in done.finished)
     stats = worker.actor.rollout.stats()
     again = stored(worker)
     worker.release(IDS)
@@ -151,7 +151,7 @@ def test_another_instance_goes_on(
 
 def test_spans_grow_by_version() -> None:
     first = grown((), 3, version=1)
-    assert first == (Span(0, 3, 1),)
+    assert first == (TokenSpan(0, 3, 1),)
     assert grown(first, 3, version=2) == first  # nothing made since
-    assert grown(first, 5, version=1) == (Span(0, 5, 1),)
-    assert grown(first, 5, version=2) == (Span(0, 3, 1), Span(3, 5, 2))
+    assert grown(first, 5, version=1) == (TokenSpan(0, 5, 1),)
+    assert grown(first, 5, version=2) == (TokenSpan(0, 3, 1), TokenSpan(3, 5, 2))

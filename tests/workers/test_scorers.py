@@ -168,7 +168,7 @@ def test_a_score_that_is_no_number_is_marked(paths: tuple[str, str]) -> None:
 
 def gather_places(pp: int, tp: int, order: tuple[int, ...]) -> tuple[int, list[int]]:
     parallel = GenParallel.make(Mesh((("instance", 1), ("pp", pp), ("tp", tp)), order), "cpu")
-    return parallel.place, instance_gather(parallel, parallel.place)
+    return parallel.instance_rank, instance_gather(parallel, parallel.instance_rank)
 
 
 def test_gathers_by_place_not_by_rank(ranks: Ranks) -> None:

@@ -140,7 +140,7 @@ def test_whole_samples_travel_with_all_that_each_has() -> None:
     first, second = samples
     source[second].tensors["late"] = torch.tensor([0.5])
     destination = SampleStore()
-    for parcel in source.take_whole([first, second]):
+    for parcel in source.pop([first, second]):
         destination.accept(through_a_store(parcel))
     assert len(source) == 0
     assert "late" in destination[second].tensors

@@ -17,7 +17,7 @@ from hybridrl.engines.rollout.stage import Drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class AdmissionLimits:
     """What an engine can take; sequences are of prompt and response, in tokens.
 
     `last_cached` says that the cache must have room for the last token of a response, too.
@@ -39,7 +39,7 @@ def check_positions(max_sequence: int, max_positions: int) -> None:
 
 
 def check_requests(
-    requests: Sequence[Request], limits: Limits, unfinished: Container[object]
+    requests: Sequence[Request], limits: AdmissionLimits, unfinished: Container[object]
 ) -> None:
     """Raise ValueError for a request that can never run or whose id is taken."""
     seen: set[object] = set()
@@ -50,7 +50,7 @@ def check_requests(
         seen.add(request.id)
 
 
-def _check(request: Request, limits: Limits) -> None:
+def _check(request: Request, limits: AdmissionLimits) -> None:
     name, sampling = f"request {request.id!r}", request.sampling
     if not request.prompt_ids:
         raise ValueError(f"{name} has an empty prompt")
@@ -176,7 +176,7 @@ class Admission:
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
         self.shared_tokens = self.num_preempted = 0
         self._max_running, self._block_size = max_running, block_size
-        self._limits = Limits(
+        self._limits = AdmissionLimits(
             vocab_size=vocab_size,
             max_sequence=max_sequence,
             block_size=block_size,
@@ -295,13 +295,13 @@ class Admission:
             if need - full + own <= free:
                 return self._share(entry, prefix, need, admitted)
         elif need <= free:
-            entry.blocks = self.allocator.take(need)
+            entry.blocks = self.allocator.allocate(need)
             return 0
         if self.num_running:
             return None
         # Alone it always fits, without a block kept for a prefix.
         self.drop_prefixes()
-        entry.blocks = self.allocator.take(need)
+        entry.blocks = self.allocator.allocate(need)
         return 0
 
     def _share(self, entry: Entry, prefix: _Prefix, need: int, admitted: Admitted) -> int:
@@ -309,12 +309,12 @@ class Admission:
         shared = len(prefix.prompt_ids) - 1
         full, partly = divmod(shared, self._block_size)
         if prefix.blocks is None:
-            prefix.blocks = self.allocator.take(full + bool(partly))
+            prefix.blocks = self.allocator.allocate(full + bool(partly))
             admitted.prefixes.append(Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks))
         else:
             self.shared_tokens += shared
         self.allocator.share(prefix.blocks[:full])
-        entry.blocks = prefix.blocks[:full] + self.allocator.take(need - full)
+        entry.blocks = prefix.blocks[:full] + self.allocator.allocate(need - full)
         if partly:
             admitted.copies.append((prefix.blocks[full], entry.blocks[full]))
         return shared
@@ -362,6 +362,6 @@ class Admission:
                 self._waiting.appendleft(victim)
                 self.num_preempted += 1
             if entry.lane is not None:
-                (block,) = self.allocator.take(1)
+                (block,) = self.allocator.allocate(1)
                 self.tables[entry.slot, len(entry.blocks)] = block
                 entry.blocks.append(block)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.layout.execute import SwitchStats, Tensors
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.weight_switch import SwitchStats, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class RolloutEngine(Protocol):
     def step(self) -> list[Output]:
         """One decode step for all running requests (admitting and prefilling waiting ones).
 
-        Gives the finished ones; under pipeline parallelism, those of the step before.
+        Gives the finished ones; under pipeline parallelizm, those of the step before.
         """
         ...
 

@@ -28,7 +28,7 @@ class BlockAllocator:
         """How many hold `block`."""
         return self._count[block]
 
-    def take(self, num: int) -> list[int]:
+    def allocate(self, num: int) -> list[int]:
         """`num` fresh blocks, held once; the caller has checked `num_free`."""
         assert num <= len(self._free), f"{num} blocks wanted, {len(self._free)} free"
         taken = [self._free.pop() for _ in range(num)]

@@ -17,10 +17,10 @@ from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_pos
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.interface import KV, Output, Request, Stats
 from hybridrl.engines.rollout.random import UniformTable
-from hybridrl.engines.rollout.stage import Stage
+from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
-from hybridrl.layout.execute import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 from hybridrl.models.load import check_supported
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.parallel import FAMILIES
@@ -31,14 +31,14 @@ class NativeEngine:
     """See `RolloutEngine`. Runs the module of `model_config`, one replica on one device.
 
     `max_running` sequences decode at the same time, of at most `max_sequence` tokens each;
-    `kv_cache_tokens` 0 gives room for all of them at full length. Weights are uninitialised until
+    `kv_cache_tokens` 0 gives room for all of them at full length. Weights are uninitialized until
     `update_weights` or `load_weights`. Raises ValueError for a model family that the paged
     attention does not cover, or that has fewer positions than `max_sequence`. `stops` ends
     responses by their text, besides each request's stop tokens.
 
     With `parallel` the engine is one rank of an instance of several, and has a part of the weights
     and of the cache. All ranks get the same calls in the same order; each knows all tokens and
-    gives the same outputs. Under pipeline parallelism the sequences decode in as many lanes as
+    gives the same outputs. Under pipeline parallelizm the sequences decode in as many lanes as
     there are stages, so that a stage computes one lane while others compute the rest, and what a
     step draws is looked at in the next one: outputs come one step later. `park` looks at it first.
 
@@ -80,7 +80,7 @@ class NativeEngine:
         self._num_blocks = -(-kv_cache_tokens // block_size) or max_running * per_sequence
         self._parallel = parallel or GenParallel()
         self._deterministic, self._stops = deterministic, stops
-        self._stage = Stage(
+        self._stage = RolloutStage(
             model_config,
             self._parallel,
             dtype=dtype,
@@ -169,7 +169,7 @@ class NativeEngine:
             return None
         assert self._pool is not None
         entry.lane.end_batch(self._admission.tables)
-        return KV(self._pool.take(entry.blocks, entry.length - 1))
+        return KV(self._pool.read_blocks(entry.blocks, entry.length - 1))
 
     # One step
 
@@ -225,7 +225,7 @@ class NativeEngine:
         request = entry.request
         assert self._pool is not None
         assert request.kv is not None
-        self._pool.put(entry.blocks, request.kv.blocks)
+        self._pool.write_blocks(entry.blocks, request.kv.blocks)
         request.kv = None  # if it is preempted, its tokens are computed
         self._restored_tokens += entry.length - 1
 
@@ -260,7 +260,7 @@ class NativeEngine:
         logits = self._stage.decode(*batch.inputs(self._pool, tables))
         uniforms = None
         if self._stage.draws:
-            drawn = self._uniforms.take(batch.requests, batch.slots, batch.counts)
+            drawn = self._uniforms.draw(batch.requests, batch.slots, batch.counts)
             uniforms = torch.from_numpy(drawn).to(self._device)
         lane.drawn = self._stage.draw(logits, uniforms, batch.sampling)
         self._decode_tokens += len(batch.requests)

@@ -68,7 +68,7 @@ class UniformTable:
         """These slots get other requests."""
         self._starts[list(slots)] = -1
 
-    def take(
+    def draw(
         self,
         requests: Sequence[Request],
         slots: npt.NDArray[np.int64],

@@ -42,8 +42,8 @@ class Drawn:
         return self.tokens, self.log_probs
 
 
-class Stage:
-    """The rank's layers with their weights, KV cache and neighbours.
+class RolloutStage:
+    """The rank's layers with their weights, KV cache and neighbors.
 
     `decode` and `prefill` are called in the same order on all ranks of the instance, with the same
     batches; each rank has its own part of the cache for them.
@@ -91,7 +91,7 @@ class Stage:
             self.decoder.free()
 
     def allocate(self) -> None:
-        """Memory for the weights, uninitialised."""
+        """Memory for the weights, uninitialized."""
         for name, parameter in self.model.named_parameters():
             parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self._device)
         if self.decoder is not None:

@@ -1,4 +1,4 @@
-"""The train engine: a Hugging Face model under pp x FSDP2 x tp, packed, normalised over all ranks.
+"""The train engine: a Hugging Face model under pp x FSDP2 x tp, packed, normalized over all ranks.
 
 Every method is collective: all ranks call it in the same order.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.algorithms import corrections
-from hybridrl.algorithms.normalise import token_weights
+from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import DType, LoraConfig, ModelConfig, OptimConfig, TrainerConfig
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
@@ -24,10 +24,10 @@ from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import (
     Loss,
     TrainSequence,
-    atom_of,
     ended,
     lr_scale_of,
     reads_end,
+    samples_per_row_of,
 )
 from hybridrl.engines.train.optim import make_optimizer
 from hybridrl.engines.train.packed import (
@@ -88,7 +88,7 @@ class TrainEngine(ModelShards):
 
         `temperature` is that of sampling: log-probabilities are those of the distribution that
         responses are drawn from. With `trainable` False the engine only scores (a reference), and
-        has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelism, which
+        has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelizm, which
         decides along which dimension FSDP shards (`layout.parameters.fsdp_dim`). With
         `gives_values` the model has a value head (`models.load.load_value_model`) and `values`,
         not `log_probs`; losses are called with values. With `lora` of a rank above 0 adapters are
@@ -277,22 +277,24 @@ class TrainEngine(ModelShards):
         dist.broadcast_object_list(values, group=group, group_src=last)
         return values[0]
 
-    def _parts(self, sequences: Sequence[TrainSequence], atom: int = 1) -> list[list[int]]:
+    def _parts(
+        self, sequences: Sequence[TrainSequence], samples_per_row: int = 1
+    ) -> list[list[int]]:
         lengths = [len(sequence.ids) for sequence in sequences]
-        return micro_batches(lengths, self.trainer.max_tokens_per_micro_batch, atom)
+        return micro_batches(lengths, self.trainer.max_tokens_per_micro_batch, samples_per_row)
 
     def _same_number(
         self,
         sequences: Sequence[TrainSequence],
         parts: list[list[int]],
         number: int,
-        atom: int = 1,
+        samples_per_row: int = 1,
     ) -> list[list[int]]:
         """`number` micro-batches, as all ranks have them, or as many more as a pipeline wants."""
         if self.pipeline is None:
             return parts + [[]] * (number - len(parts))
         number = self.pipeline.num_micro_batches(number)
-        return balance([len(sequence.ids) for sequence in sequences], number, atom)
+        return balance([len(sequence.ids) for sequence in sequences], number, samples_per_row)
 
     def _packed(
         self,
@@ -329,11 +331,11 @@ class TrainEngine(ModelShards):
         """One optimizer step on the sequences of all ranks; this rank gives its share.
 
         A model with a value head hands its values to the loss in place of log-probabilities, and no
-        entropy. Sequences of an atom of the loss are consecutive, and all this rank's.
+        entropy. Sequences of a row of the loss are consecutive, and all this rank's.
 
         The gradient is that of sum_i w_i loss_i over the trained tokens of all ranks, with w by
-        `loss.normalise`, whatever the split into ranks and micro-batches. `max_response_tokens` is
-        the constant of the normalisation `constant` (0: the longest response of this update).
+        `loss.normalize`, whatever the split into ranks and micro-batches. `max_response_tokens` is
+        the constant of the normalization `constant` (0: the longest response of this update).
         `compare` names fields with another engine's log-probabilities of the responses, which
         sequences may lack, and the prefix of the metrics that say how far they are from those
         computed here, before the step (`hybridrl.algorithms.corrections.describe`);
@@ -343,20 +345,22 @@ class TrainEngine(ModelShards):
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
         `entropy`, `tokens`, and the loss's own, averaged with w. Where loss or gradient is not
         finite on any rank, no rank steps and `bad_step` is 1.0. Raises ValueError when no rank has
-        a token to train, or this rank a part of an atom.
+        a token to train, or this rank a part of a row.
         """
-        atom = atom_of(loss)
-        if len(sequences) % atom:
-            raise ValueError(f"update: {len(sequences)} sequences, wanted a multiple of {atom=}")
+        samples_per_row = samples_per_row_of(loss)
+        if len(sequences) % samples_per_row:
+            raise ValueError(
+                f"update: {len(sequences)} sequences, wanted a multiple of {samples_per_row=}"
+            )
         if reads_end(loss):
             assert self.gives_values, "only a model with a value head is read at the end"
             pad = getattr(self.model.config, "pad_token_id", None)
             sequences = [ended(sequence, pad) for sequence in sequences]
         pooled, _ = self._pool(sequences)
-        parts = self._parts(pooled, atom)
+        parts = self._parts(pooled, samples_per_row)
         totals = self._totals(pooled, len(parts))
         longest = max_response_tokens or totals.longest
-        parts = self._same_number(pooled, parts, totals.micro_batches, atom)
+        parts = self._same_number(pooled, parts, totals.micro_batches, samples_per_row)
         batches = self._packed(pooled, parts, trained_only=True)
         sums: dict[str, torch.Tensor] = {}
         compared: list[torch.Tensor] = []
@@ -368,7 +372,7 @@ class TrainEngine(ModelShards):
             fields = scored_fields(members, batch, loss.fields) | {"sequence": batch.sequence}
             values, metrics = loss(log_probs, entropy if loss.needs_entropy else None, fields)
             weights = token_weights(
-                batch.counts, loss.normalise, totals.tokens, totals.sequences, longest
+                batch.counts, loss.normalize, totals.tokens, totals.sequences, longest
             ).to(values)
             total = (weights * values).sum()
             named = metrics if entropy is None else {**metrics, "entropy": entropy}

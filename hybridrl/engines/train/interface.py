@@ -26,18 +26,19 @@ class TrainSequence:
 class Loss(Protocol):
     """A policy or supervised loss: pure, picklable, one value per response token.
 
-    `normalise` says how tokens are weighted into the batch loss (see
-    `hybridrl.algorithms.normalise`), over all ranks and micro-batches.
+    `normalize` says how tokens are weighted into the batch loss (see
+    `hybridrl.algorithms.normalize`), over all ranks and micro-batches.
 
-    A loss may have attributes more (`atom_of`, `reads_end`, `lr_scale_of`): `atom`, how many
-    consecutive sequences it looks at together, which then share a micro-batch; `at_end` True, where
-    a model with a value head is to be read at each sequence's last token instead of before every
-    response token; `lr_scale(share)`, what to multiply the learning rate by where responses are
-    worth that share of their number, or None to leave it alone; and `on_policy` True, where it has
-    no ratio to an old policy, so that an update must be one optimizer step on fresh samples.
+    A loss may have attributes more (`samples_per_row_of`, `reads_end`, `lr_scale_of`):
+    `samples_per_row`, how many consecutive sequences it looks at together, which then share a
+    micro-batch; `needs_last_token_only` True, where a model with a value head is to be read at each
+    sequence's last token instead of before every response token; `lr_scale(share)`, what to
+    multiply the learning rate by where responses are worth that share of their number, or None to
+    leave it alone; and `on_policy` True, where it has no ratio to an old policy, so that an update
+    must be one optimizer step on fresh samples.
     """
 
-    normalise: str
+    normalize: str
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -59,19 +60,19 @@ class Loss(Protocol):
 
         `fields` has what `self.fields` names, and `sequence` [tokens], int64: which of the
         micro-batch's sequences a token is of. They are numbered in the order of the update, so
-        sequence i is of the atom i // atom; one without trained tokens has its number, too.
+        sequence i is of row i // samples_per_row; one without trained tokens has its number, too.
         """
         ...
 
 
-def atom_of(loss: Loss) -> int:
+def samples_per_row_of(loss: Loss) -> int:
     """How many consecutive sequences the loss looks at together: 1 unless it says otherwise."""
-    return int(getattr(loss, "atom", 1))
+    return int(getattr(loss, "samples_per_row", 1))
 
 
 def reads_end(loss: Loss) -> bool:
     """Whether the loss wants one value a sequence, that at its last token."""
-    return bool(getattr(loss, "at_end", False))
+    return bool(getattr(loss, "needs_last_token_only", False))
 
 
 def lr_scale_of(loss: Loss, figures: Mapping[str, float]) -> float | None:

@@ -146,7 +146,7 @@ class PackedModel(nn.Module):
 
     The last chunk's forward gives log-probabilities of the scored tokens only: the head is applied
     to the scored positions alone and in chunks, so logits of the prompt are never computed and
-    logits of the response never exist all at once. Under tensor parallelism the head's rows lie on
+    logits of the response never exist all at once. Under tensor parallelizm the head's rows lie on
     the ranks of `tp_group`.
 
     Of a sequence classifier it gives a value for each scored token, that of the state before it:

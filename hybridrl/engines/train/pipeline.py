@@ -108,7 +108,7 @@ class Pipeline:
                 work.wait()
 
     def _hidden_shape(self, tokens: int) -> tuple[int, int, int]:
-        """What travels for a row of `tokens`: under sequence parallelism a part of them."""
+        """What travels for a row of `tokens`: under sequence parallelizm a part of them."""
         return 1, tokens // self._token_parts, self._features
 
     def _holder(self, place: int) -> int | None:

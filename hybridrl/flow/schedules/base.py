@@ -8,7 +8,21 @@ from itertools import islice
 from typing import Any
 
 from hybridrl.flow.barriers import run_barrier
-from hybridrl.flow.batch import (
+from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.executor import (
+    Advanced,
+    Computed,
+    Event,
+    Executor,
+    Parked,
+    Phase,
+    Sampling,
+    Scope,
+    UpdateDone,
+    WorkerDied,
+)
+from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.ledger import (
     Ledger,
     before_take,
     generation_first,
@@ -19,20 +33,6 @@ from hybridrl.flow.batch import (
     record_computed,
     wanted,
 )
-from hybridrl.flow.costs import CostMeter
-from hybridrl.flow.executor import (
-    Advanced,
-    Computed,
-    Died,
-    Event,
-    Executor,
-    Parked,
-    Phase,
-    Sampling,
-    Scope,
-    Trained,
-)
-from hybridrl.flow.graph import Graph, Kind, Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
 
@@ -54,7 +54,7 @@ class StepSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class PendingSample:
     """A sample that the next step goes on with: its tensors on `rank`, or what was parked of it.
 
     `prompt` and `sampling` are those of its `Submit`.
@@ -144,16 +144,16 @@ class Schedule(ABC):
         """Go on from there, before the first step. The prompts must be where they were.
 
         `prompt_at` gives the prompt at a position. Of what is `carried` then, the tensors must come
-        to be on its rank, one of `num_ranks`, or where `take_parked` is told.
+        to be on its rank, one of `num_ranks`, or where `restore_parked` is told.
         """
         self._steps_done = state["steps_done"]
         self.meter.load_state_dict(state["meter"])
 
-    def carried(self) -> tuple[Carried, ...]:
+    def carried(self) -> tuple[PendingSample, ...]:
         """Samples of which there is something that `state_dict` does not have: tensors."""
         return ()
 
-    def take_parked(self, state: Any) -> None:
+    def restore_parked(self, state: Any) -> None:
         """After `load_state_dict`: all that is parked is behind `state` (`Parked.state`)."""
         raise AssertionError("nothing is parked")
 
@@ -282,7 +282,7 @@ class Schedule(ABC):
         waiting = set(by_id)
         while waiting:
             for event in self._wait():
-                if isinstance(event, Died):
+                if isinstance(event, WorkerDied):
                     raise RuntimeError(
                         f"generation instance {event.instance} died while {stage.name!r} ran"
                     )
@@ -320,9 +320,9 @@ class Schedule(ABC):
     def _trained(self, running: dict[str, tuple[Stage, float]]) -> None:
         """Wait until an update or more have ended; they leave `running`."""
         for event in self._wait():
-            if isinstance(event, Died):
+            if isinstance(event, WorkerDied):
                 raise RuntimeError(f"generation instance {event.instance} died during training")
-            assert isinstance(event, Trained), event
+            assert isinstance(event, UpdateDone), event
             stage, start = running.pop(self.executor.pool(self.graph.stages[event.stage]))
             self._spans.append(StageSpan(stage.name, start, self.executor.clock.now()))
             for name, value in event.metrics.items():

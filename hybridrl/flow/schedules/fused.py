@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.flow.batch import phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.executor import Executor, Phase, Sampling, Scope
 from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.ledger import phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRanker
+from hybridrl.flow.migration import MigrationPlan, best_gathering
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.dataflow import MAKERS, Dataflow, early_stages
-from hybridrl.flow.schedules.early import EarlyStages
-from hybridrl.flow.schedules.overlap import Job, Limits, Overlap
-from hybridrl.flow.threshold import Gathering, best_gathering
+from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
+from hybridrl.flow.schedules.readiness import MAKERS, ReadyTracker, early_stages
+from hybridrl.flow.schedules.streamed_stages import StreamedStages
 
 
 @dataclass(kw_only=True)
-class Knowledge:
+class LengthModel:
     """What a schedule learns over its steps; it changes when and where, never what.
 
     `key_of` says what `ranker` may know of a prompt.
@@ -52,8 +52,8 @@ class FusedSchedule(Schedule):
         prompts: Iterator[Prompt],
         settings: StepSettings,
         *,
-        limits: Limits,
-        knowledge: Knowledge,
+        limits: RoundLimits,
+        knowledge: LengthModel,
         migration_threshold: int | None = None,
     ) -> None:
         super().__init__(graph, executor, prompts, settings)
@@ -82,8 +82,8 @@ class FusedSchedule(Schedule):
 
     def _forget(self) -> None:
         """The last step's samples have left."""
-        self._dataflows: dict[str, Dataflow] = {}  # by the update before it
-        self._made: list[Job] = []
+        self._dataflows: dict[str, ReadyTracker] = {}  # by the update before it
+        self._made: list[GenerationTask] = []
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for section in sections(stages):
@@ -98,14 +98,14 @@ class FusedSchedule(Schedule):
                 else:
                     self._run(stage, batch)
 
-    def _dataflow_of(self, maker: Stage) -> Dataflow:
+    def _dataflow_of(self, maker: Stage) -> ReadyTracker:
         """The early stages of a maker's section; one for all rounds."""
         section = next(found for found in sections(self._order) if maker in found)
         first = section[0].name
         if first not in self._dataflows:
             makers = [stage for stage in section if stage.kind in MAKERS]
             early = early_stages(self.graph, section, self.executor)
-            self._dataflows[first] = Dataflow(self.graph, makers, early)
+            self._dataflows[first] = ReadyTracker(self.graph, makers, early)
         return self._dataflows[first]
 
     def _make(self, makers: Sequence[Stage], batch: Batch) -> Batch:
@@ -131,8 +131,8 @@ class FusedSchedule(Schedule):
             self._enter(Phase.GENERATE)
 
     def _jobs(
-        self, stage: Stage, dataflow: Dataflow, pulled: Sequence[Prompt], batch: Batch
-    ) -> list[Job]:
+        self, stage: Stage, dataflow: ReadyTracker, pulled: Sequence[Prompt], batch: Batch
+    ) -> list[GenerationTask]:
         """Dispatch the samples of a maker for `pulled` prompts."""
         sampling = self._sampling(stage)
         key_of, ranker = self.knowledge.key_of, self.knowledge.ranker
@@ -145,35 +145,37 @@ class FusedSchedule(Schedule):
         jobs = []
         for ((_, prompt), group), tokens in zip(made, predicted, strict=True):
             dataflow.expect(stage, group)
-            jobs += [Job(sample, stage, prompt, sampling, tokens, tokens) for sample in group]
+            jobs += [
+                GenerationTask(sample, stage, prompt, sampling, tokens, tokens) for sample in group
+            ]
         return jobs
 
     def _sampling(self, stage: Stage) -> Sampling | None:
         """How a maker draws; None where it places the dataset's own answers."""
         return sampling_of(stage, self.settings.sampling) if "sampling" in stage.options else None
 
-    def _submit(self, overlap: Overlap, jobs: Sequence[Job]) -> None:
+    def _submit(self, overlap: GenerationRound, jobs: Sequence[GenerationTask]) -> None:
         overlap.make([job for job in jobs if job.sampling is not None])
-        placed: dict[str, list[Job]] = {}
+        placed: dict[str, list[GenerationTask]] = {}
         for job in jobs:
             if job.sampling is None:
                 placed.setdefault(job.stage.name, []).append(job)
         for group in placed.values():
-            overlap.place(group)
+            overlap.submit_targets(group)
 
-    def _overlap(self, dataflow: Dataflow, num_samples: int) -> Overlap:
+    def _overlap(self, dataflow: ReadyTracker, num_samples: int) -> GenerationRound:
         chunk = self.limits.chunk_tokens
-        stages = EarlyStages(self.executor, dataflow, self._ledger, self.meter, chunk)
+        stages = StreamedStages(self.executor, dataflow, self._ledger, self.meter, chunk)
         gathering = self._gathering(dataflow, num_samples)
-        return Overlap(stages, self.limits, self.settings.decode_steps, gathering)
+        return GenerationRound(stages, self.limits, self.settings.decode_steps, gathering)
 
-    def _gathering(self, dataflow: Dataflow, num_samples: int) -> Gathering:
+    def _gathering(self, dataflow: ReadyTracker, num_samples: int) -> MigrationPlan:
         if self.migration_threshold is not None:
-            return Gathering(self.migration_threshold, self.limits.max_held)
+            return MigrationPlan(self.migration_threshold, self.limits.max_held)
         costs = self.meter.costs()
         lengths = self.knowledge.forecast.sample(num_samples)
         if costs is None or not lengths:
-            return Gathering(0, 0)
+            return MigrationPlan(0, 0)
         passes = [s.name for s in dataflow.computes if self._scope(s) is Scope.INSTANCE]
         chunk = max(1, self.limits.chunk_tokens // 8)
         inference = sum(costs.compute(name, chunk) for name in passes) / chunk
@@ -189,7 +191,7 @@ class FusedSchedule(Schedule):
         self._metrics["samples/migration_threshold"] = float(found.threshold)
         return found
 
-    def _note(self, overlap: Overlap, samples: Sequence[Sample]) -> None:
+    def _note(self, overlap: GenerationRound, samples: Sequence[Sample]) -> None:
         """Learn from a round, and keep its record."""
         self._spans += overlap.stages.spans
         self._metrics["samples/migrated"] += overlap.num_migrated
@@ -203,7 +205,7 @@ class FusedSchedule(Schedule):
             if position in by_prompt:
                 self.knowledge.ranker.observe(self.knowledge.key_of(prompt), by_prompt[position])
 
-    def _taken(self, dataflow: Dataflow, positions: Sequence[int]) -> Batch:
+    def _taken(self, dataflow: ReadyTracker, positions: Sequence[int]) -> Batch:
         """What has left makers and early stages; aborted samples leave the step."""
         batch = dataflow.take(positions)
         aborted = [

@@ -12,12 +12,12 @@ from typing import Any
 
 from hybridrl.flow.executor import Executor, Parked
 from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, Carried, Prompt, StepSettings
-from hybridrl.flow.schedules.dataflow import MAKERS, Dataflow
-from hybridrl.flow.schedules.fused import FusedSchedule, Knowledge
-from hybridrl.flow.schedules.overlap import Job, Limits
-from hybridrl.flow.threshold import Gathering
+from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, StepSettings
+from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
+from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
+from hybridrl.flow.schedules.readiness import MAKERS, ReadyTracker
 
 ENDED = "unfinished when the run ended"
 
@@ -28,7 +28,7 @@ class _Open:
 
     prompt: Any
     step: int
-    jobs: dict[SampleId, Job]
+    jobs: dict[SampleId, GenerationTask]
 
 
 class PartialSchedule(FusedSchedule):
@@ -62,8 +62,8 @@ class PartialSchedule(FusedSchedule):
         prompts: Iterator[Prompt],
         settings: StepSettings,
         *,
-        limits: Limits,
-        knowledge: Knowledge,
+        limits: RoundLimits,
+        knowledge: LengthModel,
         over_provision: float,
         max_staleness: int,
     ) -> None:
@@ -105,7 +105,7 @@ class PartialSchedule(FusedSchedule):
         parked = Parked(ids, tuple(record["parked"] for record in records), -1, None)
         for group in state["open"]:
             position = group["position"]
-            prompt, jobs = prompt_at(position), dict[SampleId, Job]()
+            prompt, jobs = prompt_at(position), dict[SampleId, GenerationTask]()
             for record in group["jobs"]:
                 stage, sample = (
                     self.graph.stages[record["stage"]],
@@ -115,14 +115,16 @@ class PartialSchedule(FusedSchedule):
                 predicted = (record["total"], record["tokens"])
                 state_of = parked if record["parked"] else None
                 sampling = self._sampling(stage)
-                jobs[sample.id] = Job(sample, stage, prompt, sampling, *predicted, state_of)
+                jobs[sample.id] = GenerationTask(
+                    sample, stage, prompt, sampling, *predicted, state_of
+                )
             self._open[position] = _Open(prompt, group["step"], jobs)
             self._expect(position, list(jobs.values()))
 
-    def _expect(self, position: int, jobs: Sequence[Job]) -> None:
+    def _expect(self, position: int, jobs: Sequence[GenerationTask]) -> None:
         """Have ledger and dataflow know an open prompt's samples, as when they were dispatched."""
         self._ledger.dispatch(job.sample for job in jobs)
-        groups: dict[str, list[Job]] = {}
+        groups: dict[str, list[GenerationTask]] = {}
         for job in jobs:
             groups.setdefault(job.stage.name, []).append(job)
         for same in groups.values():
@@ -130,16 +132,16 @@ class PartialSchedule(FusedSchedule):
             dataflow.expect(same[0].stage, [job.sample for job in same])
         dataflow.choose(position, self._ledger)
 
-    def carried(self) -> tuple[Carried, ...]:
+    def carried(self) -> tuple[PendingSample, ...]:
         """Of the open prompts' samples those that are parked, and those that are finished."""
         jobs = [job for group in self._open.values() for job in group.jobs.values()]
         return tuple(
-            Carried(job.sample.id, job.prompt, job.sampling, job.sample.rank, _parked(job))
+            PendingSample(job.sample.id, job.prompt, job.sampling, job.sample.rank, _parked(job))
             for job in jobs
             if _parked(job) is not None or job.sample.rank >= 0
         )
 
-    def take_parked(self, state: Any) -> None:
+    def restore_parked(self, state: Any) -> None:
         """Know where what is parked lies."""
         before = next(sample.parked for sample in self.carried() if sample.parked is not None)
         parked = replace(before, state=state)
@@ -178,8 +180,8 @@ class PartialSchedule(FusedSchedule):
         self._wanted, self._pulled = num, []
         return {"prompts": []}
 
-    def _gathering(self, dataflow: Dataflow, num_samples: int) -> Gathering:
-        return Gathering(0, 0)
+    def _gathering(self, dataflow: ReadyTracker, num_samples: int) -> MigrationPlan:
+        return MigrationPlan(0, 0)
 
     def _make(self, makers: Sequence[Stage], batch: Batch) -> Batch:
         """Go on until enough groups are complete, park the rest, run the early stages."""
@@ -210,7 +212,7 @@ class PartialSchedule(FusedSchedule):
         self._began |= {position: group.step for position, group in taken.items()}
         return self._taken(dataflow, positions)
 
-    def _put_by(self, job: Job, parked: Parked | None) -> Job:
+    def _put_by(self, job: GenerationTask, parked: Parked | None) -> GenerationTask:
         """A job as it goes on in the next step."""
         if parked is None:
             return replace(job, parked=None)
@@ -218,7 +220,9 @@ class PartialSchedule(FusedSchedule):
         made -= len(self.knowledge.key_of(job.prompt).prompt_ids)
         return replace(job, parked=parked, tokens=max(1.0, job.total - made))
 
-    def _top_up(self, makers: Sequence[Stage], dataflow: Dataflow, batch: Batch) -> list[Job]:
+    def _top_up(
+        self, makers: Sequence[Stage], dataflow: ReadyTracker, batch: Batch
+    ) -> list[GenerationTask]:
         """Begin as many prompts as are missing; those that are open are the oldest."""
         num = math.ceil(self._wanted * self.over_provision) - len(self._open)
         pulled = list(islice(self.prompts, max(0, num)))
@@ -233,11 +237,11 @@ class PartialSchedule(FusedSchedule):
             self._open[position] = _Open(prompt, self._step, mine)
         return fresh
 
-    def _complete(self, dataflow: Dataflow) -> list[int]:
+    def _complete(self, dataflow: ReadyTracker) -> list[int]:
         """Positions whose samples are all finished, the oldest first."""
         return [position for position in sorted(self._open) if dataflow.whole(position)]
 
-    def _enough(self, dataflow: Dataflow) -> bool:
+    def _enough(self, dataflow: ReadyTracker) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.
 
         The oldest complete ones are trained now, `wanted` in every later step; so h steps from now
@@ -266,12 +270,12 @@ class PartialSchedule(FusedSchedule):
         return super()._summary(used, num_dropped)
 
 
-def _parked(job: Job) -> Parked | None:
+def _parked(job: GenerationTask) -> Parked | None:
     """What there is of a sample that has begun and is not finished."""
     return job.parked if job.sample.rank < 0 else None
 
 
-def _job_to_json(job: Job) -> dict[str, Any]:
+def _job_to_json(job: GenerationTask) -> dict[str, Any]:
     """`parked` is the number of tokens, of prompt and response, that were parked, if they were."""
     parked = _parked(job)
     return {

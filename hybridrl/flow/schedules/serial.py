@@ -5,9 +5,9 @@ It is the specification: the batch that it trains on is what every on-policy sch
 
 from collections.abc import Sequence
 
-from hybridrl.flow.batch import record_finished, sampling_of, with_updates_together
-from hybridrl.flow.executor import Advanced, Died, Phase, Placed, Submit
+from hybridrl.flow.executor import Advanced, Phase, Submit, TargetsLoaded, WorkerDied
 from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.ledger import record_finished, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Schedule, learn
 
@@ -49,7 +49,7 @@ class SerialSchedule(Schedule):
         running = set(commands)
         while running:
             for event in self._wait():
-                if isinstance(event, Died):
+                if isinstance(event, WorkerDied):
                     raise RuntimeError(f"generation instance {event.instance} died")
                 assert isinstance(event, Advanced), event
                 learn(self.meter, event)
@@ -67,11 +67,11 @@ class SerialSchedule(Schedule):
         """Make the dataset's targets samples."""
         made = self._begin_samples(stage, self._pulled, batch)
         samples = {sample.id: sample for _, (sample,) in made}
-        self.executor.place(stage, tuple(samples), [prompt for _, prompt in self._pulled])
+        self.executor.load_targets(stage, tuple(samples), [prompt for _, prompt in self._pulled])
         waiting = set(samples)
         while waiting:
             for event in self._wait():
-                assert isinstance(event, Placed), event
+                assert isinstance(event, TargetsLoaded), event
                 for finished in event.finished:
                     record_finished(stage, samples[finished.id], finished)
                     waiting.remove(finished.id)

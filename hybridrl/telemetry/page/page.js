@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 
-// What a slice is, by its name: the first pattern that fits gives the colour.
+// What a slice is, by its name: the first pattern that fits gives the color.
 const STAGES = [/^generate/, /reward|score|cost/, /log_probs|values|top/, /update/, /switch|^to_/, /eval/, /save|export|fetch/];
 const stageColor = (name) => {
   const found = STAGES.findIndex((stage) => stage.test(name));

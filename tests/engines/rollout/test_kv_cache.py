@@ -13,7 +13,7 @@ def test_no_leak(num_blocks: int, actions: list[tuple[str, int]]) -> None:
     allocator, held = BlockAllocator(num_blocks), []
     for action, number in actions:
         if action == "t" and number <= allocator.num_free:
-            held += allocator.take(number)
+            held += allocator.allocate(number)
         elif held:
             block = held[number % len(held)]
             if action == "s":
@@ -26,13 +26,13 @@ def test_no_leak(num_blocks: int, actions: list[tuple[str, int]]) -> None:
         for block in range(1, num_blocks + 1):
             assert allocator.count(block) == held.count(block)
     allocator.release(held)
-    assert sorted(allocator.take(num_blocks)) == list(range(1, num_blocks + 1))
+    assert sorted(allocator.allocate(num_blocks)) == list(range(1, num_blocks + 1))
 
 
 def test_misuse_is_caught() -> None:
     allocator = BlockAllocator(2)
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 free"):
-        allocator.take(3)
+        allocator.allocate(3)
     with pytest.raises(AssertionError, match="is free"):
         allocator.release([1])
     with pytest.raises(AssertionError, match="is free"):

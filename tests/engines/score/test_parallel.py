@@ -133,7 +133,7 @@ def old_policy(path: str, pp: int, tp: int) -> Any:
     layout = instance_layout(model.config, pp, tp)
     whole = model.state_dict()
     for name, own in rollout.parameters().items():
-        (box,) = layout.local(name, parallel.place)
+        (box,) = layout.local(name, parallel.instance_rank)
         part = whole[name][box.slices()]
         own.zero_()[tuple(map(slice, part.shape))].copy_(part)
     engine = ScoreEngine(

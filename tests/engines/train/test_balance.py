@@ -54,21 +54,26 @@ def test_fewer_sequences_than_parts_and_long_ones():
 
 @settings(max_examples=60)
 @given(lengths_of, st.integers(1, 9), st.integers(1, 400), st.integers(2, 3))
-def test_atoms_stay_whole(lengths, num_parts, max_tokens, atom):
-    lengths = lengths[: len(lengths) // atom * atom]
-    atoms = [sum(lengths[i : i + atom]) for i in range(0, len(lengths), atom)]
-    balanced = balance(lengths, num_parts, atom)
-    bounded = micro_batches(lengths, max_tokens, atom)
+def test_atoms_stay_whole(lengths, num_parts, max_tokens, samples_per_row):
+    lengths = lengths[: len(lengths) // samples_per_row * samples_per_row]
+    rows = [sum(lengths[i : i + samples_per_row]) for i in range(0, len(lengths), samples_per_row)]
+    balanced = balance(lengths, num_parts, samples_per_row)
+    bounded = micro_batches(lengths, max_tokens, samples_per_row)
     for parts in (balanced, bounded):
         assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
         assert all(part == sorted(part) for part in parts)
         assert all(
-            i // atom * atom + j in part for part in parts for i in part for j in range(atom)
+            i // samples_per_row * samples_per_row + j in part
+            for part in parts
+            for i in part
+            for j in range(samples_per_row)
         )
     assert [sum(lengths[i] for i in part) for part in balanced] == [
-        sum(atoms[i] for i in part) for part in balance(atoms, num_parts)
+        sum(rows[i] for i in part) for part in balance(rows, num_parts)
     ]
-    assert all(len(p) == atom or sum(lengths[i] for i in p) <= max_tokens for p in bounded)
+    assert all(
+        len(p) == samples_per_row or sum(lengths[i] for i in p) <= max_tokens for p in bounded
+    )
 
 
 def test_bounds_are_checked():
@@ -78,4 +83,4 @@ def test_bounds_are_checked():
         micro_batches([1], 0)
     for split in (balance, micro_batches):
         with pytest.raises(ValueError, match="3 sequences: wanted a multiple of 2"):
-            split([1, 1, 1], 10, atom=2)
+            split([1, 1, 1], 10, samples_per_row=2)

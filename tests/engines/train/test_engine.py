@@ -20,7 +20,7 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 class SurrogateLoss:
     """A smooth policy loss with an entropy bonus, so that all gradients are used."""
 
-    normalise: str = "token"
+    normalize: str = "token"
     fields = ("advantages", "old_log_probs")
     needs_entropy = True
 
@@ -61,7 +61,7 @@ def oracle(path, sequences, padded_log_probs, loss, temperature=TEMPERATURE, con
     for row, s in enumerate(sequences):
         ids[row, : len(s.ids)] = s.ids  # causal: what stands after a sequence changes nothing
     logits = model(ids).logits / temperature
-    weights = oracle_weights(sequences, loss.normalise, constant)
+    weights = oracle_weights(sequences, loss.normalize, constant)
     total = torch.zeros(())
     for row, s in enumerate(sequences):
         log_p = logits[row, len(s.ids) - s.response_tokens - 1 : len(s.ids) - 1].log_softmax(-1)
@@ -76,14 +76,14 @@ def oracle(path, sequences, padded_log_probs, loss, temperature=TEMPERATURE, con
     return total.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def oracle_weights(sequences, normalise, constant):
+def oracle_weights(sequences, normalize, constant):
     masks = [
         s.mask.float() if s.mask is not None else torch.ones(s.response_tokens) for s in sequences
     ]
     tokens = sum(mask.sum() for mask in masks)
-    if normalise == "token":
+    if normalize == "token":
         return [mask / tokens for mask in masks]
-    if normalise == "sequence":
+    if normalize == "sequence":
         return [mask / mask.sum() / len(masks) for mask in masks]
     return [mask / (len(masks) * constant) for mask in masks]
 
@@ -126,10 +126,10 @@ def test_gradients_equal_padded_single_process(
     assert_equals_oracle(results, oracle(model_dir, sequences, padded_log_probs, loss))
 
 
-@pytest.mark.parametrize("normalise", ["sequence", "constant"])
-def test_other_normalisations(ranks, model_dir, sequences, padded_log_probs, normalise):
+@pytest.mark.parametrize("normalize", ["sequence", "constant"])
+def test_other_normalizations(ranks, model_dir, sequences, padded_log_probs, normalize):
     shares = [sequences[:3], sequences[3:]]
-    loss = SurrogateLoss(normalise)
+    loss = SurrogateLoss(normalize)
     results = ranks(2, one_update, model_dir, shares, loss, {"max_tokens": 20}, 11)
     assert_equals_oracle(results, oracle(model_dir, sequences, padded_log_probs, loss, constant=11))
 

@@ -38,7 +38,7 @@ WINDOWS = {
 class Surrogate:
     """A smooth policy loss with an entropy bonus, so that all gradients are used."""
 
-    normalise = "token"
+    normalize = "token"
     fields = ("advantages", "old_log_probs")
     needs_entropy = True
 

@@ -31,7 +31,7 @@ LORA = LoraConfig(rank=3, alpha=6)  # a rank that no number of ranks divides
 class Surrogate:
     """A smooth policy loss with an entropy bonus; of a critic, a squared error."""
 
-    normalise = "token"
+    normalize = "token"
     fields = ("advantages", "old_log_probs")
     needs_entropy = True
 

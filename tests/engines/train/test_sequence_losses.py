@@ -23,7 +23,7 @@ SPLITS = {
 }
 GSPO = GSPOLoss(clip_low=0.3, clip_high=0.4)
 DPO = DPOLoss(beta=0.4, label_smoothing=0.1)
-BRADLEY_TERRY = BradleyTerryLoss(margin=True, centre=0.05)
+BRADLEY_TERRY = BradleyTerryLoss(margin=True, center=0.05)
 
 
 @pytest.fixture
@@ -155,7 +155,9 @@ def test_a_reward_model_is_read_at_the_last_token(ranks, tiny, tmp_path, pairs, 
 
 
 def half_a_pair(path, sequences):
-    with pytest.raises(ValueError, match="update: 3 sequences, wanted a multiple of atom=2"):
+    with pytest.raises(
+        ValueError, match="update: 3 sequences, wanted a multiple of samples_per_row=2"
+    ):
         step(path, [sequences[:3]], DPO, {}, False)
     return True
 

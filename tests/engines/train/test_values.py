@@ -31,7 +31,7 @@ LAYOUTS = {
 class SquaredError:
     """Half the square of value less return."""
 
-    normalise = "token"
+    normalize = "token"
     fields = ("returns",)
     needs_entropy = False
 
@@ -181,7 +181,7 @@ def take(actor_path, sequences, layout, other_layout):
 class Likelihood:
     """So that the weights are no longer those of the file."""
 
-    normalise, fields, needs_entropy = "token", (), False
+    normalize, fields, needs_entropy = "token", (), False
 
     def __call__(self, log_probs, entropy, fields):
         return -log_probs, {}

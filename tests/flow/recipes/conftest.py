@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from hybridrl.algorithms.normalise import token_weights
+from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import Attention
-from hybridrl.controller.prepare import build_recipe
+from hybridrl.controller.preflight import build_recipe
 from hybridrl.engines.train.interface import TrainSequence, ended, reads_end
 from hybridrl.engines.train.packed import pack, scored_fields
 from hybridrl.flow import Graph
@@ -183,7 +183,7 @@ class Trained:
         entropy, fields["sequence"] = fields.pop("entropy", None), row.sequence
         values, _ = loss(torch.cat([now[i] for i in row.order]), entropy, fields)
         totals = sum(row.counts), len(row.counts), self.bench.max_tokens
-        return (token_weights(row.counts, loss.normalise, *totals).double() * values).sum()
+        return (token_weights(row.counts, loss.normalize, *totals).double() * values).sum()
 
 
 def close(got: Tensor, wanted: Tensor) -> None:

@@ -122,7 +122,7 @@ def test_grpo_as_its_paper_has_it(bench: Bench) -> None:
         return surrogate(r, 0.2, 0.2) + 0.04 * (log_ratio.exp() - log_ratio - 1)
 
     loss = response_mean([terms(r) for r in responses])
-    bench.run("grpo", kl_coef=0.04, normalise="sequence").agrees(responses, loss)
+    bench.run("grpo", kl_coef=0.04, normalize="sequence").agrees(responses, loss)
 
 
 def test_grpo_with_its_other_settings(bench: Bench) -> None:
@@ -136,7 +136,7 @@ def test_grpo_with_its_other_settings(bench: Bench) -> None:
             bounded = bounded.clamp(max=-3 * r.advantage)
         return bounded - 0.01 * r.entropy
 
-    keys = {"std_normalise": False, "skip_equal_groups": False, "normalise": "constant"}
+    keys = {"std_normalize": False, "skip_equal_groups": False, "normalize": "constant"}
     keys |= {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "entropy_coef": 0.01}
     loss = response_sum([terms(r) for r in responses])
     bench.run("grpo", **keys).agrees(responses, loss)
@@ -154,7 +154,7 @@ def test_grpo_with_the_baseline_of_least_variance(bench: Bench) -> None:
 
     responses = set_advantages(varied(bench.groups(8)), least)
     loss = token_mean([surrogate(r, 0.2, 0.2, old=r.old_log_probs) for r in responses])
-    keys = {"std_normalise": False, "old_log_probs": "trainer"}
+    keys = {"std_normalize": False, "old_log_probs": "trainer"}
     bench.run("grpo", baseline="minimum_variance", **keys).agrees(responses, loss)
 
 
@@ -368,8 +368,8 @@ def test_ttrl(bench: Bench, reshaping: bool) -> None:
 
 def token_rewards(r: Response, last: float, kl_coef: float) -> Tensor:
     """InstructGPT (arXiv 2203.02155, equation 2): at the end; less beta log(p / q)."""
-    at_end = torch.arange(1, r.length + 1) == r.length
-    return at_end * last - kl_coef * (r.log_probs - r.reference_log_probs)
+    needs_last_token_only = torch.arange(1, r.length + 1) == r.length
+    return needs_last_token_only * last - kl_coef * (r.log_probs - r.reference_log_probs)
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
@@ -424,7 +424,7 @@ def test_ppo_follows_a_target_of_its_kl(bench: Bench) -> None:
 
 @pytest.mark.parametrize("group_baseline", [False, True])
 def test_reinforce_pp(bench: Bench, group_baseline: bool) -> None:
-    """The reward less beta times the KL of this token and all after it, normalised over the batch;
+    """The reward less beta times the KL of this token and all after it, normalized over the batch;
     the variant with baseline takes the mean of the prompt's rewards off first.
     """
     groups = bench.groups(4)
@@ -454,23 +454,23 @@ def test_safe_rlhf(bench: Bench) -> None:
 # -- Without rewards -------------------------------------------------------------------------------
 
 MEANS = pytest.mark.parametrize(
-    ("normalise", "mean"), [("token", token_mean), ("sequence", response_mean)]
+    ("normalize", "mean"), [("token", token_mean), ("sequence", response_mean)]
 )
 
 
 @MEANS
-def test_distill(bench: Bench, normalise: str, mean: Callable[..., Tensor]) -> None:
+def test_distill(bench: Bench, normalize: str, mean: Callable[..., Tensor]) -> None:
     """Half of log(p / q) squared: its gradient is log(p / q) grad log p, that of the reverse KL."""
     responses = flat(bench.groups(4))
     loss = mean([(r.new_log_probs - r.teacher_log_probs).square() / 2 for r in responses])
-    bench.run("distill", normalise=normalise).agrees(responses, loss)
+    bench.run("distill", normalize=normalize).agrees(responses, loss)
 
 
 @MEANS
-def test_sft(bench: Bench, normalise: str, mean: Callable[..., Tensor]) -> None:
+def test_sft(bench: Bench, normalize: str, mean: Callable[..., Tensor]) -> None:
     """Maximum likelihood."""
     responses = flat(bench.groups(1))
-    bench.run("sft", normalise=normalise).agrees(
+    bench.run("sft", normalize=normalize).agrees(
         responses, mean([-r.new_log_probs for r in responses])
     )
 
@@ -506,10 +506,10 @@ def test_dpo_as_ipo(bench: Bench) -> None:
     bench.run("dpo", variant="ipo", beta=0.2).agrees(flat(both), loss)
 
 
-@pytest.mark.parametrize("centre", [0.0, 0.01])
-def test_rm(bench: Bench, centre: float) -> None:
-    """InstructGPT (arXiv 2203.02155), equation 1; centred: arXiv 2312.09244, equation 2."""
+@pytest.mark.parametrize("center", [0.0, 0.01])
+def test_rm(bench: Bench, center: float) -> None:
+    """InstructGPT (arXiv 2203.02155), equation 1; centered: arXiv 2312.09244, equation 2."""
     both = pairs(bench)
     rewards = torch.stack([torch.cat([r.new_reward for r in pair]) for pair in both])
-    loss = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + centre * rewards.sum(1).square()
-    bench.run("rm", centre=centre).agrees(flat(both), loss.mean(), "reward")
+    loss = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + center * rewards.sum(1).square()
+    bench.run("rm", center=center).agrees(flat(both), loss.mean(), "reward")

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from hybridrl.engines.rollout.admission import Limits, check_positions, check_requests
+from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.interface import Output, Request, Stats
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, groups_of, set_environment
-from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, Memory, uniform_cache
-from hybridrl.layout.execute import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi, uniform_cache
 from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the rows of a vocabulary, of all tp ranks together, to a multiple of this."""
@@ -143,9 +143,9 @@ class VLLMEngine:
             )
         self._weights = VLLMWeights(model, shapes, dtype)
         on_gpu = device.type == "cuda"
-        self._memory: Memory = DeviceMemory(worker) if on_gpu else HostMemory(runner.kv_caches)
+        self._memory: MemoryApi = DeviceMemory(worker) if on_gpu else HostMemory(runner.kv_caches)
         self._switch: tuple[Plan, WeightSwitch | LayerwiseSwitch] | None = None
-        self._limits = Limits(
+        self._limits = AdmissionLimits(
             vocab_size=model_config.vocab_size,
             max_sequence=max_sequence,
             block_size=block_size,
@@ -297,7 +297,7 @@ class VLLMEngine:
         done = self._engine.reset_prefix_cache()
         assert done, "vLLM keeps cached prompts"
 
-    # Memory
+    # MemoryApi
 
     def release_cache(self) -> None:
         """Free the KV cache, keep the weights. Waiting requests stay; nothing may run.

@@ -51,7 +51,7 @@ def uniform_cache(block_size: int) -> Iterator[None]:
         kv_cache_utils.may_override_num_blocks = num_blocks_of
 
 
-class Memory(Protocol):
+class MemoryApi(Protocol):
     """Weights and KV cache of one rank, freed and made again at the same addresses."""
 
     def sleep(self) -> None:

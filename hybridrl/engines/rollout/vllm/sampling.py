@@ -133,7 +133,7 @@ class StreamSampler(LogitsProcessor):
         if group.rank_in_group == 0:
             requests = [row.draws.request for row in rows]
             slots = np.array([row.slot for row in rows], np.int64)
-            uniforms = torch.from_numpy(self._uniforms.take(requests, slots, positions))
+            uniforms = torch.from_numpy(self._uniforms.draw(requests, slots, positions))
             if self._batch is None:
                 self._batch = SamplingBatch.of(
                     [request.sampling for request in requests], logits.shape[-1], self._device

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from hybridrl.layout.execute import Tensors
+from hybridrl.layout.weight_switch import Tensors
 
 
 @dataclass(frozen=True, slots=True)

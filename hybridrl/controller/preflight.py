@@ -1,0 +1,245 @@
+"""Everything that is checked and made before a run starts a process."""
+
+import sys
+import traceback
+import typing
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config import (
+    WARM_START,
+    Config,
+    ConfigError,
+    Engine,
+    ModelConfig,
+    RolloutConfig,
+    ScheduleKind,
+)
+from hybridrl.config.bounds import check_bounds, check_finite
+from hybridrl.config.compose import explain
+from hybridrl.config.dotted import load_function
+from hybridrl.config.errors import names
+from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.placement import check_placement
+from hybridrl.controller.preflight_models import check_role_models, judges_of, resolve_model_path
+from hybridrl.data import Data, load_data
+from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_takes
+from hybridrl.flow import Graph, Recipe
+from hybridrl.flow.graph import Kind
+from hybridrl.flow.schedules.partial import check_partial
+from hybridrl.runtime.ray_cluster import check_ranks
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """What a run needs before its ranks start."""
+
+    model_path: str
+    data: Data
+    graph: Graph
+    warm_start: Graph | None
+
+
+def prepare(config: Config) -> PreparedRun:
+    """Check the config against the world, make the tiny model; raises `ConfigError`."""
+    from transformers.utils import logging as transformers_logging
+
+    from hybridrl.rewards import validate_reward
+
+    transformers_logging.disable_progress_bar()
+
+    run_dir = Path(config.run.dir)
+    graph = with_parts(build_recipe(config.recipe), config)
+    warm_start = None
+    if config.warm_start_steps:
+        warm_start = _once(build_recipe({"target": WARM_START}))
+    check_ranks(config.cluster)
+    check_placement(config, graph)
+    _check_on_policy(config, graph)
+    if config.rollout.engine is Engine.vllm:
+        check_vllm_installed()
+    for role in judges_of(config, graph):
+        validate_reward(config.judge_of(role), config.data.sources, role)
+    _writable(run_dir)
+    model_path = _model_path(config, run_dir)
+    data = _load(config, model_path, graph)
+    if config.schedule is ScheduleKind.partial:
+        _check_partial(config, graph)
+    return PreparedRun(model_path, data, graph, warm_start)
+
+
+def _check_on_policy(config: Config, graph: Graph) -> None:
+    """A loss without a ratio is right for one optimizer step on the samples of an update."""
+    for stage in graph.stages.values():
+        if stage.kind is not Kind.UPDATE or not getattr(stage.options["loss"], "on_policy", False):
+            continue
+        for key in ("epochs", "mini_batches"):
+            number = stage.options[key] or getattr(config.trainer, key)
+            if number > 1:
+                allowed = f"1: the loss of stage {stage.name!r} has no ratio to an old policy"
+                raise ConfigError(f"trainer.{key}", number, allowed)
+
+
+def _check_partial(config: Config, graph: Graph) -> None:
+    try:
+        check_partial(graph)
+    except ValueError as error:
+        raise ConfigError("schedule", config.schedule.value, str(error)) from None
+
+
+def _once(graph: Graph) -> Graph:
+    """One pass over the batch as one mini-batch, whatever the trainer's settings for the recipe."""
+    for name, stage in graph.stages.items():
+        if stage.kind is Kind.UPDATE:
+            options = {**stage.options, "epochs": 1, "mini_batches": 1}
+            graph.stages[name] = replace(stage, options=options)
+    return graph
+
+
+def build_recipe(settings: dict[str, Any]) -> Graph:
+    """The graph of the recipe at `recipe.target` under its other settings."""
+    settings = dict(settings)
+    target = settings.pop("target", None)
+    if not target:
+        raise ConfigError("recipe.target", target, "module:function, or /path/file.py:function")
+    recipe = _load_recipe(str(target))
+    config_type = typing.get_type_hints(recipe.function).get("cfg")
+    cfg: Any = SimpleNamespace(**settings)
+    if isinstance(config_type, type) and is_dataclass(config_type):
+        cfg = _typed(config_type, settings)
+    try:
+        return recipe.build(cfg)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        allowed = f"settings that make a dataflow: {error}"
+        raise ConfigError("recipe", recipe.name, allowed) from None
+    except Exception as error:  # whatever the user's recipe does
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__}: {error}, {frame.filename} line {frame.lineno}"
+        raise ConfigError("recipe.target", target, f"a recipe that builds ({problem})") from error
+
+
+def _typed(config_type: type, settings: dict[str, Any]) -> Any:
+    """The recipe's own dataclass, filled from `recipe.*`."""
+    known = [field.name for field in fields(config_type)]
+    for key in settings.keys() - set(known):
+        raise ConfigError(f"recipe.{key}", settings[key], f"a known key: {names(key, known)}")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config_type), settings)
+        values: Any = OmegaConf.to_container(merged)
+        check_finite(values, "recipe")
+        check_bounds(config_type, values, "recipe")
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        found = explain(error, [f"{key}={value}" for key, value in settings.items()])
+        raise ConfigError(f"recipe.{found.key}", found.value, found.allowed) from None
+
+
+def _load_recipe(target: str) -> Recipe:
+    recipe = load_function("recipe.target", target)
+    if not isinstance(recipe, Recipe):
+        raise ConfigError("recipe.target", target, "a function marked @recipe(...)")
+    if target.rpartition(":")[0].endswith(".py"):  # its functions travel to the ranks by value
+        from ray import cloudpickle
+
+        cloudpickle.register_pickle_by_value(sys.modules[recipe.function.__module__])
+    return recipe
+
+
+def _writable(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".probe"
+        probe.write_bytes(b"\0" * 65536)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError("run.dir", run_dir, f"a writable directory ({error.strerror})") from None
+
+
+def _model_path(config: Config, run_dir: Path) -> str:
+    path = config.model.path
+    if path is None:
+        from hybridrl.models.tiny import make_tiny_model
+
+        made = run_dir / "start"
+        make_tiny_model(made, config.model.tiny, config.run.seed)
+        return str(made)
+    return resolve_model_path(path, "model.path")
+
+
+def _load(config: Config, model_path: str, graph: Graph) -> Data:
+    from transformers import AutoTokenizer
+
+    from hybridrl.models.adapters import check_lora
+    from hybridrl.models.load import check_supported, load_config
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.workers.actor import stop_strings
+
+    model = load_config(model_path)
+    try:
+        check_supported(model)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path, local_files_only=Path(model_path).exists()
+        )
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        allowed = f"a model with its tokenizer that can be trained ({reason})"
+        raise ConfigError("model.path", model_path, allowed) from None
+    check_train_layout(model, config.trainer.layout)
+    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+    check_lora(model, config.actor.lora, "actor.lora")
+    if config.rollout.engine is Engine.vllm:
+        _check_vllm_model(config.model, model)
+        _check_vllm_layout(config)
+    stop_strings(tokenizer, config.rollout.stop)
+    data = load_data(
+        config.data,
+        tokenizer,
+        max_context=model.max_position_embeddings,
+        max_new_tokens=config.rollout.max_new_tokens,
+        columns=graph.columns,
+    )
+    _check_kv_cache(config.rollout, data)
+    check_role_models(config, graph, model_path, tokenizer)
+    return data
+
+
+def _check_vllm_layout(config: Config) -> None:
+    from hybridrl.layout.grouping import TrainAxes
+    from hybridrl.layout.switching import check_ascending
+
+    train, gen = config.trainer.layout, config.rollout.layout
+    axes = TrainAxes(train.pp, train.replicas, train.fsdp, train.tp)
+    check_ascending(axes, gen.pp, gen.tp, gen.grouping)
+
+
+def _check_vllm_model(config: ModelConfig, model: Any) -> None:
+    """Raise for a model of the Hugging Face config `model` that the installed vLLM cannot run."""
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    if config.path is None:
+        check_vllm_takes(width, "model.tiny.head_dim", config.tiny.head_dim)
+    else:
+        check_vllm_takes(width, "model.path", config.path)
+    if model.model_type.startswith("qwen") and len(set(model.layer_types)) > 1:
+        allowed = (
+            "a Qwen model whose layers are alike: vLLM knows no sliding window in some of them"
+        )
+        raise ConfigError("model.path", config.path, allowed)
+
+
+def _check_kv_cache(rollout: RolloutConfig, data: Data) -> None:
+    """Raise for a KV cache that cannot hold one sample of the longest prompt."""
+    if not rollout.kv_cache_tokens:
+        return
+    longest = max(len(item.prompt_ids) for item in (*data.train, *data.eval))
+    # vLLM wants room for the last token, too.
+    needed = longest + rollout.max_new_tokens - (rollout.engine is Engine.native)
+    if rollout.kv_cache_tokens < needed:
+        allowed = f"0, or at least {needed}: a prompt of {longest} tokens and its response"
+        raise ConfigError("rollout.kv_cache_tokens", rollout.kv_cache_tokens, allowed)

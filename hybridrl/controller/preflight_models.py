@@ -1,0 +1,134 @@
+"""What is checked of the models of a recipe's roles before a run starts a process.
+
+Each check raises `ConfigError`, which names the key to change, and settles a path that is a
+directory to an absolute one.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
+from hybridrl.flow import Graph
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: Any) -> None:
+    """Raise for a model of a role in `graph` that cannot be made, laid out, or read samples.
+
+    `tokenizer` is that of the actor, whose model is at `actor_path`.
+    """
+    _check_known(graph)
+    _check_copies(config, graph)
+    for role in judges_of(config, graph):
+        judge = config.judge_of(role)
+        if judge.kind is RewardKind.model:
+            _check_no_text(graph, role)
+            from hybridrl.rewards.model import check_reward_model
+
+            judge.model = check_reward_model(config, actor_path, tokenizer, role)
+    for role in VALUE_MODELS:
+        if role in graph.learned:
+            _check_value_model(config, role, actor_path, tokenizer)
+    if "teacher" in graph.roles and config.teacher.path is not None:
+        config.teacher.path = resolve_model_path(config.teacher.path, "teacher.path")
+        _check_teacher(config, config.teacher.path, actor_path, tokenizer)
+
+
+def judges_of(config: Config, graph: Graph) -> list[str]:
+    """What judges in a run of `graph`: its own, and the reward, which evaluation has."""
+    return list(dict.fromkeys([*config.judges_of("reward"), *graph.judges]))
+
+
+def _check_known(graph: Graph) -> None:
+    for name in graph.learned:
+        if name != "actor" and name not in VALUE_MODELS:
+            allowed = f"one that is trained: actor, {', '.join(VALUE_MODELS)}"
+            raise ConfigError("recipe", f"role {name}", allowed)
+
+
+def _check_copies(config: Config, graph: Graph) -> None:
+    for copy in graph.copies.values():
+        if copy.of != "actor":
+            raise ConfigError("recipe", f"copy {copy.name} of {copy.of}", "a copy of the actor")
+        rank = config.actor.lora.rank
+        if rank and copy.update != "frozen":  # a product of averages is no average of products
+            allowed = f"0: the recipe keeps a moving average ({copy.name}), which adapters have not"
+            raise ConfigError("actor.lora.rank", rank, allowed)
+
+
+def resolve_model_path(path: str, key: str) -> str:
+    """A model's directory, absolute and with whole weights in it, or its hub name."""
+    if Path(path).is_dir():
+        _check_weights(Path(path), key)
+        return str(Path(path).resolve())
+    if not _HUB_NAME.fullmatch(path) or path.startswith("."):
+        raise ConfigError(key, path, "a directory that exists, or a hub name")
+    return path
+
+
+def _check_weights(path: Path, key: str) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    if not (path / "config.json").is_file():
+        raise ConfigError(key, path, "a Hugging Face directory (no config.json in it)")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(key, path, "weights in safetensors (none in it)")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(key, path, f"whole files ({file.name}: {error})") from error
+
+
+def _check_no_text(graph: Graph, role: str) -> None:
+    for stage in graph.stages.values():
+        if stage.role == role and stage.method == "score" and len(stage.scalars) > 2:
+            allowed = f"a verifier: the recipe reads the text that is judged ({stage.scalars[2]})"
+            raise ConfigError(f"{role}.kind", RewardKind.model.value, allowed)
+
+
+def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: Any) -> None:
+    from hybridrl.models.adapters import check_lora
+    from hybridrl.models.load import load_value_config
+    from hybridrl.models.parallel import check_family, check_train_layout
+    from hybridrl.rewards.model import check_reads_samples
+
+    settings, name = config.value_model_of(role), VALUE_MODELS[role]
+    key = f"{name}.path"
+    if settings.path is not None:
+        settings.path = resolve_model_path(settings.path, key)
+    path = settings.path or actor_path
+    model = load_value_config(path, key)
+    _check_supported(model, path, key)
+    check_family(model, key)
+    check_train_layout(model, settings.layout, f"{name}.layout")
+    check_lora(model, settings.lora, f"{name}.lora")
+    if settings.path is not None:
+        check_reads_samples(config, path, model, actor_path, tokenizer, key)
+
+
+def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -> None:
+    from hybridrl.models.load import is_classifier, load_config
+    from hybridrl.models.parallel import check_gen_layout
+    from hybridrl.rewards.model import check_reads_samples
+
+    key = "teacher.path"
+    model = load_config(path, key)
+    _check_supported(model, path, key)
+    if is_classifier(model):
+        raise ConfigError(key, path, "a language model (it is a sequence classifier)")
+    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp, key)
+    check_reads_samples(config, path, model, actor_path, tokenizer, key)
+
+
+def _check_supported(model: Any, path: str, key: str) -> None:
+    from hybridrl.models.load import check_supported
+
+    try:
+        check_supported(model)
+    except ValueError as error:
+        raise ConfigError(key, path, f"a decoder that is supported ({error})") from None

@@ -1,0 +1,367 @@
+"""The executor of real runs: worker groups and wall time behind the schedules' seam."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.config import Config
+from hybridrl.controller.async_calls import Rounds, Work, single
+from hybridrl.controller.load_balance import assign_ranks, deal
+from hybridrl.controller.placement import pool_of, scope_of
+from hybridrl.controller.worker_group import Pool, WorkerGroup
+from hybridrl.flow.clock import Clock, WallClock
+from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope, UpdateDone
+from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.system import signals
+from hybridrl.workers.base_worker import Published
+from hybridrl.workers.training import UpdateShare
+
+
+class Abandoned(Exception):
+    """A step was given up before it has changed anything, since the run was asked to end."""
+
+
+class RayExecutor:
+    """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
+
+    `on_switch` hears of every weight switch: one accounting per rank. An instance of several ranks
+    gets every call on all of them; their answers become one event. A rank that dies ends the run
+    (`WorkerError`), since its training shard is gone, so there is never a `WorkerDied`. While
+    `may_abandon`, which an update ends, a signal that asks the run to end raises `Abandoned`.
+
+    Samples live in the actor's pool. What another pool reads is copied there for the length of the
+    call, and what it makes is copied home before the call's event: so `map`, forward passes and the
+    actor's update find everything where the sample is.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: Config,
+        on_switch: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        self.group, self.config, self.on_switch = group, config, on_switch
+        self.clock: Clock = WallClock()
+        self.version = -1
+        self.may_abandon = False
+        self._instance_of = {
+            rank: number for number, ranks in enumerate(group.instances) for rank in ranks
+        }
+        self._rounds = Rounds(group)
+        # Where a sample's tensors can be had without its rank: references by field.
+        self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
+        # What each role outside of the actor's pool has made, which its update may look at.
+        self._made_by: dict[str, set[str]] = defaultdict(set)
+
+    @property
+    def instances(self) -> Sequence[int]:
+        """All generation instances."""
+        return range(len(self.group.instances))
+
+    def instance_of(self, rank: int) -> int:
+        """The instance that a rank belongs to."""
+        return self._instance_of[rank]
+
+    def scope(self, stage: Stage) -> Scope:
+        """Who takes part in a per-sample stage; see `scope_of`."""
+        return scope_of(stage, self.config)
+
+    def pool(self, stage: Stage) -> str:
+        """The pool of ranks that a stage's role is on."""
+        return pool_of(stage, self.config)
+
+    def _pool(self, stage: Stage) -> Pool:
+        return self.group.pools[pool_of(stage, self.config)]
+
+    def has_passes(self, graph: Graph) -> bool:
+        """Whether samples of `graph` may move, since spare instances run forward passes."""
+        stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
+        passes = any(self.scope(stage) is Scope.INSTANCE for stage in stages)
+        return passes and len(self.instances) > 1
+
+    def lends(self, graph: Graph) -> bool:
+        """Whether samples of `graph` are read in a pool where they do not live."""
+        stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
+        return any(self.scope(stage) is Scope.POOL for stage in stages)
+
+    def enter(self, phase: Phase) -> None:
+        """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
+        answers = self.group.enter(phase, self._check_asked)
+        self.version = answers[0]["version"]
+        reports = [answer["switch"] for answer in answers]
+        if any(reports):
+            self.on_switch(reports)
+
+    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
+        """Start a bounded generation call on an instance."""
+        self._rounds.begin(self._advance(instance, commands, num_decode_steps))
+
+    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> Work:
+        """One event for an instance: every rank's finished samples, every place's parked state."""
+        published: list[Published] = yield self.group.call_advance(instance, commands, num_steps)
+        answers: list[Advanced] = [answer.event for answer in published]
+        for answer in published:
+            self._known(answer, [f.id for f in answer.event.finished], ("tokens", "log_probs"))
+        finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
+        parked = [
+            replace(same[0], state={place: state for p in same for place, state in p.state.items()})
+            for same in zip(*(a.parked for a in answers), strict=True)
+        ]
+        slowest = max((a.work for a in answers), key=lambda work: work.seconds)
+        told = replace(answers[0], finished=tuple(finished), parked=tuple(parked), work=slowest)
+        return [told]
+
+    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+        """Deal the dataset's targets to the ranks."""
+        ranks = self.group.home.ranks
+        for rank in ranks:
+            mine = slice(rank, None, len(ranks))
+            if ids[mine]:
+                call = self.group.call_load_targets(
+                    rank, stage, tuple(ids[mine]), tuple(prompts[mine])
+                )
+                self._rounds.begin(single(call, rank))
+
+    def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Start a stage where the samples lie; if it needs the world, on the other ranks too.
+
+        In another pool, on copies.
+        """
+        scope = self.scope(stage)
+        if scope is Scope.POOL:
+            self._rounds.begin(self._lend(stage, samples))
+            return
+        by_rank = _by_rank(samples)
+        for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(by_rank):
+            mine = by_rank.get(rank, [])
+            ids = tuple(sample.id for sample in mine)
+            if scope is Scope.WORLD:
+                call = self.group.call_compute(rank, stage, ids)
+            else:
+                fields = tuple(
+                    {x: sample.scalars[x] for x in stage.inputs if x in sample.scalars}
+                    for sample in mine
+                )
+                call = self.group.call_local_stage(rank, stage, ids, fields)
+            self._rounds.begin(single(call, rank))
+
+    def _lend(self, stage: Stage, samples: Sequence[Sample]) -> Work:
+        """Copies to the stage's pool, the stage there, and home what it has made."""
+        ranks = self._pool(stage).ranks
+        receivers = [ranks[i] for i in deal(samples, len(ranks))]
+        fields = {name for name in stage.inputs if name in samples[0].tensors}
+        parcels = yield from self._borrow(samples, receivers, fields)
+        ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
+        for sample, rank in zip(samples, receivers, strict=True):
+            ids[rank].append(sample.id)
+        published: list[Published] = yield {
+            self.group.call_compute(rank, stage, ids[rank], _once(parcels[rank])): rank
+            for rank in ranks
+        }
+        told = _as_one([answer.event for answer in published])
+        for answer in published:
+            self._known(answer, answer.event.ids, told.tensors)
+        if told.tensors:
+            assert stage.role is not None
+            self._made_by[stage.role].update(told.tensors)
+            made = told.tensors[0]
+            calls = {}
+            for rank, mine in _by_rank(samples).items():
+                references = _once(self._published[sample.id][made] for sample in mine)
+                calls[self.group.call_receive(rank, [s.id for s in mine], references)] = rank
+            yield calls
+        return [told]
+
+    def _borrow(
+        self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
+    ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
+        """References of `fields` of samples that stay where they are, by receiver."""
+        parcels, asked = self._found(samples, receivers, lambda sample: fields)
+        lent = yield {
+            self.group.call_lend(rank, moves, sorted(fields)): rank for rank, moves in asked.items()
+        }
+        _add(parcels, lent)
+        return parcels
+
+    def _found(
+        self,
+        samples: Sequence[Sample],
+        receivers: Sequence[int],
+        fields_of: Callable[[Sample], Collection[str]],
+    ) -> tuple[dict[int, list[Any]], dict[int, dict[int, list[SampleId]]]]:
+        """What is published of the samples' fields, by receiver; and whose rank must be asked.
+
+        The latter by the rank and the receiver.
+        """
+        parcels: dict[int, list[Any]] = defaultdict(list)
+        asked: dict[int, dict[int, list[SampleId]]] = {}
+        for sample, receiver in zip(samples, receivers, strict=True):
+            known, wanted = self._published[sample.id], fields_of(sample)
+            if known.keys() >= set(wanted):
+                parcels[receiver] += [known[name] for name in sorted(wanted)]
+            else:
+                asked.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+        return parcels, asked
+
+    def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        """Have samples from elsewhere sent, each to one rank of the instance; then start.
+
+        What their ranks have published is fetched as it is; only for the rest they are asked, and
+        answer when their present call ends.
+        """
+        self._rounds.begin(self._infer(stage, instance, samples))
+
+    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> Work:
+        """One event for an instance: each rank has the results of its own samples."""
+        ranks = self.group.instances[instance]
+        coming = [sample for sample in samples if sample.rank not in ranks]
+        receivers = [ranks[(s.id.prompt + s.id.k) % len(ranks)] for s in coming]
+        parcels, asked = self._found(coming, receivers, lambda sample: sample.tensors)
+        arriving: dict[int, list[SampleId]] = defaultdict(list)
+        for sample, rank in zip(coming, receivers, strict=True):
+            arriving[rank].append(sample.id)
+            sample.rank = rank
+        sent = yield {self.group.call_send(rank, moves): rank for rank, moves in asked.items()}
+        _add(parcels, sent)
+        calls = {}
+        for rank in ranks:
+            mine = [sample.id for sample in samples if sample.rank == rank]
+            once = _once(parcels[rank])
+            calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
+        published: list[Published] = yield calls
+        for answer in published:
+            self._known(answer, answer.event.ids, answer.event.tensors)
+        return [_as_one([answer.event for answer in published])]
+
+    def wait(self) -> list[Event]:
+        """Events of the calls that have ended, at least one; may raise `Abandoned`."""
+        return self._rounds.wait(self._check_asked)
+
+    def _check_asked(self) -> None:
+        if self.may_abandon and signals.asked():
+            raise Abandoned
+
+    def _known(self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]) -> None:
+        if published.reference is not None:
+            for sample in ids:
+                self._published[sample] |= dict.fromkeys(fields, published.reference)
+
+    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
+        self.may_abandon = False
+        self._rounds.begin(self._update(stage, samples))
+
+    def _update(self, stage: Stage, samples: Sequence[Sample]) -> Work:
+        pool = self._pool(stage)
+        samples_per_row = stage.options.get("samples_per_row", 1)
+        if pool is self.group.home:
+            ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move=self.config.strict)
+            parcels = yield from self._move(samples, ranks)
+        else:
+            ranks = [pool.ranks[i] for i in deal(samples, len(pool.ranks), samples_per_row)]
+            common = set.intersection(*(sample.tensors for sample in samples))
+            fields = common & {*stage.inputs, *self._made_by[stage.role or ""]}
+            parcels = yield from self._borrow(samples, ranks, fields)
+        shares = self._shares(stage, samples, ranks, samples_per_row)
+        metrics = yield self.group.call_update(
+            pool,
+            stage,
+            [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks],
+        )
+        return [UpdateDone(stage.name, metrics[0])]
+
+    def _shares(
+        self, stage: Stage, samples: Sequence[Sample], ranks: Sequence[int], samples_per_row: int
+    ) -> dict[int, UpdateShare]:
+        """Every rank's part of an update, without what must come to it."""
+        fields = dict(stage.options["fields"])
+        wanted = {
+            sample.id: {
+                field: float(sample.scalars[field])
+                for field in fields.values()
+                if field in sample.scalars
+            }
+            for sample in samples
+        }
+        versions = {s.id: min((x.version for x in s.spans), default=-1) for s in samples}
+        num = stage.options["mini_batches"] or self.config.trainer.mini_batches
+        rows = -(-len(samples) // samples_per_row)
+        bounds = [rows * i // num * samples_per_row for i in range(num)] + [len(samples)]
+        shares = {}
+        for rank in self._pool(stage).ranks:
+            mini_batches = tuple(
+                tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
+                for a, b in itertools.pairwise(bounds)
+                if a < b
+            )
+            mine = [id for ids in mini_batches for id in ids]
+            scalars = {id: wanted[id] for id in mine}
+            oldest = {id: versions[id] for id in mine}
+            shares[rank] = UpdateShare(mini_batches, scalars, oldest, ())
+        return shares
+
+    def release(self, ids: Sequence[SampleId]) -> None:
+        """Let the ranks forget samples."""
+        for sample in ids:
+            self._published.pop(sample, None)
+        self.group.release(tuple(ids))
+
+    def _move(
+        self, samples: Sequence[Sample], ranks: Sequence[int]
+    ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
+        """Have samples sent to the ranks that train them; references by receiver.
+
+        With all tensors that every one of them has: another update may read others than this one.
+        """
+        size = len(self.group.home.ranks)
+        moves: list[list[list[SampleId]]] = [[[] for _ in range(size)] for _ in range(size)]
+        for sample, rank in zip(samples, ranks, strict=True):
+            if sample.rank != rank:
+                moves[sample.rank][rank].append(sample.id)
+        parcels: dict[int, list[Any]] = defaultdict(list)
+        if any(ids for row in moves for ids in row):
+            common = set.intersection(*(sample.tensors for sample in samples))
+            fields = tuple(sorted(common))
+            for sample, rank in zip(samples, ranks, strict=True):
+                if sample.rank != rank:
+                    sample.rank = rank
+                    sample.tensors &= common
+            sent = yield self.group.call_export([tuple(map(tuple, row)) for row in moves], fields)
+            for row in sent:
+                for rank, parcel in enumerate(row):
+                    parcels[rank] += [] if parcel is None else [parcel]
+        return parcels
+
+
+def _as_one(answers: Sequence[Computed]) -> Computed:
+    """What several ranks have made of their own samples."""
+    some = [a for a in answers if a.ids]
+    names = some[0].scalars if some else {}
+    return replace(
+        (some or answers)[0],
+        ids=tuple(id for a in some for id in a.ids),
+        scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
+        seconds=max(a.seconds for a in answers),
+    )
+
+
+def _by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.rank, []).append(sample)
+    return found
+
+
+def _once(references: Iterable[Any]) -> tuple[Any, ...]:
+    """Each reference once: a parcel has many samples."""
+    return tuple({id(reference): reference for reference in references}.values())
+
+
+def _add(parcels: dict[int, list[Any]], sent: Iterable[Mapping[int, Sequence[Any]]]) -> None:
+    """What ranks have put into the data plane, by receiver."""
+    for by_receiver in sent:
+        for receiver, references in by_receiver.items():
+            parcels[receiver] += references

@@ -1,0 +1,293 @@
+"""`hybridrl doctor`: look at the machines of a run as its ranks see them, and say what will hurt.
+
+Ray comes up as for a run, with a `Probe` in place of each rank; what they find is judged in
+`checks`, which is pure.
+"""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from hybridrl.compat import verl
+from hybridrl.config import ClusterConfig, Config, ConfigError
+from hybridrl.doctor.checks import Facts, Finding, Needs, Severity, diagnose
+from hybridrl.doctor.measure import Link, Probe, gpu_problem, measure_disk
+from hybridrl.runtime.errors import RayStartError
+from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
+from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES
+from hybridrl.system.node_info import NodeInfo, read_node_info
+
+USAGE = """usage: hybridrl doctor [--json] [OVERRIDES]
+
+Says what will hurt a run of these overrides on this machine, on a Ray cluster (cluster.address=...)
+or on the nodes of a Slurm job (cluster=slurm ...): inside of a job it looks at its nodes, elsewhere
+it submits one and waits for it. Exit code 1 where such a run cannot work."""
+_CLOCK_READS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found and what it means."""
+
+    facts: Facts
+    needs: Needs
+    findings: list[Finding]
+
+    @property
+    def works(self) -> bool:
+        """Whether a run can work."""
+        return all(finding.severity is not Severity.ERROR for finding in self.findings)
+
+    def record(self) -> dict[str, Any]:
+        """All of it for a program."""
+        found = [{**asdict(f), "severity": f.severity.name.lower()} for f in self.findings]
+        links = [{**asdict(link), "rate": link.rate} for link in self.facts.links]
+        facts = {**asdict(self.facts), "links": links}
+        return {"works": self.works, "findings": found, "needs": asdict(self.needs), **facts}
+
+
+def examine(config: Config, place: Path) -> Report:
+    """Look at all nodes of a run whose directory would be below `place`; leaves nothing there.
+
+    What keeps the ranks from coming up is a finding, and this machine's facts are judged alone.
+    """
+    needs, cluster = needs_of(config), config.cluster
+    trouble: list[Finding] = []
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=place) as folder:
+        try:
+            check_ranks(cluster)
+            with ray_runtime(cluster, verl.environment(), Path(folder) / "logs") as ray:
+                facts = gather(ray, cluster, Path(folder))
+        except (RayStartError, ConfigError, TimeoutError) as error:
+            what, fix = "the ranks do not come up", "what the line says, and the findings below"
+            why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
+            trouble.append(Finding(Severity.ERROR, what, why, fix))
+            facts = _here_alone(place)
+    return Report(facts, needs, [*trouble, *diagnose(facts, needs)])
+
+
+def needs_of(config: Config) -> Needs:
+    """What the actor of `config` asks of a node: other trained roles come on top.
+
+    A trained parameter takes 16 bytes in all (float32 itself, its gradient, Adam's two moments:
+    ZeRO, section 3.1), 12 of them in a checkpoint.
+    """
+    from transformers.utils import logging
+
+    from hybridrl.models.parallel import model_parameters
+    from hybridrl.models.shape import model_shape
+
+    logging.disable_progress_bar()
+    cluster, train, gen = config.cluster, config.trainer.layout, config.rollout.layout
+    shape = model_shape(config.model)
+    parameters = sum(math.prod(parameter.shape) for parameter in model_parameters(shape))
+    itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
+    return Needs(
+        ranks_per_node=cluster.ranks_per_node,
+        threads_per_rank=cluster.threads_per_rank,
+        wants_gpus=cluster.gpus_per_node > 0,
+        rank_memory=RANK_BYTES,
+        object_store=OBJECT_STORE_BYTES,
+        train_bytes=16 * parameters // (train.pp * train.fsdp * train.tp),
+        gen_bytes=itemsize * parameters // (gen.pp * gen.tp),
+        checkpoint_bytes=12 * parameters,
+        checkpoints=(config.trainer.keep_last if config.trainer.save_every else 0) + 2,
+        gen_tp=gen.tp,
+        train_tp=train.tp,
+        layers=shape.num_hidden_layers,
+    )
+
+
+def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
+    """Ask a probe in the place of every rank; raises TimeoutError where they do not answer."""
+
+    def answers(calls: list[Any], doing: str) -> list[Any]:
+        try:
+            found: list[Any] = ray.get(calls, timeout=cluster.start_timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            limit = f"within cluster.start_timeout_s={cluster.start_timeout_s:g}"
+            raise TimeoutError(f"the ranks did not {doing} {limit}") from None
+        except ray.exceptions.RayError as error:
+            raise TimeoutError(f"the ranks did not {doing}: {_cause(error)}") from error
+        return found
+
+    probes = _probes(ray, cluster)
+    looks: list[tuple[NodeInfo, str, str]] = answers([p.look.remote() for p in probes], "start")
+    node_of = [machine.node for machine, _, _ in looks]
+    first = {node: node_of.index(node) for node in node_of}
+    leaders = [probes[rank] for rank in first.values()]
+    clocks = {node: _clock(ray, probes[rank]) for node, rank in first.items()}
+    seen = folder / "seen"
+    seen.touch()
+    visible = answers([probe.sees.remote(str(seen)) for probe in leaders], "look for a file")
+    disks = answers([probe.disks.remote(str(folder)) for probe in leaders], "write files")
+    links: list[Link] = []
+    if len(probes) > 1:
+        (address,) = answers([probes[0].listen.remote()], "listen")
+        # Where a host's name stands for 127.0.0.1, gloo and NCCL must be told the interface.
+        doing = "meet (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface)"
+        answers([probe.join.remote(*address) for probe in probes], doing)
+        measured = answers([probe.measure.remote() for probe in probes], "exchange messages")
+        links = [*measured[0], *(x for links in measured[1:] for x in links if x.kind == "send")]
+    machines = {machine.node: machine for machine, _, _ in reversed(looks)}
+    here = read_node_info()
+    return Facts(
+        machines=[machines.pop(here.node, here), *machines.values()],
+        gpu_problems={node_of[rank]: problem for rank, (_, problem, _) in enumerate(looks)},
+        disks=[disk for of_node in disks for disk in of_node],
+        hidden=[node for node, there in zip(first, visible, strict=True) if not there],
+        links=links,
+        node_of=node_of,
+        clocks=clocks,
+    )
+
+
+def _probes(ray: Any, cluster: ClusterConfig) -> list[Any]:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    use_gpu = verl.has_gpu()
+    places = [
+        PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        for group in ranks_placement(ray, cluster, use_gpu)
+        for index in range(group.bundle_count)
+    ]
+    probe = ray.remote(num_cpus=1, num_gpus=int(use_gpu))(Probe)
+    return [
+        probe.options(scheduling_strategy=place).remote(rank, len(places))
+        for rank, place in enumerate(places)
+    ]
+
+
+def _clock(ray: Any, probe: Any) -> tuple[float, float]:
+    """A node's clock less this one, and half of the round trip that bounds the error."""
+    reads = []
+    for _ in range(_CLOCK_READS):
+        start = time.time()
+        there = ray.get(probe.clock.remote())
+        stop = time.time()
+        reads.append((there - (start + stop) / 2, (stop - start) / 2))
+    return min(reads, key=lambda read: read[1])
+
+
+def _last_lines(logs: Path) -> Iterator[str]:
+    """How Ray's own log of each node ends, which goes with the directory that it is in."""
+    for file in sorted(logs.glob("ray-*.log")):
+        lines = file.read_text(errors="replace").strip().splitlines()
+        yield f"{file.name} ends with: {' | '.join(line.strip() for line in lines[-5:])}"
+
+
+def _cause(error: Exception) -> str:
+    return " ".join(str(getattr(error, "cause", None) or error).split())
+
+
+def _here_alone(place: Path) -> Facts:
+    """This machine without ranks."""
+    machine = read_node_info()
+    disks = []
+    with suppress(OSError):
+        disks.append(measure_disk("run.dir", place, machine.node))
+        scratch = Path(tempfile.gettempdir())
+        disks.append(measure_disk("scratch", scratch, machine.node))
+    problems = {machine.node: gpu_problem()[0]} if machine.gpus else {}
+    return Facts(machines=[machine], gpu_problems=problems, disks=disks)
+
+
+def existing(path: Path) -> Path:
+    """The directory that `path` is, or would be made in."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_dir())
+
+
+def inside_a_job() -> bool:
+    """Whether this process is in a Slurm job."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def shown(report: Report) -> RenderableType:
+    """The report to read: tables of what is there, then the findings in words."""
+    parts: list[RenderableType] = [_machines(report.facts), _disks(report.facts)]
+    if report.facts.links:
+        parts.append(_links(report.facts))
+    return Group(*parts, *_words(report.findings))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _machines(facts: Facts) -> Table:
+    table = _table("node", "CPUs", "memory", "/dev/shm", "GPUs", "Python", "torch", "ray")
+    for machine in facts.machines:
+        names = {gpu.name for gpu in machine.gpus}
+        packages = machine.packages
+        table.add_row(
+            machine.node,
+            f"{machine.usable_cpus:g} ({machine.cpu})",
+            f"{machine.usable_memory / 2**30:,.4g} GiB",
+            f"{machine.shm / 2**30:,.4g} GiB",
+            f"{len(machine.gpus)} x {', '.join(sorted(names))}" if names else "none",
+            machine.python,
+            packages.get("torch", "none"),
+            packages.get("ray", "none"),
+        )
+    return table
+
+
+def _disks(facts: Facts) -> Table:
+    table = _table("node", "files", "on", "free", "write+fsync", "read", "replace", "small files")
+    for disk in facts.disks:
+        table.add_row(
+            disk.node,
+            disk.role,
+            disk.kind,
+            f"{disk.free / 2**30:,.4g} GiB",
+            f"{disk.write / 1e6:,.0f} MB/s",
+            f"{disk.read / 1e6:,.0f} MB/s",
+            f"{disk.replace_s * 1e3:.2g} ms",
+            f"{disk.files_per_s:,.0f} /s",
+        )
+    return table
+
+
+def _links(facts: Facts) -> Table:
+    table = _table("ranks", "transfer", "size", "time", "rate")
+    for link in facts.links:
+        nodes = list(dict.fromkeys(facts.node_of[rank] for rank in link.ranks))
+        many = link.kind == "all_reduce"
+        ranks = f"all {len(link.ranks)}" if many else " - ".join(map(str, link.ranks))
+        table.add_row(
+            f"{ranks}, {nodes[0] if len(nodes) == 1 else f'{len(nodes)} nodes'}",
+            link.kind,
+            f"{link.nbytes / 2**20:g} MiB" if link.nbytes >= 2**16 else f"{link.nbytes} B",
+            f"{link.seconds * 1e3:.3g} ms",
+            f"{link.rate / 1e9:.3g} GB/s" if link.nbytes >= 2**16 else "",
+        )
+    return table
+
+
+def _words(findings: Sequence[Finding]) -> Iterator[str]:
+    if not findings:
+        yield "\nnothing that will hurt"
+    for finding in findings:
+        color = "red" if finding.severity is Severity.ERROR else "yellow"
+        where = f" on {', '.join(finding.nodes)}" if finding.nodes else ""
+        yield f"\n[{color}]{finding.severity.name}[/]{where}: {_plain(finding.what)}"
+        yield f"  {_plain(finding.why)}"
+        yield f"  fix: {_plain(finding.fix)}"
+
+
+def _plain(text: str) -> str:
+    """Square brackets as they are."""
+    return text.replace("[", "\\[")

@@ -1,0 +1,265 @@
+"""What `hybridrl doctor` measures: file systems, and the links between ranks as ranks use them."""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
+from hybridrl.system.rendezvous import join_group, open_store
+
+_DISK_BYTES = 32 * 2**20
+_NUM_FILES = 50
+# Up to the size of a bucket of the weight switch (rollout.layout.bucket_mb), on GPUs beyond.
+_CPU_SIZES, _GPU_SIZES = (8, 2**16, 2**20, 2**24), (8, 2**20, 2**24, 2**28)
+_CPU_LINK_BYTES, _GPU_LINK_BYTES = 2**22, 2**26
+_REPEATS = {8: 50}
+_FEW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A directory's file system as one node sees it; sizes in bytes, speeds in bytes a second."""
+
+    node: str
+    role: str
+    """`run.dir`, or `scratch` (temporary files)."""
+    path: str
+    kind: str
+    """`ext4`, `nfs4`, `tmpfs`, ..."""
+    total: int
+    free: int
+    write: float
+    """With fsync."""
+    read: float
+    """From the cache, where the system has it there."""
+    replace_s: float
+    """To replace a small file for good: write, fsync, rename."""
+    files_per_s: float
+    """Small files made, looked at and removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A transfer between ranks: `all_reduce` of all of them, or `send` from one to another."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    nbytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that each rank sends, as nccl-tests' bus bandwidth counts them.
+
+        An all-reduce of n ranks cannot do with less than 2 (n-1) / n of the message from each.
+        """
+        n = len(self.ranks)
+        factor = 2 * (n - 1) / n if self.kind == "all_reduce" else 1
+        return factor * self.nbytes / self.seconds
+
+
+def measure_disk(role: str, folder: Path, node: str) -> Disk:
+    """Write, read and remove files below `folder`, which exists, for about a second.
+
+    Raises OSError where it cannot be written to.
+    """
+    usage = shutil.disk_usage(folder)
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=folder) as made:
+        place = Path(made)
+        size = min(_DISK_BYTES, usage.free // 4)
+        written, read = _throughput(place / "large", size)
+        replaced = _replacing(place / "small")
+        start = time.perf_counter()
+        for number in range(_NUM_FILES):
+            (place / str(number)).write_bytes(b"x")
+            (place / str(number)).stat()
+        for number in range(_NUM_FILES):
+            (place / str(number)).unlink()
+        rate = _NUM_FILES / (time.perf_counter() - start)
+    return Disk(
+        node, role, str(folder), _file_system(folder), usage.total, usage.free,
+        written, read, replaced, rate,
+    )  # fmt: skip
+
+
+def _throughput(file: Path, size: int) -> tuple[float, float]:
+    """Bytes a second of writing, with fsync, and of reading."""
+    block = os.urandom(2**20)
+    count = max(1, size // len(block))
+    start = time.perf_counter()
+    with file.open("wb", buffering=0) as opened:
+        for _ in range(count):
+            opened.write(block)
+        os.fsync(opened.fileno())
+    written = count * len(block) / (time.perf_counter() - start)
+    start = time.perf_counter()
+    with file.open("rb", buffering=0) as opened:
+        while opened.read(len(block)):
+            pass
+    return written, count * len(block) / (time.perf_counter() - start)
+
+
+def _replacing(file: Path) -> float:
+    """Seconds to replace a file for good, the median of five times."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        new = file.with_suffix(".new")
+        with new.open("wb") as opened:
+            opened.write(b"x" * 4096)
+            opened.flush()
+            os.fsync(opened.fileno())
+        new.replace(file)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that `folder` is on."""
+    place = folder.resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[path] for path in (place, *place.parents) if path in mounts), "unknown")
+
+
+class Probe:
+    """One rank of a measurement: it looks around, joins the others, and measures with them.
+
+    A rank of a run meets the others in the same way (`ActorWorker.listen`, `setup`), over gloo, or
+    NCCL where there are GPUs.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._store: Any = None
+        self._device = "cpu"
+
+    def look(self) -> tuple[NodeInfo, str, str]:
+        """The machine; why torch cannot use its GPUs, and which torch was built for."""
+        machine = read_node_info()
+        problem, built_for = gpu_problem() if machine.gpus else ("", "")
+        return machine, problem, built_for
+
+    def clock(self) -> float:
+        """Unix seconds."""
+        return time.time()
+
+    def disks(self, run_dir: str, scratch: str | None = None) -> list[Disk]:
+        """The file systems of the run directory and of temporary files.
+
+        One where the directory is missing is left out: other nodes have not found it here.
+        """
+        places = {"run.dir": Path(run_dir), "scratch": Path(scratch or tempfile.gettempdir())}
+        return [
+            measure_disk(role, path, node_name()) for role, path in places.items() if path.is_dir()
+        ]
+
+    def sees(self, file: str) -> bool:
+        """Whether a file that another node has written is here."""
+        return Path(file).is_file()
+
+    def listen(self) -> tuple[str, int]:
+        """Let the others meet here: this machine's address in the cluster, and a free port."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._store = open_store(host, 0, listens=True)
+        return host, self._store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the others."""
+        import torch
+
+        torch.set_num_threads(1)
+        store = self._store or open_store(host, port, listens=False)
+        self._device = join_group(self.rank, self.size, store).type
+
+    def measure(self) -> list[Link]:
+        """All-reduces of several sizes, then a message from each rank to the next and back.
+
+        Every rank answers with the all-reduces as it saw them; a message's sender alone knows it.
+        """
+        import torch.distributed as dist
+
+        gpu = self._device == "cuda"
+        sizes, nbytes = (_GPU_SIZES, _GPU_LINK_BYTES) if gpu else (_CPU_SIZES, _CPU_LINK_BYTES)
+        links = [self._all_reduce(size) for size in sizes]
+        ring = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        for a, b in sorted({(min(pair), max(pair)) for pair in ring}):
+            dist.barrier()
+            if self.rank in (a, b):
+                seconds = self._ping(a, b, nbytes)
+                if self.rank == a:
+                    links.append(Link("send", (a, b), nbytes, seconds))
+        dist.barrier()
+        dist.destroy_process_group()
+        return links
+
+    def _all_reduce(self, nbytes: int) -> Link:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.ones(max(1, nbytes // 4), device=self._device)
+        seconds: list[float] = []
+        for _ in range(2 + _REPEATS.get(nbytes, _FEW)):
+            dist.barrier()
+            with self._timed(seconds):
+                dist.all_reduce(tensor)
+        # The first two make connections and warm up.
+        return Link(
+            "all_reduce", tuple(range(self.size)), tensor.nbytes, statistics.median(seconds[2:])
+        )
+
+    def _ping(self, a: int, b: int, nbytes: int) -> float:
+        """Seconds of one way."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.ones(nbytes // 4, device=self._device)
+        seconds: list[float] = []
+        for _ in range(2 + _FEW):
+            with self._timed(seconds):
+                if self.rank == a:
+                    dist.send(tensor, b)
+                    dist.recv(tensor, b)
+                else:
+                    dist.recv(tensor, a)
+                    dist.send(tensor, a)
+        return statistics.median(seconds[2:]) / 2
+
+    @contextmanager
+    def _timed(self, seconds: list[float]) -> Iterator[None]:
+        import torch
+
+        start = time.perf_counter()
+        yield
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+
+
+def gpu_problem() -> tuple[str, str]:
+    """Why torch cannot use the GPUs here ("" if it can), and which CUDA it is built for."""
+    import torch
+
+    built_for = torch.version.cuda or ""
+    if not built_for:
+        return f"this torch ({torch.__version__}) is built without CUDA", ""
+    try:
+        torch.cuda.init()
+        major, minor = torch.cuda.get_device_capability(0)
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0], built_for
+    known = [arch.partition("_")[2] for arch in torch.cuda.get_arch_list() if arch[:3] == "sm_"]
+    runs = any(int(n[:-1]) == major and int(n[-1]) <= minor for n in known if n.isdigit())
+    if not runs:
+        return f"torch has no kernels for compute capability {major}.{minor}", built_for
+    return "", built_for

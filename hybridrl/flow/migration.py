@@ -1,0 +1,170 @@
+"""When to gather the long tail: the migration threshold from a small model of a step.
+
+RLHFuse (arXiv 2409.13221, section 4): once few samples are left they move to few instances, and
+the freed ones run the forward-only stages of the samples that are done. Too soon and the gathered
+batch slows the longest; too late and the freed instances have no time left.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrl.flow.costs import Costs
+
+_EXACT = 64  # every threshold up to here is tried; above it 64 of each further factor of four
+
+
+class MigrationPlan(NamedTuple):
+    """When to gather the tail, and how densely; (0, 0) is never."""
+
+    threshold: int
+    """Unfinished samples at which it is gathered."""
+    cap: int
+    """Most samples that an instance keeps."""
+
+
+def best_gathering(
+    lengths: Sequence[int],
+    num_instances: int,
+    costs: Costs,
+    inference_s_per_token: float,
+    max_held: int,
+    prompt_tokens: float = 0.0,
+    threshold: int | None = None,
+) -> MigrationPlan:
+    """When and how densely to gather, so that generation and inference end soonest.
+
+    RLHFuse keeps a decode step flat (`Costs.flat_rows`); that is the smallest cap tried, and its
+    doublings up to `max_held` (samples that an instance has memory for) the others, since where
+    rows are not free a slower tail may still pay for a freed instance. (0, 0) when nothing is
+    sooner than inference after all samples are done. Of equal choices the smallest threshold, then
+    the smallest cap. A given `threshold` is taken as it is, and only the cap chosen. The other
+    parameters as in `expected_seconds`.
+    """
+    if num_instances < 2 or len(lengths) < 2 or threshold == 0:
+        return MigrationPlan(0, 0)
+    tail = prompt_tokens + max(lengths)
+    caps = [min(max_held, costs.flat_rows(cached_per_row=tail))]
+    while caps[-1] < max_held:
+        caps.append(min(max_held, 2 * caps[-1]))
+    model = (num_instances, costs, inference_s_per_token)
+    least = serial_seconds(lengths, *model, prompt_tokens) * (1 - 1e-9)
+    blocks, best = _blocks(len(lengths)), MigrationPlan(0, 0)
+    if threshold is not None:
+        least, blocks = np.inf, [np.array([min(threshold, len(lengths) - 1)])]
+    for tried in blocks:
+        pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
+        seconds = expected_seconds(lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens)
+        first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
+        if seconds[first] < least:
+            best = MigrationPlan(*pairs[first].tolist())
+            least = seconds[first] * (1 - 1e-9)
+    return best if threshold is None else MigrationPlan(threshold, best.cap)
+
+
+def _blocks(num: int) -> list[np.ndarray]:
+    """Thresholds to try, in blocks that look at ever more of the tail."""
+    blocks, low, high = [], 1, _EXACT
+    while low < num:
+        last = min(high, num - 1)
+        blocks.append(np.unique(np.linspace(low, last, min(_EXACT, last - low + 1)).astype(int)))
+        low, high = high + 1, 4 * high
+    return blocks
+
+
+def serial_seconds(
+    lengths: Sequence[int],
+    num_instances: int,
+    costs: Costs,
+    inference_s_per_token: float,
+    prompt_tokens: float = 0.0,
+) -> float:
+    """Generation, then inference on all instances; parameters as in `expected_seconds`."""
+    done, steps, alive, held = _intervals(lengths, prompt_tokens)
+    rows = np.maximum(1.0, alive / num_instances)
+    decode = steps * (costs.step_s + rows * (costs.row_s + costs.cached_token_s * held))
+    inference = inference_s_per_token * float((done + prompt_tokens).sum())
+    return float(decode.sum()) + inference / num_instances
+
+
+def expected_seconds(
+    lengths: Sequence[int],
+    num_instances: int,
+    costs: Costs,
+    inference_s_per_token: float,
+    thresholds: Sequence[int] | np.ndarray,
+    caps: Sequence[int] | np.ndarray,
+    prompt_tokens: float = 0.0,
+) -> np.ndarray:
+    """Seconds of generation and inference together, for each threshold and its cap.
+
+    `lengths` are response tokens, `prompt_tokens` those of a prompt on average; inference is all
+    forward-only stages together, per token. Thresholds are below the number of samples.
+
+    The model: samples are spread evenly over the instances and all decode from the start. When
+    n are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
+    for what it is sent. An instance without samples runs inference on those that are done; when the
+    last sample is done, all share what is left. With s steps between two ends, r = rows of an
+    instance that decodes, and h tokens held by a row, decoding takes
+    s (step_s + r (row_s + cached_token_s h)). Inference that is left when all are done is the
+    largest, over all ends i, of the work from i on less the capacity after i.
+    """
+    tried, most = np.asarray(thresholds, np.int64), np.asarray(caps, np.int64)
+    num = len(lengths)
+    assert ((tried >= 1) & (tried < num)).all(), "a threshold that leaves no sample to wait for"
+    done, steps, alive, held = _intervals(lengths, prompt_tokens)
+    reached = done[num - tried - 1]
+    # Several may end together, so fewer are left, or none.
+    tried = num - np.searchsorted(done, reached, side="right")
+    keepers = np.clip(-(-tried // most), 1, num_instances)
+    tokens = prompt_tokens + reached  # of each sample when it moves
+    # What comes before the first gathering is the same for all: [1, before] and [tried, after].
+    start = num - max(1, int(tried.max()))
+    gathered = alive[start:] <= tried[:, None]
+    decoding = np.where(gathered, keepers[:, None], num_instances)
+    taken, left = np.zeros(len(tried)), np.zeros(len(tried))
+    for part, on in (
+        (slice(start), np.full((1, start), num_instances)),
+        (slice(start, num), decoding),
+    ):
+        rows = np.maximum(1.0, alive[part] / on)
+        seconds = steps[part] * (
+            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[part])
+        )
+        if part.start:
+            moving = _moving(tried, keepers, tokens, num_instances, costs)
+            seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
+        capacity = seconds * (num_instances - np.minimum(on, alive[part]))
+        work = inference_s_per_token * (done[part] + prompt_tokens)
+        left = _left(left, work, capacity)
+        taken = taken + seconds.sum(axis=1)
+    return np.asarray(taken + left / num_instances)
+
+
+def _left(backlog: np.ndarray, work: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """What is left of `backlog` [rows] and of work that arrives at the end of each interval."""
+    work_from = np.cumsum(work[::-1])[::-1]
+    after = np.cumsum(capacity[:, ::-1], axis=1)[:, ::-1]
+    at_once = backlog + work.sum() - after[:, 0]
+    return np.asarray(np.maximum(at_once, (work_from - after + capacity).max(axis=1)))
+
+
+def _intervals(
+    lengths: Sequence[int], prompt_tokens: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Between the ends of samples: length at the end, steps, unfinished samples, tokens a row."""
+    done = np.sort(np.asarray(lengths, dtype=np.float64))
+    before = np.concatenate([[0.0], done[:-1]])
+    alive = np.arange(len(done), 0, -1)
+    return done, done - before, alive, prompt_tokens + (done + before) / 2
+
+
+def _moving(
+    tried: np.ndarray, keepers: np.ndarray, tokens: np.ndarray, num_instances: int, costs: Costs
+) -> np.ndarray:
+    """Seconds that a keeper waits for what it is sent, at each threshold."""
+    moved = np.maximum(0.0, tried - keepers * np.maximum(1.0, tried / num_instances))
+    by_kv = costs.kv_call_s + costs.kv_token_s * tokens
+    each = np.minimum(by_kv, costs.prefill_token_s * tokens)
+    return np.where(moved > 0, costs.call_s + moved / keepers * each, 0.0)

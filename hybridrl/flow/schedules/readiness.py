@@ -1,0 +1,190 @@
+"""Which samples may enter which stage, prompt by prompt, while others are still being made."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from hybridrl.flow.barriers import run_barrier
+from hybridrl.flow.executor import Executor, Phase
+from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.ledger import Ledger, phase_of, ready
+from hybridrl.flow.sample import Sample
+
+MAKERS = (Kind.GENERATE, Kind.ANSWERS)
+_CHOOSERS = (Kind.FILTER, Kind.JOIN)  # they take groups of one prompt and may leave some out
+
+
+class ReadyTracker:
+    """The early stages of a graph, run by prompt instead of by batch.
+
+    A sample has left a maker when it is finished; a chooser (filter, join) runs for a prompt when
+    all that comes to it of that prompt is there; a per-sample stage may start on a sample that has
+    left the last maker or chooser before it, as soon as the fields that it reads are there, whether
+    or not other per-sample stages before it have run.
+
+    Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses what
+    it would choose from the whole batch; a per-sample stage runs once on each sample that comes to
+    it (again if the sample is made anew).
+
+    Example of generate, score, filter, reference: sample 3.0 is scored when it is finished; when
+    3.1 is scored too, the filter keeps both; then both wait for the reference.
+    """
+
+    def __init__(self, graph: Graph, makers: Sequence[Stage], early: Sequence[Stage]) -> None:
+        self.graph = graph
+        self.computes = [stage for stage in early if stage.kind is Kind.COMPUTE]
+        self._choosers = [stage for stage in early if stage.kind in _CHOOSERS]
+        self._makers = list(makers)
+        self._order = list(early)
+        self._made: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
+        self._chosen: dict[str, dict[int, list[Sample]]] = {s.name: {} for s in self._choosers}
+
+    def expect(self, maker: Stage, group: list[Sample]) -> None:
+        """`maker` makes these samples, all of one prompt, in training order."""
+        self._made[maker.name][group[0].id.prompt] = group
+
+    def whole(self, prompt: int) -> bool:
+        """Whether every sample of a prompt is finished."""
+        return all(_finished(s) for made in self._made.values() for s in made.get(prompt, ()))
+
+    def choose(self, prompt: int, ledger: Ledger) -> None:
+        """Run every chooser that can run for `prompt` now; in the recipe's order.
+
+        A sample that two of them leave out has the first one's reason.
+        """
+        for stage in self._choosers:
+            if prompt in self._chosen[stage.name]:
+                continue
+            sides = [self._left(name, prompt) for name in stage.upstream]
+            if any(side is None for side in sides):
+                return
+            samples, *others = (side or [] for side in sides)
+            missing = any(not s.has(x) for s in samples for x in _read(stage))
+            if missing or any(not s.has(x) for other in others for s in other for x in lent(stage)):
+                return
+            self._chosen[stage.name][prompt] = run_barrier(
+                stage, samples, others[0] if others else [], ledger
+            )
+
+    def startable(self, prompt: int) -> Iterator[tuple[Stage, list[Sample]]]:
+        """The per-sample stages that can run, or are running, on samples of `prompt`."""
+        for stage in self.computes:
+            gate = gate_of(self.graph, stage)
+            if gate in self._made:
+                came = [s for s in self._made[gate].get(prompt, ()) if _entered(s)]
+            else:
+                came = self._chosen[gate].get(prompt, [])
+            todo = [s for s in came if _entered(s) and ready(stage, s) and not done(stage, s)]
+            if todo:
+                yield stage, todo
+
+    def open_stages(self, prompts: Iterable[int]) -> list[str]:
+        """Stages that have not had all that comes to them; for the check at the end."""
+        prompts = list(prompts)
+        waiting = [s.name for s in self._choosers if not self._chosen[s.name].keys() >= {*prompts}]
+        for stage in self.computes:
+            left = [self._left(stage.name, prompt) for prompt in prompts]
+            if any(one is None or not all(done(stage, s) for s in one) for one in left):
+                waiting.append(stage.name)
+        return waiting
+
+    def take(self, prompts: Sequence[int]) -> dict[str, list[Sample]]:
+        """What has left each maker and early stage of these prompts, in training order.
+
+        All of it must be there.
+        """
+        found: dict[str, list[Sample]] = {}
+        for stage in (*self._makers, *self._order):
+            found[stage.name] = []
+            for prompt in prompts:
+                left = self._left(stage.name, prompt)
+                assert left is not None, (stage.name, prompt)
+                found[stage.name] += left
+        return found
+
+    def forget(self, prompts: Iterable[int]) -> None:
+        """These prompts' samples have left."""
+        for prompt in prompts:
+            for by_prompt in (*self._made.values(), *self._chosen.values()):
+                by_prompt.pop(prompt, None)
+
+    def _left(self, name: str, prompt: int) -> list[Sample] | None:
+        """What has left the gate of stage `name` for good; None if that is not known yet."""
+        gate = gate_of(self.graph, self.graph.stages[name])
+        if gate not in self._made:
+            return self._chosen[gate].get(prompt)
+        group = self._made[gate].get(prompt, [])
+        if not all(_finished(sample) for sample in group):
+            return None
+        return [sample for sample in group if _entered(sample)]
+
+
+def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> list[Stage]:
+    """The stages among `stages` that can run while samples are being made.
+
+    Per-sample stages that do not need the training shards, and filters and joins between them; they
+    read only what a maker among `stages` and other early stages give.
+
+    Example: of generate, score, filter by reward, reference log-probabilities, by_group, map over
+    the advantage, update, these are score, filter and reference.
+    """
+    known: dict[str, set[str]] = {}  # fields of what leaves a stage, as far as early stages go
+    early: list[Stage] = []
+    late_chooser = False  # none may overtake another: the first reason counts
+    for stage in stages:
+        if stage.kind in MAKERS:
+            known[stage.name] = set(stage.outputs)
+            continue
+        upstream = [known.get(name) for name in stage.upstream]
+        if stage.kind is Kind.PROMPTS or any(fields is None for fields in upstream):
+            late_chooser |= stage.kind in _CHOOSERS
+            continue
+        fields, *others = (set(found or ()) for found in upstream)
+        known[stage.name] = fields
+        if stage.kind is Kind.COMPUTE:
+            phase = phase_of(stage, executor.scope(stage))
+            able = phase in (None, Phase.GENERATE) and fields.issuperset(stage.inputs)
+        elif stage.kind in _CHOOSERS:
+            able = fields.issuperset(_read(stage)) and all(
+                o.issuperset(lent(stage)) for o in others
+            )
+        else:
+            # What is across prompts chooses nothing but `take`; what it makes comes too late.
+            if stage.kind not in (Kind.BY_GROUP, Kind.BY_BATCH):
+                del known[stage.name]
+            continue
+        if able:
+            early.append(stage)
+            known[stage.name] |= set(stage.outputs)
+        elif stage.kind in _CHOOSERS:
+            late_chooser = True
+            del known[stage.name]
+    return early
+
+
+def gate_of(graph: Graph, stage: Stage) -> str:
+    """The last maker, filter, join or take before what leaves `stage`, itself included."""
+    while stage.kind not in (*MAKERS, *_CHOOSERS, Kind.TAKE):
+        stage = graph.stages[stage.upstream[0]]
+    return stage.name
+
+
+def lent(stage: Stage) -> list[str]:
+    """The scalars that a join reads on its second stream."""
+    prefix = stage.options.get("prefix")
+    return [name.removeprefix(prefix) for name in stage.outputs] if prefix else []
+
+
+def done(stage: Stage, sample: Sample) -> bool:
+    """Whether a per-sample stage has run on a sample."""
+    return all(sample.has(name) for name in stage.outputs)
+
+
+def _read(stage: Stage) -> Sequence[str]:
+    return stage.inputs if stage.kind is Kind.FILTER else ()
+
+
+def _finished(sample: Sample) -> bool:
+    return sample.rank >= 0
+
+
+def _entered(sample: Sample) -> bool:
+    return _finished(sample) and sample.scalars["finish"] != "abort"

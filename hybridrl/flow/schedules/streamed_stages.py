@@ -1,0 +1,190 @@
+"""The stages that run on samples while others are being made: what waits for them, what runs."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.executor import Computed, Executor, Scope
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.ledger import Ledger, record_computed
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.schedules import StageSpan
+from hybridrl.flow.schedules.base import learn
+from hybridrl.flow.schedules.readiness import ReadyTracker
+
+
+class StreamedStages:
+    """The early stages (`ReadyTracker`) of a round.
+
+    Those beside the ranks start at once where a sample lies. Forward passes wait until an instance
+    holds no sample, which takes a chunk of them of at most `chunk_tokens`, its own samples first.
+    What a pool of ranks of its own runs (`Scope.POOL`) goes there while others decode, all that
+    waits in one call.
+
+    Invariant: nothing moves that a stage runs on, and nothing starts on what moves.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        dataflow: ReadyTracker,
+        ledger: Ledger,
+        meter: CostMeter,
+        chunk_tokens: int,
+    ) -> None:
+        self.executor, self.dataflow, self.ledger, self.meter = executor, dataflow, ledger, meter
+        self.chunk_tokens = chunk_tokens
+        self._spare: dict[str, dict[SampleId, Sample]] = {}  # waits for an instance
+        self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for a pool of its own
+        self._running: dict[str, dict[SampleId, Sample]] = {}
+        self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
+        self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
+        self._last_stage: dict[int, str] = {}
+        self._times: dict[str, list[float]] = {}
+        for stage in dataflow.computes:
+            waiting = self._pooled if executor.scope(stage) is Scope.POOL else self._spare
+            waiting[stage.name], self._running[stage.name] = {}, {}
+
+    @property
+    def spans(self) -> list[StageSpan]:
+        """From a stage's first start to its last end; those of different stages overlap."""
+        return [StageSpan(name, times[0], times[-1]) for name, times in self._times.items()]
+
+    @property
+    def running(self) -> bool:
+        """Whether some stage runs on some sample."""
+        return any(self._running.values())
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some sample waits for an instance or a pool."""
+        return any(self._spare.values()) or any(self._pooled.values())
+
+    def stamp(self, stage: Stage) -> None:
+        """A stage, one that makes samples too, begins or ends now."""
+        self._times.setdefault(stage.name, []).append(self.executor.clock.now())
+
+    def start(self, prompts: Iterable[int]) -> None:
+        """Start, or keep for an instance with time to spare, what can run on these prompts now."""
+        starting: dict[str, list[Sample]] = {}
+        for prompt in prompts:
+            self.dataflow.choose(prompt, self.ledger)
+            for stage, samples in self.dataflow.startable(prompt):
+                new = [s for s in samples if s.id not in self._running[stage.name]]
+                starting.setdefault(stage.name, []).extend(new)
+        for name, samples in starting.items():
+            stage = self._stage(name)
+            scope = self.executor.scope(stage)
+            if scope in (Scope.INSTANCE, Scope.POOL):
+                waiting = self._pooled if scope is Scope.POOL else self._spare
+                waiting[name] |= {sample.id: sample for sample in samples}
+                continue
+            here = [sample for sample in samples if sample.id not in self._moving]
+            if here:
+                self._begin(stage, here)
+                self.executor.compute(stage, here)
+        self._use_pools()
+
+    def take_up(self, instance: int, num_instances: int, decoding: bool) -> bool:
+        """Let an instance that has time run a chunk of the forward passes that wait, if any do.
+
+        `num_instances` share what waits, now or, while others are `decoding`, later.
+        """
+        stage = self._next_stage(instance)
+        if stage is None:
+            return False
+        samples = self._chunk(instance, stage, num_instances * (1 + decoding))
+        for sample in samples:
+            del self._spare[stage.name][sample.id]
+        self._begin(stage, samples)
+        self._moving |= {sample.id for sample in samples if not self.lies(sample, instance)}
+        self._last_stage[instance] = stage.name
+        self.executor.infer(stage, instance, samples)
+        return True
+
+    def computed(self, event: Computed) -> dict[int, None]:
+        """Record what a stage has made; the prompts of its samples."""
+        running = self._running[event.stage]
+        stage = self._stage(event.stage)
+        record_computed(stage, running, event)
+        self.stamp(stage)
+        samples = [running.pop(id) for id in event.ids]
+        for sample in samples:
+            self._busy[sample.id] -= 1
+        if event.instance is not None:
+            self._moving.difference_update(event.ids)
+        learn(self.meter, event, samples)
+        return dict.fromkeys(sample.id.prompt for sample in samples)
+
+    def forget(self, sample: Sample) -> None:
+        """Nothing waits for a sample or runs on it any more: it is gone."""
+        for waiting in (*self._spare.values(), *self._pooled.values()):
+            waiting.pop(sample.id, None)
+        for running in self._running.values():
+            if running.pop(sample.id, None) is not None:
+                self._busy[sample.id] -= 1
+        self._moving.discard(sample.id)
+
+    def lies(self, sample: Sample, instance: int) -> bool:
+        """Whether a sample lies on a rank of an instance."""
+        return self.executor.instance_of(sample.rank) == instance
+
+    def _use_pools(self) -> None:
+        """Let every pool that is idle take all that waits for one of its stages; the first has it.
+
+        One call at a time: what comes meanwhile rides in the next one together.
+        """
+        stages = [self._stage(name) for name in self._pooled]
+        busy = {self.executor.pool(stage) for stage in stages if self._running[stage.name]}
+        for stage in stages:
+            waiting = self._pooled[stage.name]
+            here = [sample for id, sample in waiting.items() if id not in self._moving]
+            if here and self.executor.pool(stage) not in busy:
+                busy.add(self.executor.pool(stage))
+                for sample in here:
+                    del waiting[sample.id]
+                self._begin(stage, here)
+                self.executor.compute(stage, here)
+
+    def _next_stage(self, instance: int) -> Stage | None:
+        """The stage that an instance ran last, while there is some of it left; else the largest."""
+        able = {name: sum(s.tokens for s in self._able(instance, name)) for name in self._spare}
+        waiting = [name for name, tokens in able.items() if tokens]
+        if not waiting:
+            return None
+        last = self._last_stage.get(instance)
+        return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
+
+    def _chunk(self, instance: int, stage: Stage, shares: int) -> list[Sample]:
+        """One share of what waits for `stage`, the instance's own samples first; but not so few
+        tokens that the call itself counts.
+        """
+        able = self._able(instance, stage.name)
+        share = sum(sample.tokens for sample in able) / shares
+        least = self.chunk_tokens / 8
+        costs = self.meter.costs()
+        if costs is not None and (per_token := costs.token_s.get(stage.name)):
+            call_s = costs.stage_call_s.get(stage.name, 0.0) + costs.round_trip_s
+            least = min(least, 10 * call_s / per_token)
+        wanted = max(least, min(self.chunk_tokens, share))
+        chosen: list[Sample] = []
+        for sample in sorted(able, key=lambda s: (not self.lies(s, instance), -s.tokens, s.id)):
+            wanted -= sample.tokens
+            if chosen and wanted < 0:
+                break
+            chosen.append(sample)
+        return chosen
+
+    def _able(self, instance: int, name: str) -> list[Sample]:
+        """What waits for a stage and may run there: nothing moves that a stage runs on."""
+        waiting = self._spare[name].values()
+        return [s for s in waiting if not self._busy[s.id] or self.lies(s, instance)]
+
+    def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        self.stamp(stage)
+        for sample in samples:
+            self._running[stage.name][sample.id] = sample
+            self._busy[sample.id] += 1
+
+    def _stage(self, name: str) -> Stage:
+        return self.dataflow.graph.stages[name]

@@ -1,0 +1,123 @@
+"""The batch script of a run, or of a sweep as one job array: plain text that runs by hand, too."""
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.config import ClusterConfig, Container
+from hybridrl.jobs import containers
+
+_PLAIN = re.compile(r"[\w/.+@%-]+")  # what Hydra reads as it stands
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a batch script runs.
+
+    `directory` is the run's, or a sweep's, whose task number k has the directory `k` in it. `tasks`
+    are each task's own overrides: one task, without any, is a single run. `options` are what
+    follows `hybridrl train` (or another `command`) in all of them.
+    """
+
+    cluster: ClusterConfig
+    directory: Path
+    work_dir: Path
+    options: tuple[str, ...]
+    tasks: tuple[tuple[str, ...], ...] = ((),)
+    sweep: bool = False
+    command: str = "train"
+
+    @property
+    def script(self) -> Path:
+        """Where the script lies."""
+        return self.directory / "slurm" / "job.sh"
+
+    @property
+    def run_dirs(self) -> list[Path]:
+        """The directory of every run."""
+        if not self.sweep:
+            return [self.directory]
+        return [self.directory / str(task) for task in range(len(self.tasks))]
+
+    def targets(self) -> list[str]:
+        """The override of every run that names its directory."""
+        return [f"run.dir={_hydra_value(str(path))}" for path in self.run_dirs]
+
+    def log(self, job: str, task: int = 0) -> Path:
+        """Where what task number `task` of `job` prints will be."""
+        name = f"{job}_{task}.out" if self.sweep else f"{job}.out"
+        return self.run_dirs[task] / "slurm" / name
+
+    def text(self) -> str:
+        """The script."""
+        cluster = self.cluster
+        lines = ["#!/bin/bash", f"# By hand: sbatch {shlex.quote(str(self.script))}"]
+        lines += [f"#SBATCH {option}" for option in self._directives()]
+        lines += ["", "set -e", *containers.load_modules(cluster), *cluster.setup]
+        python = shlex.quote(cluster.python or sys.executable)
+        if cluster.container is not Container.none:
+            mounts = [self.work_dir, self.directory]
+            directory = shlex.quote(str(self.directory))
+            directory += "/$SLURM_ARRAY_TASK_ID" if self.sweep else ""
+            lines += containers.meet_and_start_nodes(cluster, directory, mounts)
+            python = containers.driver(cluster, mounts)
+        command = [f"{python} -P -m hybridrl.cli {self.command}"]
+        command += [shlex.quote(option) for option in self.options]
+        targets = self.targets()
+        if self.sweep:
+            lines += ["case $SLURM_ARRAY_TASK_ID in"]
+            for number, (own, target) in enumerate(zip(self.tasks, targets, strict=True)):
+                lines += [f"    {number}) task=({shlex.join((*own, target))}) ;;"]
+            lines += ["esac"]
+            command += ['"${task[@]}"']
+        else:
+            command += [shlex.quote(targets[0])]
+        run = " \\\n    ".join(command)
+        inside = cluster.container is not Container.none
+        lines.append(containers.stay_around(run) if inside and cluster.requeue else f"exec {run}")
+        return "\n".join(lines) + "\n"
+
+    def _restarts(self) -> list[str]:
+        """Whether the job may start again; its script, which is or has the driver, is warned."""
+        if not self.cluster.requeue:
+            return ["--no-requeue"]
+        return ["--requeue", f"--signal=B:USR1@{self.cluster.warn_s}"]
+
+    def _directives(self) -> list[str]:
+        cluster = self.cluster
+        log = str(self.directory).replace("%", "%%")
+        log += "/%a/slurm/%A_%a.out" if self.sweep else "/slurm/%j.out"
+        found = [
+            f"--job-name={shlex.quote(self.directory.name)}",
+            f"--chdir={shlex.quote(str(self.work_dir))}",
+            f"--output={shlex.quote(log)}",
+            "--open-mode=append",
+            *self._restarts(),
+            f"--nodes={cluster.nodes}",
+            "--ntasks-per-node=1",
+        ]
+        if cluster.cpus_per_node is None:
+            found.append("--exclusive")
+        for option, value in (
+            ("cpus-per-task", cluster.cpus_per_node),
+            ("gres", f"gpu:{cluster.gpus_per_node}" if cluster.gpus_per_node else None),
+            ("mem", cluster.memory_per_node),
+            ("partition", cluster.partition),
+            ("account", cluster.account),
+            ("qos", cluster.qos),
+            ("time", cluster.time),
+            ("array", f"0-{len(self.tasks) - 1}" if self.sweep else None),
+        ):
+            if value is not None:
+                found.append(f"--{option}={value}")
+        return [*found, *cluster.sbatch]
+
+
+def _hydra_value(text: str) -> str:
+    """`text` as the value of an override."""
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,362 @@
+"""`hybridrl submit | status | logs | cancel`: a run as a job of Slurm, or of a Ray cluster.
+
+Each yields lines to print.
+"""
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
+from hybridrl.jobs import containers, ray_jobs
+from hybridrl.jobs.batch import Batch
+from hybridrl.jobs.ray_jobs import RayJob
+from hybridrl.runtime import slurm
+from hybridrl.runtime.errors import JobError
+
+SUBMIT_USAGE = """usage: hybridrl submit [--dry-run] cluster=slurm cluster.gpus_per_node=N ...
+       hybridrl submit -m ... KEY=A,B        a sweep, as one job array
+       hybridrl submit cluster=ray cluster.address=http://HEAD:8265 ...
+
+Checks what hybridrl train would run, writes RUN/slurm/job.sh, and gives it to sbatch; or gives the
+run to the job service of a standing Ray cluster. --dry-run prints the script, or the command, and
+does nothing. docs/clusters.md has the keys.
+"""
+_JOB = re.compile(r"\d+(_\d+)?")
+_POLL_S = 0.5
+_ASK_S = 2.0  # Slurm's controller has others to answer
+_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
+
+
+def submit(args: Sequence[str]) -> Iterator[str]:
+    """Check a run or a sweep, write its batch script and submit it; the last line is JSON.
+
+    Raises ConfigError for what cannot work, with nothing submitted and no directory left.
+    """
+    if {"-h", "--help"} & set(args):
+        yield SUBMIT_USAGE.rstrip()
+        return
+    given = [arg for arg in args if arg != "--dry-run"]
+    batch, configs = _plan(given)
+    _check_free(batch)
+    _prepare_all(configs, batch.run_dirs)
+    on_ray = batch.cluster.kind is ClusterKind.ray
+    if len(given) < len(args):
+        yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
+        return
+    if on_ray:
+        yield from _submit_to_ray(batch)
+        return
+    job = _submit(batch)
+    tasks = range(len(batch.tasks)) if batch.sweep else (0,)
+    yield f"submitted job {job}: {batch.script}"
+    yield from (f"log  {batch.log(job, task)}" for task in tasks)
+    yield f"to follow it: hybridrl logs -f {shlex.quote(_shown(batch.run_dirs[0]))}"
+    record = {
+        "job": job,
+        "run": str(batch.directory),
+        "logs": [str(batch.log(job, t)) for t in tasks],
+    }
+    yield json.dumps(record)
+
+
+def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
+    """The batch of a command line, and the config of each of its runs."""
+    compose.register()
+    taken = compose.parse_arguments(compose.take_recipe_paths(args))
+    options = compose.parse_arguments(args)
+    if options.cfg or options.info or options.hydra_help or options.run:
+        raise ConfigError("option", " ".join(args), "-m, --config-dir, --dry-run; overrides")
+    sweep = bool(options.multirun)
+    config = compose.check(taken.overrides, taken.config_dir, sweep)
+    if config.cluster.kind not in (ClusterKind.slurm, ClusterKind.ray):
+        raise ConfigError("cluster", config.cluster.kind.value, "slurm or ray, to submit a run")
+    if sweep and config.cluster.kind is ClusterKind.ray:
+        raise ConfigError("option", "-m", "a single run with cluster=ray")
+    containers.check_image(config.cluster)
+    path = Path(config.run.dir).absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError("run.dir", config.run.dir, "a directory, or nothing that is there")
+    goes_on = any(override.startswith("trainer.resume=") for override in options.overrides)
+    if path.exists() and any(path.iterdir()) and not (goes_on and config.trainer.resumes):
+        raise ConfigError("run.dir", config.run.dir, "a directory that is not there yet, or empty")
+    configs = [compose.check(o, taken.config_dir) for o in compose.choices(taken.overrides)]
+    fixed, swept = [], []
+    for override in options.overrides:
+        key, _, given = override.lstrip("+").partition("=")
+        values = compose.choices([override])
+        if len(values) > 1 and (key == "run.dir" or key.partition(".")[0] == "cluster"):
+            raise ConfigError(key, given, "one value: the runs of a sweep are tasks of one job")
+        if key != "run.dir":
+            (fixed.append(values[0][0]) if len(values) == 1 else swept.append(override))
+    if options.config_dir is not None:
+        fixed.insert(0, f"--config-dir={options.config_dir}")
+    tasks = tuple(tuple(task) for task in compose.choices(swept))
+    return Batch(config.cluster, path, Path.cwd(), tuple(fixed), tasks, sweep), configs
+
+
+def _check_free(batch: Batch) -> None:
+    """Raise ConfigError where a job of the run is still going on: two would write its records.
+
+    One that waits for it (`--dependency`) may be submitted.
+    """
+    if any(option.startswith(("--dependency", "-d")) for option in batch.cluster.sbatch):
+        return
+    job = ""
+    if RayJob.is_of(batch.directory):
+        ray_job = RayJob(batch.directory)
+        job = ray_job.id if ray_job.lives() else ""
+    elif (batch.directory / "slurm/job").is_file():
+        job = _job_of(batch.directory)
+        job = job if _lives(job) else ""
+    if job:
+        allowed = f"a directory whose job has ended; {job} has not"
+        raise ConfigError("run.dir", _shown(batch.directory), allowed)
+
+
+def _prepare_all(configs: Sequence[Config], run_dirs: Sequence[Path]) -> None:
+    """Check every run as its job would, in a directory that goes again, and what it goes on from.
+
+    Runs that differ in their seed alone are checked once.
+    """
+    from hybridrl.controller.checkpoints import find_origin  # seconds
+    from hybridrl.controller.preflight import prepare
+
+    seen: list[Config] = []
+    for config, run_dir in zip(configs, run_dirs, strict=True):
+        alike = replace(config, run=RunConfig())
+        if alike not in seen:
+            seen.append(alike)
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(deepcopy(replace(config, run=replace(config.run, dir=folder))))
+        find_origin(replace(config, run=replace(config.run, dir=str(run_dir))))
+
+
+def _submit_to_ray(batch: Batch) -> Iterator[str]:
+    new = [path for path in (batch.directory, *batch.directory.parents) if not path.exists()]
+    try:
+        job = ray_jobs.submit(batch)
+    except (ConfigError, JobError):
+        if new:
+            shutil.rmtree(new[-1], ignore_errors=True)
+        raise
+    yield f"submitted job {job} to {batch.cluster.address}"
+    yield f"to follow it: hybridrl logs -f {shlex.quote(_shown(batch.directory))}"
+    yield json.dumps({"job": job, "run": str(batch.directory), "logs": []})
+
+
+def _submit(batch: Batch) -> str:
+    """Write the script and give it to sbatch; the job's id. Leaves nothing when it is refused."""
+    slurm.check_partition(batch.cluster)
+    folders = (batch.script.parent, *batch.script.parent.parents)
+    new = [path for path in folders if not path.exists()]
+    before = batch.script.read_text() if batch.script.is_file() else None
+    try:
+        for run_dir in (batch.directory, *batch.run_dirs):
+            (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+        batch.script.write_text(batch.text())
+        batch.script.chmod(0o755)
+        job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
+    except OSError as error:
+        allowed = f"a writable directory ({error.strerror})"
+        raise ConfigError("run.dir", batch.directory, allowed) from error
+    except (JobError, ConfigError):
+        if new:
+            shutil.rmtree(new[-1], ignore_errors=True)
+        elif before is not None:
+            batch.script.write_text(before)
+        raise
+    (batch.directory / "slurm" / "job").write_text(f"{job}\n")
+    if batch.sweep:
+        for number, run_dir in enumerate(batch.run_dirs):
+            (run_dir / "slurm" / "job").write_text(f"{job}_{number}\n")
+    return job
+
+
+def examine_nodes(cluster: ClusterConfig, place: Path, args: Sequence[str]) -> tuple[str, int]:
+    """Run `hybridrl doctor ARGS` as a job and wait: what it has printed, and its exit code.
+
+    Its script and its log are below `place` meanwhile. Raises SlurmError when it is refused.
+    """
+    containers.check_image(cluster)
+    slurm.check_partition(cluster)
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=place) as folder:
+        batch = Batch(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
+        batch.script.parent.mkdir()
+        batch.script.write_text(batch.text())
+        job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
+        try:
+            while _lives(job):
+                time.sleep(_POLL_S)
+        except BaseException:
+            slurm.call("scancel", job)
+            raise
+        (found,) = slurm.jobs(job)
+        log = batch.log(job)
+        text = log.read_text() if log.is_file() else f"{_state(job, Path(folder))}\n"
+        return text, int(found["ExitCode"].partition(":")[0])
+
+
+def status(args: Sequence[str]) -> Iterator[str]:
+    """Job, state and place of every run named by directory or job id; of those in ./runs if none.
+
+    A sweep's directory stands for all of its runs.
+    """
+    runs = Path("runs")
+    found = [*runs.glob("*/slurm/job"), *runs.glob("*/ray/job.json")]
+    targets = list(args) or sorted(str(file.parents[1]) for file in found)
+    if not targets:
+        yield "no submitted run in ./runs; name a run directory or a job id"
+    for target in targets:
+        if RayJob.is_of(Path(target)):
+            yield _ray_status(Path(target))
+            continue
+        for job, run_dir in _runs(target):
+            yield f"{job}  {_state(job, run_dir)}  {_shown(run_dir)}"
+
+
+def logs(args: Sequence[str]) -> Iterator[str]:
+    """What a run has printed; with `-f`, what it prints until it ends."""
+    follow = "-f" in args
+    targets = [arg for arg in args if arg != "-f"]
+    if len(targets) != 1:
+        raise ConfigError("logs", " ".join(args), "[-f] and one run directory or job id")
+    if RayJob.is_of(Path(targets[0])):
+        yield from RayJob(Path(targets[0])).lines(follow)
+        return
+    job, run_dir = _runs(targets[0])[0]
+    file = run_dir / "slurm" / f"{job}.out"
+    if not follow and not file.is_file():
+        yield f"job {job} has printed nothing: {_state(job, run_dir)}"
+        return
+    yield from _lines(file, job, follow)
+
+
+def cancel(args: Sequence[str]) -> Iterator[str]:
+    """End jobs named by run directory or job id, a sweep's directory with all of its runs."""
+    if not args:
+        raise ConfigError("cancel", "", "run directories or job ids")
+    for target in args:
+        if RayJob.is_of(Path(target)):
+            ray_job = RayJob(Path(target))
+            lives = ray_job.lives()
+            ray_job.stop()
+            yield f"cancelled job {ray_job.id}" if lives else f"job {ray_job.id} has ended before"
+            continue
+        job = target if _JOB.fullmatch(target) else _job_of(Path(target))
+        if job == target and not slurm.jobs(job):
+            raise ConfigError("job", job, "a job that Slurm knows")
+        if _lives(job):
+            slurm.call("scancel", job)
+            yield f"cancelled job {job}"
+        else:
+            yield f"job {job} has ended before"
+
+
+def _ray_status(run_dir: Path) -> str:
+    try:
+        ray_job = RayJob(run_dir)
+        return f"{ray_job.id}  {ray_job.state()}  {_shown(run_dir)}"
+    except (JobError, ConfigError) as error:  # the cluster is gone, or has forgotten it
+        record = _record(run_dir)
+        return f"{record.get('state', 'unknown')}  {_shown(run_dir)}  ({error})"
+
+
+def _runs(target: str) -> list[tuple[str, Path]]:
+    """Job and directory of every run that `target` names."""
+    if _JOB.fullmatch(target):
+        found = slurm.jobs(target)
+        if not found:
+            allowed = "a job that Slurm still knows; name its run directory"
+            raise ConfigError("job", target, allowed)
+        return [(job["id"], _run_dir(job)) for job in found]
+    path = Path(target)
+    job = _job_of(path)
+    tasks = sorted(path.glob("*/slurm/job"), key=lambda file: int(file.parents[1].name))
+    return [(_job_of(file.parents[1]), file.parents[1]) for file in tasks] or [(job, path)]
+
+
+def _run_dir(job: dict[str, str]) -> Path:
+    """The directory of a job's run, of its sweep where tasks wait together: its script lies there.
+
+    Raises ConfigError for a job that `hybridrl submit` has not made.
+    """
+    script = Path(job["Command"])
+    if script.parts[-2:] != ("slurm", "job.sh"):
+        raise ConfigError("job", job["id"], "a job of hybridrl submit, or a run directory")
+    task = job.get("ArrayTaskId", "")
+    return script.parents[1] / task if task.isdigit() else script.parents[1]
+
+
+def _job_of(run_dir: Path) -> str:
+    with contextlib.suppress(OSError):
+        if job := (run_dir / "slurm" / "job").read_text().strip():
+            return job
+    allowed = "a directory of hybridrl submit, or a job id"
+    raise ConfigError("run", run_dir, allowed)
+
+
+def _record(run_dir: Path) -> dict[str, Any]:
+    """What the run has recorded of itself; empty where it has not come so far."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _state(job: str, run_dir: Path) -> str:
+    """What Slurm says, or, when it has forgotten the job, what the run has recorded."""
+    record, known = _record(run_dir), slurm.jobs(job)
+    if not known:
+        return " ".join((str(record.get("state", "ended")), str(record.get("reason", "")))).strip()
+    found = known[0]
+    state = found["JobState"]
+    if state == "PENDING":
+        return f"{state} ({found['Reason']})"
+    if state == "RUNNING":
+        return f"{state} {found['RunTime']} on {found['NodeList']}"
+    code, _, number = found["ExitCode"].partition(":")
+    how = f"exit {code}" if number == "0" else f"signal {number}"
+    return f"{state} ({how}) {record.get('reason', '')}".strip()
+
+
+def _lines(file: Path, job: str, follow: bool) -> Iterator[str]:
+    """The lines of a file that a job writes, until its end or, with `follow`, the job's."""
+    while follow and not file.is_file() and _lives(job):
+        time.sleep(_POLL_S)
+    if not file.is_file():
+        raise slurm.SlurmError(f"job {job} has ended and has printed nothing")
+    with file.open(errors="replace") as opened:
+        part, asked, last = "", 0.0, not follow
+        while True:
+            if follow and time.monotonic() - asked > _ASK_S:
+                last, asked = not _lives(job), time.monotonic()
+            for line in opened:  # after the question: to its end
+                part += line
+                if part.endswith("\n"):
+                    yield part.rstrip("\n")
+                    part = ""
+            if last:
+                if part:
+                    yield part
+                return
+            time.sleep(_POLL_S)
+
+
+def _lives(job: str) -> bool:
+    return any(found["JobState"] in _LIVE for found in slurm.jobs(job))
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory where it lies in it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,112 @@
+"""What a batch script says of modules and containers.
+
+In a container the driver has none of Slurm's commands. So the script leaves in a directory of the
+run, `$HYBRIDRL_MEETING`, what Slurm would tell (`nodes`), starts the other nodes itself, and hands
+over to the driver. These nodes read there where the head listens (`head`); they end when their
+standard input does, which the driver's process holds open and nobody else.
+
+A job that may start again keeps the script around the driver: it passes Slurm's warning on, and
+asks Slurm for the restart that the driver wants (`again`).
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridrl.config import ClusterConfig, ConfigError, Container
+from hybridrl.runtime.slurm import MEETING
+
+_MODULES = """\
+for init in "${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash" \\
+    "${MODULESHOME:-/usr/share/modules}/init/bash" \\
+    /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do
+    type module >/dev/null 2>&1 && break
+    if [ -r "$init" ]; then . "$init"; fi
+done"""
+_MEET = """\
+# Slurm's commands are outside of the container; what they would say is left for it here.
+export {variable}={directory}/slurm/meeting-$SLURM_JOB_ID
+rm -rf "${variable}"  # of the job before it started again
+mkdir -p "${variable}" {directory}/logs
+scontrol show hostnames "$SLURM_JOB_NODELIST" > "${variable}/nodes"
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
+step="--overlap --ntasks-per-node=1 --cpus-per-task=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}"
+step="$step --kill-on-bad-exit=1 --wait=0 --mpi=none --input=all\""""
+_OTHERS = """\
+others=$(grep -vx "$SLURMD_NODENAME" "${variable}/nodes" | paste -sd,)
+# They end with the run, whose process holds their standard input open.
+exec {{link}}> >(exec srun $step --nodes={number} --ntasks={number} \\
+    --nodelist="$others"{command})"""
+_AROUND = """\
+# Slurm's warning comes to this script alone, what ends the job to the run as well.
+trap 'kill -USR1 "$run"' USR1
+trap : TERM
+{command} &
+run=$!
+while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done
+wait "$run" || code=$?
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}  # an array's number is that of all its tasks
+if [ -e "${variable}/again" ] &&
+    ! scontrol show job "$job" | grep -qE 'State=(CANCELLED|COMPLETING)'; then
+    scontrol requeue "$job" || true
+fi
+exit "${{code:-0}}\""""
+_FIRST = 'srun $step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"'
+_MORE = " \\\n    "
+
+
+def check_image(cluster: ClusterConfig) -> None:
+    """Raise ConfigError for an image that is a file and not there; in the job it need not be."""
+    image = cluster.image
+    if image and image.startswith(("/", ".")) and not Path(image).exists():
+        raise ConfigError("cluster.image", image, "a file that exists, or docker://...")
+
+
+def load_modules(cluster: ClusterConfig) -> list[str]:
+    """Lines that load `cluster.modules`, where a batch shell does not know `module` either."""
+    if not cluster.modules:
+        return []
+    return [_MODULES, f"module load {shlex.join(cluster.modules)}"]
+
+
+def meet_and_start_nodes(
+    cluster: ClusterConfig, directory: str, mounts: Sequence[Path]
+) -> list[str]:
+    """Lines before the driver; `directory` is the run's, as a word of the shell."""
+    lines = [_MEET.format(variable=MEETING, directory=directory)]
+    if cluster.nodes > 1:
+        options, words = _run_in(cluster, mounts)
+        program = ["-m", "hybridrl.runtime.ray_node", f"--ranks={cluster.ranks_per_node}"]
+        program += [f"--gpus={cluster.gpus_per_node}", f"--logs={directory}/logs"]
+        if cluster.local_scratch is not None:
+            program.append(f"--scratch={shlex.quote(cluster.local_scratch)}")
+        parts = [*options, " ".join([*words, "-P", *program])]
+        command = "".join(f"{_MORE}{part}" for part in parts)
+        lines.append(_OTHERS.format(variable=MEETING, number=cluster.nodes - 1, command=command))
+    return lines
+
+
+def stay_around(command: str) -> str:
+    """The driver's `command`, and what a job that may start again does after it."""
+    return _AROUND.format(command=command, variable=MEETING)
+
+
+def driver(cluster: ClusterConfig, mounts: Sequence[Path]) -> str:
+    """The words before `-P -m hybridrl.cli ...`, the driver on the job's first node."""
+    options, words = _run_in(cluster, mounts)
+    if cluster.container is Container.pyxis:
+        return _MORE.join([_FIRST, *options, " ".join(words)])
+    return " ".join(words)
+
+
+def _run_in(cluster: ClusterConfig, mounts: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Options of srun, and the words that run Python in the container."""
+    python, image = shlex.quote(cluster.python or "python3"), shlex.quote(str(cluster.image))
+    binds = [f"{path}:{path}" for path in mounts] + cluster.mounts
+    bound = shlex.quote(",".join(binds))
+    if cluster.container is Container.pyxis:
+        where = f"--container-workdir={shlex.quote(str(mounts[0]))}"
+        return [f"--container-image={image}", f"--container-mounts={bound}", where], [python]
+    nvidia = ["--nv"] if cluster.gpus_per_node else []
+    return [], ["apptainer", "exec", *nvidia, "--bind", bound, image, python]

@@ -1,0 +1,312 @@
+"""The weight switch: a plan carried out over torch.distributed, in buckets."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hybridrl.layout.layout import Layout
+from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.plan import Plan
+from hybridrl.layout.process_groups import new_group
+from hybridrl.layout.transfer_rounds import Exchange, Gather, Piece, transfer_rounds
+
+# torch 2.13 renamed it and warns under the old name, which older versions alone know.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+BUCKET_BYTES = 16 * 2**20
+"""Default size of a bucket; two are in flight."""
+
+Tensors = Mapping[str, torch.Tensor]
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+
+
+@dataclass(slots=True)
+class SwitchStats:
+    """What one switch cost this rank."""
+
+    path: str
+    """How parameters travelled: gather, exchange, both (gather+exchange), or local."""
+    bytes_theory: int
+    """Bytes that the rank must receive at its place: what it shall hold less what it held."""
+    bytes_received: int = 0
+    """Bytes in the buffers that came from other ranks."""
+    scratch_bytes: int = 0
+    """Most extra memory at a time: buckets."""
+    bytes_held: int = 0
+    """Most that tensors on their way into repacked ones took beside (see `LayerwiseSwitch`)."""
+    seconds: float = 0.0
+    """The whole switch."""
+    seconds_pack: float = 0.0
+    """Copies and casts into buckets and of what stays on the rank. On GPUs, their launch."""
+    seconds_wait: float = 0.0
+    """Waiting for the wire. On GPUs, until the wait is queued."""
+    seconds_copy: float = 0.0
+    """Copies out of buckets. On GPUs, their launch."""
+
+
+class WeightSwitch:
+    """Moves the weights of one rank from the source layout of a plan to its destination layout.
+
+    All ranks of the plan make one and call `switch` together, as often as they like; what travels
+    when is computed once. Ranks of the plan are those of `group` (by default, of all processes).
+    Under NCCL it must have run a collective before, as torch's `batch_isend_irecv` demands. `dtype`
+    is the generation weights' and what travels. Scratch is allocated for the time of a
+    switch: two rounds are in flight, each of at most `bucket_bytes`.
+
+    Example: with `source["w"]` rows 2 and 3 of a [4, 8] matrix and `destination["w"]` all of it,
+    rank 1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
+        least_gather: int = 3,
+        groups: "Groups | None" = None,
+    ) -> None:
+        """`groups` are process groups that other switches of the same ranks have made already."""
+        self.dtype = dtype
+        self.source = _locals(plan.src, rank)
+        self.destination = _locals(plan.dst, rank)
+        made = transfer_rounds(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
+        self._copies = list(
+            zip(_row(made.copies, self.source), _row(made.copies, self.destination), strict=True)
+        )
+        sides = self.source, self.destination
+        groups = {} if groups is None else groups
+        for ranks in {g.ranks: 0 for g in made.gathers}:
+            if ranks not in groups:
+                members = [dist.get_global_rank(group, r) if group else r for r in ranks]
+                groups[ranks] = new_group(members)
+        self._rounds: list[_Round] = [
+            *(_GatherRound(gather, rank, *sides, groups[gather.ranks]) for gather in made.gathers),
+            *(_ExchangeRound(exchange, *sides, group) for exchange in made.exchanges),
+        ]
+        used = (["gather"] if made.gathers else []) + (["exchange"] if made.exchanges else [])
+        self.path = "+".join(used) or "local"
+        self.bytes_theory = int(plan.least[rank]) * dtype.itemsize
+
+    def switch(self, source: Tensors, destination: Tensors) -> SwitchStats:
+        """Fill `destination` from `source`; every rank of the plan calls it.
+
+        Both hold the rank's own part of a parameter under its name, as `layout.local(name, rank)`
+        says, padding included: boxes lie behind each other along the dimension they differ in. A
+        parameter of which the rank holds nothing may be missing. `source` may hold DTensors;
+        `destination` is written in place and may be views of fused tensors. A tied name beside its
+        layout's name must share the storage.
+
+        Afterwards each destination equals the whole parameter's part, cast to `dtype`, bit for bit;
+        padding in it is left as it was. Raises ValueError, before anything is sent, where a name is
+        missing or a shape or dtype is not the layout's.
+        """
+        begun = time.perf_counter()
+        source = {name: _plain(tensor) for name, tensor in source.items()}
+        destination = {name: _plain(tensor) for name, tensor in destination.items()}
+        self._check(source, destination)
+        stats = SwitchStats(self.path, self.bytes_theory)
+        device = next(iter((*destination.values(), *source.values())), torch.empty(0)).device
+        slots = [
+            torch.empty(
+                max((r.scratch for r in rounds), default=0), dtype=self.dtype, device=device
+            )
+            for rounds in (self._rounds[0::2], self._rounds[1::2])
+        ]
+        work: list[list[dist.Work]] = []
+        stats.scratch_bytes = sum(slot.numel() for slot in slots) * self.dtype.itemsize
+        for i, round in enumerate(self._rounds):
+            begun_round = time.perf_counter()
+            round.pack(slots[i % 2], source)
+            stats.seconds_pack += time.perf_counter() - begun_round
+            work.append(round.start(slots[i % 2]))
+            if i:  # the last round is copied out while this one travels
+                self._finish(i - 1, work, slots, destination, stats)
+            else:
+                self._copy_own(source, destination, stats)
+        if self._rounds:
+            self._finish(len(self._rounds) - 1, work, slots, destination, stats)
+        else:
+            self._copy_own(source, destination, stats)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
+        stats.seconds = time.perf_counter() - begun
+        return stats
+
+    def _finish(
+        self,
+        number: int,
+        work: list[list[dist.Work]],
+        slots: Sequence[torch.Tensor],
+        destination: Tensors,
+        stats: SwitchStats,
+    ) -> None:
+        begun = time.perf_counter()
+        for request in work[number]:
+            request.wait()
+        waited = time.perf_counter()
+        self._rounds[number].unpack(slots[number % 2], destination)
+        stats.bytes_received += self._rounds[number].received * self.dtype.itemsize
+        stats.seconds_wait += waited - begun
+        stats.seconds_copy += time.perf_counter() - waited
+
+    def _copy_own(self, source: Tensors, destination: Tensors, stats: SwitchStats) -> None:
+        begun = time.perf_counter()
+        for here, there in self._copies:
+            there.of(destination).copy_(here.of(source))
+        stats.seconds_pack += time.perf_counter() - begun
+
+    def _check(self, source: Tensors, destination: Tensors) -> None:
+        for tensors, local, side in (
+            (source, self.source, "trained"),
+            (destination, self.destination, "generated"),
+        ):
+            for name, expected in local.items():
+                wanted, got = expected.shape, tensors.get(name)
+                if wanted is None and (got is None or not got.numel()):
+                    continue
+                if got is None:
+                    raise ValueError(f"{name}: no {side} tensor of that name; wanted {wanted}")
+                if tuple(got.shape) != wanted:
+                    raise ValueError(f"{name}: {side} {tuple(got.shape)}, the layout says {wanted}")
+        filled = set()
+        for name in self.destination.keys() & destination.keys():
+            tensor = destination[name]
+            if tensor.dtype != self.dtype:
+                raise ValueError(f"{name}: generated in {tensor.dtype}, the wire has {self.dtype}")
+            filled.add(tensor.data_ptr())
+        for name in destination.keys() - self.destination.keys():
+            if destination[name].data_ptr() not in filled:
+                raise ValueError(f"{name} is generated with, but no trained parameter fills it")
+        for name in source.keys() - self.source.keys():
+            raise ValueError(f"{name} is trained, but generation has no parameter of that name")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box: `index` in a rank's tensor of the parameter, [start, stop) in a row of a bucket."""
+
+    name: str
+    index: tuple[slice, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def of(self, tensors: Tensors) -> torch.Tensor:
+        """The box in the rank's tensor."""
+        return tensors[self.name][self.index]
+
+    def pack(self, row: torch.Tensor, source: Tensors) -> None:
+        row[self.start : self.stop].view(self.shape).copy_(self.of(source))  # casts
+
+    def unpack(self, row: torch.Tensor, destination: Tensors) -> None:
+        self.of(destination).copy_(row[self.start : self.stop].view(self.shape))
+
+
+def _row(pieces: Iterable[Piece], local: Mapping[str, LocalTensor]) -> list[_Part]:
+    """The pieces behind each other in a row."""
+    parts, start = [], 0
+    for piece in pieces:
+        stop = start + piece.box.size
+        index = local[piece.name].slices(piece.box)
+        parts.append(_Part(piece.name, index, piece.box.shape, start, stop))
+        start = stop
+    return parts
+
+
+class _ExchangeRound:
+    """What is sent lies before what is received, each by peer."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        source: Mapping[str, LocalTensor],
+        destination: Mapping[str, LocalTensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.group = group
+        self.sends = _row((p for m in exchange.sends for p in m.pieces), source)
+        self.receives = _row((p for m in exchange.receives for p in m.pieces), destination)
+        self.messages: list[tuple[Callable[..., Any], int, int]] = [
+            *((dist.isend, m.peer, m.size) for m in exchange.sends),
+            *((dist.irecv, m.peer, m.size) for m in exchange.receives),
+        ]
+        self.num_sent = sum(m.size for m in exchange.sends)
+        self.received = sum(m.size for m in exchange.receives)
+        self.scratch = self.num_sent + self.received
+
+    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
+        for part in self.sends:
+            part.pack(slot, source)
+
+    def start(self, slot: torch.Tensor) -> list[dist.Work]:
+        operations, offset = [], 0
+        for operation, peer, size in self.messages:
+            buffer = slot[offset : offset + size]
+            operations.append(dist.P2POp(operation, buffer, group=self.group, group_peer=peer))
+            offset += size
+        return dist.batch_isend_irecv(operations)
+
+    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
+        for part in self.receives:
+            part.unpack(slot[self.num_sent :], destination)
+
+
+class _GatherRound:
+    """The rank's own part lies before those of all members."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        rank: int,
+        source: Mapping[str, LocalTensor],
+        destination: Mapping[str, LocalTensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.group, self.size = group, gather.size
+        self.shape = (len(gather.ranks), gather.size)
+        self.own = _row(gather.pieces[gather.ranks.index(rank)], source)
+        self.others = [
+            (member, _row(pieces, destination))
+            for member, pieces in enumerate(gather.pieces)
+            if gather.ranks[member] != rank
+        ]
+        self.received = self.size * len(self.others)
+        self.scratch = self.size * (1 + len(gather.ranks))
+
+    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
+        for part in self.own:
+            part.pack(slot, source)
+
+    def start(self, slot: torch.Tensor) -> list[dist.Work]:
+        own = slot[None, : self.size]
+        work = _all_gather(self._gathered(slot), own, group=self.group, async_op=True)
+        return [work]
+
+    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
+        gathered = self._gathered(slot)
+        for member, parts in self.others:
+            for part in parts:
+                part.unpack(gathered[member], destination)
+
+    def _gathered(self, slot: torch.Tensor) -> torch.Tensor:
+        return slot[self.size : self.scratch].view(self.shape)
+
+
+_Round = _ExchangeRound | _GatherRound
+
+
+def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
+    inside = rank in layout.mesh.ranks
+    return {name: LocalTensor(layout.local(name, rank) if inside else ()) for name in layout.rules}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

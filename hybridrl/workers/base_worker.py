@@ -1,0 +1,340 @@
+"""What a rank of any pool is: one process that hosts roles, one of them on the device."""
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from hybridrl.checkpoint import distributed
+from hybridrl.checkpoint.distributed import Progress
+from hybridrl.checkpoint.hf import save_hf
+from hybridrl.config import Config
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.flow.executor import Computed
+from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.sample import SampleId
+from hybridrl.system.memory import MemoryReading, measure_memory
+from hybridrl.system.node_info import node_name, read_node_info
+from hybridrl.system.rendezvous import join_group, open_store
+from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.role_factory import RoleFactory
+from hybridrl.workers.roles import Scalars
+from hybridrl.workers.scorers import InstanceScorer
+from hybridrl.workers.store import SampleStore
+from hybridrl.workers.training import Training, UpdateShare
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """What this rank did between two moments (Unix seconds); `beside` the rest."""
+
+    name: str
+    start: float
+    stop: float
+    concurrent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A method's value, what the rank did meanwhile, and what it held at changes of phase."""
+
+    value: Any
+    spans: tuple[TimeSpan, ...]
+    memory: tuple[MemoryReading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An event, and a reference to the tensors that its samples got, for whom they move to.
+
+    So a move need not wait for this rank, which may be decoding. None where nothing is published.
+    """
+
+    event: Any
+    reference: Any = None
+
+
+class DeviceResident(Protocol):
+    """What may have weights on the device."""
+
+    def onload(self) -> None:
+        """Bring them there."""
+        ...
+
+    def offload(self) -> None:
+        """Free the device of them."""
+        ...
+
+
+class TrainableModel(Protocol):
+    """A role with an optimizer."""
+
+    train_engine: TrainEngine
+
+    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+        """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
+        ...
+
+    def update(self, stage: Stage, share: UpdateShare) -> dict[str, float]:
+        """Train on this rank's share."""
+        ...
+
+
+class BaseWorker:
+    """One rank of a pool, whose ranks are one process group.
+
+    States: made -> `setup` (process group, weights) -> `begin` (a recipe's roles) -> calls. At most
+    one role has its weights on the device, with its optimizer if it is trained: the one that
+    computed last (`holder`).
+    """
+
+    build: RoleFactory
+
+    def __init__(
+        self, rank: int, size: int, config: Config, model_path: str, data_plane: DataPlane
+    ) -> None:
+        """`rank` of `size` in the pool."""
+        self.rank, self.size = rank, size
+        self.config, self.model_path, self.data_plane = config, model_path, data_plane
+        self.store = SampleStore()
+        self.trained: dict[str, TrainableModel] = {}
+        self.scorers: dict[str, InstanceScorer] = {}
+        self.holder: DeviceResident | None = None
+        self.publishes = False
+        self._store: Any = None
+        self._spans: list[TimeSpan] = []
+        self._memory: list[MemoryReading] = []
+
+    # -- life --------------------------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def listen(self) -> Reply:
+        """Let the others of the process group meet here; answers with host and port.
+
+        The port is free and stays this process's own: one that is looked up first and bound later
+        may be another job's by then.
+        """
+        host = _address_here(os.environ["MASTER_ADDR"])
+        self._store = open_store(host, 0, listens=True)
+        return self._reply((host, self._store.port))
+
+    def _join(self, host: str, port: int) -> dict[str, Any]:
+        """Join the process group, whose first rank listens on `port` of `host`.
+
+        Gives what is worth logging of the process.
+        """
+        transformers_logging.disable_progress_bar()
+        torch.set_num_threads(self.config.cluster.threads_per_rank)
+        store = self._store or open_store(host, port, listens=False)
+        self.device = join_group(self.rank, self.size, store)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        return {
+            "pid": os.getpid(),
+            "node": node_name(),
+            "log": _log_file(),
+        }
+
+    @dispatch(Dispatch.SAME)
+    def machine(self) -> Reply:
+        """What this rank runs on."""
+        return self._reply(read_node_info())
+
+    @dispatch(Dispatch.SAME)
+    def begin(
+        self,
+        graph: Graph,
+        training: dict[str, Training],
+        publishes: bool,
+        weights: tuple[Any, ...] = (),
+    ) -> Reply:
+        """Make the roles that a recipe needs; those of `training` start with a fresh optimizer.
+
+        `graph` has the stages of this pool. A frozen copy, and a value model without a path of its
+        own, has the actor's weights of this moment: those of `weights` where the actor is in
+        another pool, by name references to whole parameters. With `publishes` a rank puts what it
+        makes into the data plane at once, since others will want it. Answers with what is worth
+        logging, by value model.
+        """
+        self.publishes = publishes
+        self._take_up(None)
+        made = {}
+        with self._span("load"):
+            for name in graph.learned:
+                if name not in self.trained:
+                    model = self.build.value_model(name, self._actor_weights(weights))
+                    self.trained[name], made[name] = model, model.describe()
+            for name in graph.judges:
+                self._add_judge(name)
+            self._add_scorers(graph)
+        for name, how in training.items():
+            self.trained[name].train_engine.reset_optimizer(how.optim, how.total_updates)
+        return self._reply(made)
+
+    def _actor_weights(self, lent: Sequence[Any]) -> Iterable[tuple[str, torch.Tensor]] | None:
+        """The actor's trained weights; None where they are those of its file."""
+        raise NotImplementedError
+
+    def _add_judge(self, name: str) -> None:
+        raise NotImplementedError
+
+    def _add_scorers(self, graph: Graph) -> None:
+        """Make the forward-only roles of `graph` that are no judges."""
+
+    @dispatch(Dispatch.SAME)
+    def save(self, path: str, resume: str | None = None) -> Reply:
+        """Write the actor as a Hugging Face directory; other trained roles, by name, as one in it.
+
+        Rank 0 writes, all ranks gather. Into `resume` all ranks write what training goes on from,
+        a folder a role. Answers with how far each role is.
+        """
+        progress = {}
+        with self._span("save"):
+            dtype = self.config.model.compute_dtype
+            for name, role in self.trained.items():
+                folder = Path(path) if name == "actor" else Path(path) / name
+                save_hf(role.train_engine, folder, self.tokenizer, dtype)
+                progress[name] = distributed.progress_of(role.train_engine)
+            for name, role in self.trained.items() if resume is not None else ():
+                distributed.save(Path(resume or "") / name, role.train_engine, self._kept(name))
+        return self._reply(progress)
+
+    @dispatch(Dispatch.SAME)
+    def load(self, path: str, progress: dict[str, Progress]) -> Reply:
+        """Go on from what `save` has written to `path`; answers with what is wrong, if anything."""
+        with self._span("load"):
+            for name in [name for name in progress if name in self.trained]:
+                engine, kept = self.trained[name].train_engine, self._kept(name)
+                try:
+                    distributed.load(Path(path) / name, engine, progress[name], kept)
+                except ValueError as error:
+                    return self._reply(str(error))
+                self._take(kept)
+        return self._reply("")
+
+    def _kept(self, role: str) -> distributed.Tensors:
+        """What training goes on from besides a role's parameters and moments."""
+        return {}
+
+    def _take(self, kept: distributed.Tensors) -> None:
+        """Use what `_kept` gave, which has been filled."""
+
+    @dispatch(Dispatch.SAME)
+    def close(self) -> Reply:
+        """Leave the process group."""
+        if dist.is_initialized():  # vLLM ends it with itself
+            dist.destroy_process_group()
+        return self._reply(None)
+
+    # -- work --------------------------------------------------------------------------------
+
+    @dispatch(Dispatch.SAME)
+    def compute(self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
+        """Run a stage that all ranks of the pool take part in on this rank's samples.
+
+        Those that live elsewhere are, among others, in `parcels`.
+        """
+        self._fetch(parcels, ids)
+        assert stage.role is not None
+        start = time.perf_counter()
+        with self._span(stage.name):
+            if stage.method == "score":
+                scorer = self.scorers[stage.role]
+                self._take_up(scorer)
+                made, tensors = scorer.compute(stage, ids)
+            else:
+                role = self.trained[stage.role]
+                self._take_up(role.train_engine)
+                made, tensors = role.compute(stage, ids)
+        seconds = time.perf_counter() - start
+        return self._reply(Computed(stage.name, ids, made, tensors, seconds=seconds))
+
+    @dispatch(Dispatch.PER_RANK)
+    def update(self, stage: Stage, share: UpdateShare) -> Reply:
+        """Train on this rank's share of every mini-batch; metrics are the same on all ranks."""
+        self._fetch(share.parcels, share.ids)
+        assert stage.role is not None
+        with self._span("update"):
+            role = self.trained[stage.role]
+            self._take_up(role.train_engine)
+            metrics = role.update(stage, share)
+        return self._reply(metrics)
+
+    @dispatch(Dispatch.SAME)
+    def release(self, ids: tuple[SampleId, ...]) -> Reply:
+        """Forget samples that have left."""
+        self.store.drop(ids)
+        return self._reply(len(self.store))
+
+    def _fetch(self, parcels: Sequence[Any], ids: Sequence[SampleId]) -> None:
+        """Take those of `ids` in that are in `parcels`."""
+        if parcels:
+            with self._span("fetch"):
+                for parcel in self.data_plane.get(list(parcels)):
+                    self.store.accept(parcel, frozenset(ids))
+
+    def _published(
+        self, event: Any, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False
+    ) -> Published:
+        if not (self.publishes and ids and fields):
+            return Published(event)
+        return Published(event, self.data_plane.put(self.store.pack(ids, fields, with_items)))
+
+    def _take_up(self, holder: DeviceResident | None) -> None:
+        """Have one role's weights in place, or none."""
+        if holder is self.holder:
+            return
+        with self._measured():
+            if self.holder is not None:
+                self.holder.offload()
+            if holder is not None:
+                holder.onload()
+            self.holder = holder
+
+    # -- spans and memory --------------------------------------------------------------------
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        start = time.time()
+        try:
+            yield
+        finally:
+            self._spans.append(TimeSpan(name, start, time.time()))
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Note what the rank holds before and after a change of phase."""
+        self._memory.append(measure_memory(self.device))
+        yield
+        self._memory.append(measure_memory(self.device))
+
+    def _reply(self, value: Any) -> Reply:
+        spans, self._spans = tuple(self._spans), []
+        memory, self._memory = tuple(self._memory), []
+        return Reply(value, spans, memory)
+
+
+def _address_here(first: str) -> str:
+    """This machine's address on the way to `first`, the one of the run's rank 0."""
+    family, kind, _, _, address = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # nothing is sent
+        probe.connect(address)
+        found: str = probe.getsockname()[0]
+    return found
+
+
+def _log_file() -> str:
+    """The file that this process's standard error goes to; empty where that is not known."""
+    try:
+        return os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""

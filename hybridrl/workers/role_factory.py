@@ -1,0 +1,122 @@
+"""The roles of a rank, made: which name becomes what, with whose weights."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config import Config
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.flow.graph import Graph
+from hybridrl.models.shard import GenParallel
+from hybridrl.workers.actor import Actor
+from hybridrl.workers.critic import Critic
+from hybridrl.workers.ema import MovingAverage
+from hybridrl.workers.generation import hand_back
+from hybridrl.workers.roles import Verifier
+from hybridrl.workers.scorers import (
+    InstanceScorer,
+    NeuralReward,
+    OldPolicyScorer,
+    ReferenceScorer,
+)
+from hybridrl.workers.store import SampleStore
+from hybridrl.workers.value_model import LearnedReward, ValueModel
+
+
+@dataclass(frozen=True)
+class RoleFactory:
+    """Makes roles over the samples of `store`; the actor's model is at `model_path`.
+
+    All ranks make the same roles in the same order; what has weights has given the device back.
+    """
+
+    config: Config
+    model_path: str
+    tokenizer: PreTrainedTokenizerBase
+    store: SampleStore
+    device: torch.device
+
+    def value_model(
+        self, name: str, weights: Iterable[tuple[str, torch.Tensor]] | None
+    ) -> ValueModel:
+        """A model with a value head; without a path of its own it takes the `weights` given."""
+        kind = LearnedReward if name == "reward" else Critic
+        model = kind(name, self.config, self.model_path, self.store, self.device)
+        if self.config.value_model_of(name).path is None and weights is not None:
+            model.train_engine.take_weights(weights)
+        model.train_engine.offload()
+        hand_back(self.device)  # the rollout engine may be awake
+        return model
+
+    def verifier(self, name: str) -> Verifier:
+        """What judges in processes."""
+        judge = self.config.judge_of(name)
+        return Verifier(judge, self.config.data.sources, self.tokenizer, self.store)
+
+    def neural_judge(self, name: str, parallel: GenParallel) -> NeuralReward:
+        """A sequence classifier whose score is the reward, or the cost."""
+        scorer = NeuralReward(
+            self.config,
+            str(self.config.judge_of(name).model),
+            parallel,
+            self.device,
+            self.store,
+            self.tokenizer,
+            key=f"{name}.model",
+            deterministic=self.config.strict,
+        )
+        scorer.offload()
+        return scorer
+
+
+@dataclass(frozen=True)
+class ActorRoleFactory(RoleFactory):
+    """Makes roles beside `actor`."""
+
+    actor: Actor
+
+    def scorer(self, name: str, graph: Graph) -> InstanceScorer:
+        """A role that only scores: the teacher, or the actor as it is now."""
+        path = self.config.teacher.path
+        if name == "teacher" and path is not None:
+            return self._frozen(path, "teacher.path")
+        copy = graph.copies.get(name)
+        assert name in ("reference", "teacher") or (copy and copy.of == "actor"), name
+        if copy and copy.update == "ewma":
+            self.actor.averages[name] = MovingAverage(self.actor.train_engine, copy.decay)
+        return self.frozen_copy()
+
+    def old_policy(self) -> OldPolicyScorer | None:
+        """The weights that generate, where the engine has them as a module has."""
+        actor, strict = self.actor, self.config.strict
+        if not isinstance(actor.rollout, NativeEngine):
+            return None
+        place = (actor.parallel, actor.device, self.store)
+        return OldPolicyScorer(self.config, actor.rollout.model, *place, deterministic=strict)
+
+    def frozen_copy(self) -> ReferenceScorer:
+        """The actor as it is now.
+
+        Before a step that is its base where it has adapters, which needs no second copy.
+        """
+        if base := self.actor.base_weights(self.config.model.compute_dtype):
+            return self._frozen(self.model_path, "model.path", base)
+        scorer = self._frozen(self.model_path, "model.path")
+        if self.actor.train_engine.version:  # a warm start has trained what the file holds
+            scorer.onload()
+            self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
+            scorer.offload()
+        return scorer
+
+    def _frozen(
+        self, path: str, key: str, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> ReferenceScorer:
+        actor, strict = self.actor, self.config.strict
+        place = (actor.parallel, actor.device, self.store)
+        scorer = ReferenceScorer(
+            self.config, path, *place, key=key, deterministic=strict, weights=weights
+        )
+        scorer.offload()
+        return scorer

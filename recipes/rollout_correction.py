@@ -1,0 +1,97 @@
+"""Settings that recipes with a probability ratio share: whose samples they are, what corrects it.
+
+A recipe's config derives from `RolloutCorrection`, and the recipe calls `add_old_log_probs` once.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hybridrl.algorithms.corrections import Correction
+from hybridrl.config import ConfigError, bounded
+from hybridrl.flow import Flow, Stream
+
+
+class OldLogProbs(Enum):
+    """Whose log-probabilities the ratio is taken against."""
+
+    rollout = "rollout"  # the rollout engine's, as sampled: no extra pass
+    trainer = "trainer"  # recomputed by the train engine before the update
+    ewma = "ewma"  # those of a moving average of the policy (PPO-EWMA)
+
+
+class CorrectionRule(Enum):
+    """What becomes of importance weights far from 1."""
+
+    none = "none"  # no weights: what differs between the engines is left as it is
+    truncate = "truncate"  # at most the bound
+    mask = "mask"  # 0 beyond the bound, and below its inverse
+
+
+class StepScale(Enum):
+    """What few effective samples do to the learning rate."""
+
+    none = "none"
+    sqrt = "sqrt"  # the root of the effective share, for optimizers like Adam
+    linear = "linear"  # the effective share
+
+
+class CorrectionLevel(Enum):
+    """What an importance weight belongs to."""
+
+    token = "token"
+    sequence = "sequence"  # the product over the response
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutCorrection:
+    """Whose log-probabilities are the old policy's, and how samples of another are weighed.
+
+    `old_log_probs=trainer correction=truncate` is the decoupled PPO of AReaL (arXiv 2505.24298,
+    equation 5) with bounded weights: the ratio is clipped around the policy before the update, the
+    weight leads there from the policy that sampled. `old_log_probs=ewma correction=truncate` is
+    PPO-EWMA (arXiv 2110.00641, section 3): the ratio is clipped around an average of policies.
+    """
+
+    old_log_probs: OldLogProbs = OldLogProbs.rollout
+    """Whose log-probabilities are the old policy's: rollout, trainer or ewma."""
+    ewma_decay: float = bounded(0.9, above=0, below=1)
+    """old_log_probs=ewma: what remains of the average after an optimizer step."""
+    correction: CorrectionRule = CorrectionRule.none
+    """Weigh the policy loss by the old policy's / rollout's probability: none, truncate or mask."""
+    correction_level: CorrectionLevel = CorrectionLevel.token
+    """One weight a token, or one a sequence."""
+    correction_bound: float = bounded(2.0, above=1)
+    """Where weights are truncated or masked."""
+    step_scale: StepScale = StepScale.none
+    """Take smaller steps where stale samples are worth fewer (VCPO, arXiv 2602.17616)."""
+
+    def make_correction(self) -> Correction | None:
+        """What `correction` and its settings ask for; raises ConfigError where it cannot work."""
+        if self.correction is CorrectionRule.none:
+            return None
+        if self.old_log_probs is OldLogProbs.rollout:
+            name = self.correction.value
+            allowed = "none, or recipe.old_log_probs=trainer or ewma with it"
+            raise ConfigError("recipe.correction", name, allowed)
+        level, bound = self.correction_level.value, self.correction_bound
+        return Correction(rule=self.correction.value, level=level, bound=bound)
+
+
+def add_old_log_probs(
+    flow: Flow, samples: Stream, cfg: RolloutCorrection
+) -> tuple[Stream, dict[str, Any]]:
+    """The stream with `old_log_probs` and `rollout_weights` as `cfg` asks, and what a `PolicyLoss`
+    is to know of it.
+    """
+    correction = cfg.make_correction()
+    if cfg.old_log_probs is OldLogProbs.trainer:
+        samples = flow.actor.log_probs(samples)
+    elif cfg.old_log_probs is OldLogProbs.ewma:
+        average = flow.copy(flow.actor, update="ewma", decay=cfg.ewma_decay)
+        samples = average.log_probs(samples, name="old_log_probs")
+    if correction:
+        fields = ("old_log_probs", "log_probs")
+        samples = samples.map(correction, fields, ("rollout_weights",), name="correction")
+    scale = None if cfg.step_scale is StepScale.none else cfg.step_scale.value
+    return samples, {"correction": correction, "step_scale": scale}

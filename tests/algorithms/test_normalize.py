@@ -1,0 +1,45 @@
+"""Token weights: verl's aggregation, and the same however the batch is cut."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from hybridrl.algorithms.normalize import token_weights
+
+MODES = {
+    "token": "token-mean",
+    "sequence": "seq-mean-token-mean",
+    "constant": "seq-mean-token-sum-norm",
+}
+
+
+@pytest.mark.parametrize("normalize", sorted(MODES))
+@pytest.mark.parametrize("lengths", [(1,), (5, 5), (3, 9, 1, 12), (4, 0, 2)])
+def test_agrees_with_verl(core_algos: ModuleType, normalize: str, lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    width = 16
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    losses = torch.randn(len(lengths), width, dtype=torch.float64)
+    expected = core_algos.agg_loss(losses, mask.double(), MODES[normalize])
+    used = [n for n in lengths if n]
+    weights = token_weights(lengths, normalize, sum(used), len(used), width)
+    assert weights.shape == (sum(lengths),)
+    ours = (weights.double() * losses[mask]).sum()
+    torch.testing.assert_close(ours, expected, rtol=2e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("normalize", sorted(MODES))
+def test_micro_batches_add_up(normalize: str) -> None:
+    lengths = torch.tensor([3, 9, 1, 12, 4])
+    totals = (int(lengths.sum()), len(lengths), 12)
+    whole = token_weights(lengths, normalize, *totals)
+    parts = [token_weights(part, normalize, *totals) for part in (lengths[:2], lengths[2:])]
+    assert torch.equal(torch.cat(parts), whole)
+    if normalize != "constant":
+        assert whole.sum().item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_nothing_to_train() -> None:
+    assert token_weights((), "sequence", 0, 0, 0).shape == (0,)
+    assert token_weights((0, 0), "token", 0, 0, 0).shape == (0,)

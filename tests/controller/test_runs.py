@@ -1,0 +1,234 @@
+"""Whole jobs in this process, on a cluster that they join: what they train on, how they end."""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.config import ClusterConfig, ConfigError
+from hybridrl.controller import run as controller_run
+from hybridrl.flow.schedules import StepResult
+from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
+from hybridrl.telemetry.records import read_lines
+
+
+@pytest.fixture
+def run(
+    tiny_run: list[str], train: Callable[..., Any], tmp_path: Path
+) -> Callable[..., list[StepResult]]:
+    """Trains with overrides into `tmp_path / name`; the results of its steps."""
+    return lambda name, *overrides: train(tmp_path / name, *tiny_run, *overrides).steps
+
+
+@pytest.fixture
+def run_here(
+    tiny_run: list[str], train_here: Callable[..., Any], tmp_path: Path
+) -> Callable[..., list[StepResult]]:
+    """The same without Ray."""
+    return lambda name, *overrides: train_here(tmp_path / name, *tiny_run, *overrides).steps
+
+
+def gradient(run_dir: Path) -> torch.Tensor:
+    """Of a single step with a huge eps, where AdamW is plain descent: p - g / (1 + |g| / eps)."""
+    before, after = (load_file(run_dir / f / "model.safetensors") for f in ("start", "final"))
+    return torch.cat([(before[name] - after[name]).double().flatten() for name in before])
+
+
+PLAIN_DESCENT = [
+    "trainer.steps=1",
+    "trainer.optim.lr=1000",
+    "trainer.optim.eps=1000",
+    "trainer.optim.clip_grad_norm=0",
+]
+
+
+def test_one_rank_and_two_ranks_agree(
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    found = {}
+    for ranks in (1, 2):
+        name = f"ranks{ranks}"
+        settings = [f"recipe={{target: '{user_code}:probe'}}"]
+        (result,) = run_here(name, f"cluster.ranks={ranks}", *PLAIN_DESCENT, *settings)
+        texts = {
+            r["id"]: (r["response"], r["reward"])
+            for r in read_lines(tmp_path / name / "samples.jsonl")
+            if r["phase"] == "rl"
+        }
+        found[ranks] = (texts, gradient(tmp_path / name), result)
+    texts, gradients, results = zip(*found.values(), strict=True)
+    assert len(texts[0]) == 16
+    assert texts[0] == texts[1]
+    assert {s.rank for s in results[1].dispatched} == {0, 1}
+    norm = gradients[0].norm()
+    assert norm > 1e-3
+    assert (gradients[0] - gradients[1]).norm() / norm < 1e-5
+    assert math.isclose(results[0].metrics["actor/grad_norm"], float(norm), rel_tol=1e-3)
+    for result in results:  # what the rollout engine sampled with, and what the trainer computes
+        gaps = [float(sample.scalars["gap"]) for sample in result.dispatched]
+        assert 0 <= max(gaps) < 1e-4
+
+
+LAYOUTS = {
+    "one rank": ["cluster.ranks=1"],
+    "train 1x2x2, generate tp 4": [
+        "cluster.ranks=4", "trainer.layout.fsdp=2", "trainer.layout.tp=2", "rollout.layout.tp=4",
+    ],
+    "train 2x2x1, generate two of tp 2": [
+        "cluster.ranks=4", "trainer.layout.pp=2", "trainer.layout.fsdp=2", "rollout.layout.tp=2",
+    ],
+    "train 1x1x2 twice, generate two of pp 2": [
+        "cluster.ranks=4", "trainer.layout.replicas=2", "trainer.layout.tp=2",
+        "rollout.layout.pp=2",
+    ],
+}  # fmt: skip
+
+
+def test_layouts_reproduce_one_rank(
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    shape = ["model.tiny.num_layers=2", "model.tiny.num_heads=4", "model.tiny.num_kv_heads=2"]
+    recipe = [f"recipe={{target: '{user_code}:probe'}}"]
+    found = {}
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        results = run_here(f"layout{number}", *shape, *recipe, *layout, *PLAIN_DESCENT)
+        texts = {
+            (r["phase"], r["id"]): (r["response"], r["reward"])
+            for r in read_lines(tmp_path / f"layout{number}" / "samples.jsonl")
+            if (r["phase"], r["step"]) in (("evaluation", 0), ("rl", 1))
+        }
+        found[name] = (texts, gradient(tmp_path / f"layout{number}"), results)
+    texts, gradients, results = found.pop("one rank")
+    assert len(texts) == 8 + 16
+    for name, (others, other_gradients, other_results) in found.items():
+        assert others == texts, name
+        assert (gradients - other_gradients).norm() / gradients.norm() < 1e-5, name
+        for one, other in zip(results, other_results, strict=True):
+            for key in ("loss", "grad_norm", "entropy"):
+                assert math.isclose(
+                    one.metrics[f"actor/{key}"], other.metrics[f"actor/{key}"], abs_tol=1e-5
+                ), (name, key)
+        gaps = [float(s.scalars["gap"]) for r in other_results for s in r.dispatched]
+        assert 0 <= max(gaps) < 1e-4, name
+        ranks = {sample.rank for sample in other_results[0].dispatched}
+        assert len(ranks) > 1, f"{name}: one rank holds all samples"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+) -> None:
+    settings = [f"recipe={{target: '{user_code}:poison'}}", "trainer.save_every=1"]
+    with pytest.raises(
+        controller_run.TrainingDiverged, match=r"2 steps in a row .*max_bad_steps=2"
+    ):
+        run_here("nan", "trainer.steps=5", "trainer.max_bad_steps=2", *settings)
+    run_dir = tmp_path / "nan"
+    events = read_lines(run_dir / "events.jsonl")
+    assert [e["step"] for e in events if e["kind"] == "bad_step"] == [1, 2]
+    assert [r["bad_steps"] for r in read_lines(run_dir / "metrics.jsonl") if "loss" in r] == [1, 1]
+    before, after = (
+        load_file(run_dir / path / "model.safetensors")
+        for path in ("start", "checkpoints/step_000001")
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    status = json.loads((run_dir / "run.json").read_text())
+    assert status["state"] == "failed"
+    assert "not finite" in status["reason"]
+
+
+def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
+    run_here: Callable[..., list[StepResult]], user_rewards: Path, tmp_path: Path
+) -> None:
+    run_here(
+        "troubled",
+        "trainer.steps=2",
+        f"reward.function={user_rewards}:troubled",
+        "reward.timeout_s=0.5",
+    )
+    recorded = read_lines(tmp_path / "troubled" / "samples.jsonl")
+    samples = [s for s in recorded if s["phase"] == "rl"]
+    held_out = [s for s in recorded if s["phase"] == "evaluation"]
+    assert [s["step"] for s in held_out] == [0] * 8 + [2] * 8
+    metrics = [r for r in read_lines(tmp_path / "troubled" / "metrics.jsonl") if "reward_mean" in r]
+    assert len(samples) == 32
+    for sample in samples:
+        kind = sum(map(ord, sample["response"])) % 8
+        reasons = {0: "error: ValueError: no such word", 1: "timeout: no reward within 0.5 s"}
+        assert sample["status"] == reasons.get(kind, "ok")
+        assert sample["reward"] == (kind / 7 if kind > 1 else 0.0)
+    for status in ("error", "timeout"):
+        counted = sum(m[f"reward_{status}"] for m in metrics)
+        assert counted == sum(s["status"].startswith(status) for s in samples) > 0
+
+
+def test_a_step_without_samples_is_said_once(
+    run_here: Callable[..., list[StepResult]], tmp_path: Path
+) -> None:
+    """The rewards of a model that knows nothing are all zero."""
+    run_here("idle", "recipe=grpo", "reward=exact", "trainer.steps=3")
+    run_dir = tmp_path / "idle"
+    assert not [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    (note,) = [e for e in read_lines(run_dir / "events.jsonl") if e["kind"] == "note"]
+    assert note["step"] == 1
+    assert note["text"].startswith("step 1: nothing to train on, 16 samples left out; where")
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
+    path.mkdir()
+    options = f"size={megabytes}m"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_is_named_and_earlier_records_stay(
+    run_here: Callable[..., list[StepResult]], tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "full", 1) as disk:
+        with pytest.raises(OSError, match=r"'[^']*/full/[^']+'"):  # a record or a checkpoint
+            run_here("full", "trainer.steps=20", "trainer.save_every=1", "trainer.keep_last=20")
+        steps = [r["step"] for r in read_lines(disk / "metrics.jsonl") if "reward_mean" in r]
+        assert steps[0] == 1
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_more_ranks_than_the_pool(run: Callable[..., list[StepResult]]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.ranks=100: wanted at most the pool's 4 CPU"):
+        run("many", "cluster.ranks=100")
+
+
+def test_a_rank_that_raises_is_told_while_the_other_waits_in_a_collective(
+    run: Callable[..., list[StepResult]], user_code: Path
+) -> None:
+    wanted = r"rank 1 of 2 \(actor, reward\) on node .* failed: ZeroDivisionError: on one rank"
+    with pytest.raises(controller_run.WorkerError, match=wanted) as raised:
+        run("lonely", "trainer.steps=1", f"recipe={{target: '{user_code}:lonely'}}")
+    log = Path(str(raised.value).partition("its log is ")[2])
+    assert 'raise ZeroDivisionError("on one rank")' in log.read_text()  # the rank's traceback
+
+
+def test_ranks_that_find_no_place_in_time(cluster: str) -> None:
+    import ray
+
+    config = ClusterConfig(ranks=2, address=cluster, start_timeout_s=1.0)
+    with ray_runtime(config, {}, Path("unused")):
+        others = ray.util.placement_group([{"CPU": 3}])
+        ray.get(others.ready())
+        with pytest.raises(ConfigError, match=r"cluster.ranks=2: .* \(free now: 1 of 4\)"):
+            ranks_placement(ray, config, use_gpu=False)

@@ -1,0 +1,269 @@
+"""What the doctor makes of facts, and what it measures on this machine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.cli import main
+from hybridrl.config.compose import check, register
+from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
+from hybridrl.doctor.command import examine, needs_of
+from hybridrl.doctor.measure import Disk, Link, measure_disk
+from hybridrl.system import node_info as machines
+from hybridrl.system import signals
+from hybridrl.system.node_info import Gpu, NodeInfo, read_node_info
+
+GIB = 2**30
+GPU = Gpu("H100", 80 * GIB, GIB, "550.54", "9.0")
+SOUND = NodeInfo(
+    node="a", host="a", clock=0.0, system="Linux", python="3.11.7",
+    packages={"torch": "2.13.0", "ray": "2.60.0"}, unmet=(), cpu="", cores=8, cpus=16,
+    cpu_quota=None, memory=64 * GIB, memory_limit=None, memory_available=60 * GIB, shm=32 * GIB,
+    shm_free=32 * GIB, open_files=65536, gpus=(), networks={"eth0": 25.0}, infiniband={},
+)  # fmt: skip
+NEEDS = Needs(
+    ranks_per_node=2, threads_per_rank=1, wants_gpus=False, rank_memory=GIB,
+    object_store=GIB // 2, train_bytes=GIB, gen_bytes=GIB, checkpoint_bytes=GIB, checkpoints=4,
+    layers=32,
+)  # fmt: skip
+ON_GPUS = replace(NEEDS, wants_gpus=True)
+WITH_GPUS = replace(SOUND, gpus=(GPU, GPU))
+LARGE = replace(WITH_GPUS, memory=999 * GIB, memory_available=999 * GIB)
+RUN_DIR = Disk("a", "run.dir", "/data", "nfs4", 100 * GIB, 50 * GIB, 1e9, 1e9, 1e-3, 1e3)
+SCRATCH = replace(RUN_DIR, role="scratch", path="/tmp", kind="ext4")
+
+
+def facts(*found: NodeInfo, **others: Any) -> Facts:
+    return Facts(machines=found or (SOUND,), **others)
+
+
+def two(**different: Any) -> Facts:
+    return facts(SOUND, replace(SOUND, node="b", host="b", **different))
+
+
+def ring(*rates: float, nodes: str = "aabb") -> Facts:
+    """Messages from each rank to the next at so many GB/s."""
+    size = len(rates)
+    links = [Link("send", (r, (r + 1) % size), 10**9, 1 / rate) for r, rate in enumerate(rates)]
+    return replace(two(), links=links, node_of=tuple(nodes))
+
+
+def test_a_sound_site_has_no_findings() -> None:
+    sound = replace(ring(10, 10, 10, 10), disks=(RUN_DIR, SCRATCH), clocks={"b": (0.2, 0.1)})
+    assert diagnose(sound, NEEDS) == []
+    assert diagnose(facts(WITH_GPUS), ON_GPUS) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "needs", "severity", "what", "why"),
+    [
+        (facts(replace(SOUND, memory=4 * GIB)), NEEDS, Severity.ERROR, "4 GiB of memory",
+         "2 ranks of 3 GiB and an object store of 0.5 GiB need 6.5 GiB"),
+        (facts(replace(SOUND, memory_limit=6 * GIB)), NEEDS, Severity.ERROR, "6 GiB of memory", ""),
+        (facts(replace(SOUND, memory_available=5 * GIB)), NEEDS, Severity.WARNING,
+         "5 GiB of memory are free", "the run needs 6.5 GiB"),
+        (facts(replace(SOUND, shm=GIB // 16, shm_free=GIB // 16)), NEEDS, Severity.WARNING,
+         "/dev/shm has 0.0625 GiB free of 0.0625 GiB", "Ray's object store needs 0.5 GiB there"),
+        (facts(replace(SOUND, open_files=4096)), NEEDS, Severity.WARNING,
+         "at most 4096 open files", "Ray asks for 8192"),
+        (facts(replace(SOUND, cpus=1)), NEEDS, Severity.WARNING, "1 CPUs for 2 threads", ""),
+        (facts(replace(SOUND, cpu_quota=2.5)), NEEDS, Severity.WARNING,
+         "16 CPUs are shown, the control group gives 2.5", "a thread for each that is shown"),
+        (facts(), ON_GPUS, Severity.ERROR, "0 GPUs for 2 ranks", ""),
+        (facts(WITH_GPUS, gpu_problems={"a": "driver too old"}), ON_GPUS, Severity.ERROR,
+         "torch cannot use the GPUs", "driver too old"),
+        (facts(WITH_GPUS, gpu_problems={"a": "built without CUDA"}), NEEDS, Severity.WARNING,
+         "torch cannot use the GPUs", "built without CUDA"),
+        (facts(LARGE), replace(ON_GPUS, train_bytes=81 * GIB), Severity.ERROR,
+         "a rank does not fit in the 80 GiB of a GPU", "81 GiB"),
+        (facts(LARGE), replace(ON_GPUS, gen_bytes=159 * GIB // 2), Severity.ERROR,
+         "GPUs are occupied", "1 GiB of a GPU are in use"),
+        (facts(replace(SOUND, gpus=(GPU, replace(GPU, name="A100")))), ON_GPUS, Severity.WARNING,
+         "different GPUs", "A100, H100"),
+        (facts(replace(SOUND, unmet=("vllm 0.30 wants torch==2.13, not 2.12",))), NEEDS,
+         Severity.WARNING, "vllm 0.30 wants torch==2.13, not 2.12", ""),
+        (two(packages={"torch": "2.12.0", "ray": "2.60.0"}), NEEDS, Severity.ERROR,
+         "torch 2.12.0, and 2.13.0 on a", ""),
+        (two(packages={**SOUND.packages, "numpy": "2.0"}), NEEDS, Severity.WARNING,
+         "numpy 2.0, and none on a", ""),
+        (two(python="3.12.1"), NEEDS, Severity.ERROR, "Python 3.12.1, and 3.11.7 on a", ""),
+        (replace(two(), hidden=["b"]), NEEDS, Severity.ERROR,
+         "the run directory is another one there", ""),
+        (facts(disks=[replace(RUN_DIR, free=GIB // 2)]), NEEDS, Severity.ERROR,
+         "0.5 GiB are free in /data", "4 checkpoints of 1 GiB need 4 GiB"),
+        (facts(disks=[replace(RUN_DIR, free=2 * GIB)]), NEEDS, Severity.WARNING,
+         "2 GiB are free in /data", ""),
+        (facts(disks=[replace(RUN_DIR, write=30e6)]), NEEDS, Severity.WARNING,
+         "a checkpoint takes 36 s at 30 MB/s in /data", "30 s after a job's SIGTERM"),
+        (facts(disks=[replace(RUN_DIR, kind="tmpfs")]), NEEDS, Severity.WARNING,
+         "/data is in memory (tmpfs)", ""),
+        (facts(disks=[replace(SCRATCH, free=4 * GIB)]), NEEDS, Severity.WARNING,
+         "/tmp is 96% full", "above 95% Ray refuses"),
+        (facts(disks=[replace(SCRATCH, kind="nfs4")]), NEEDS, Severity.WARNING,
+         "temporary files are on nfs4 (/tmp)", ""),
+        (replace(two(), clocks={"b": (-0.4, 0.1)}), NEEDS, Severity.WARNING,
+         "its clock is -0.4 s off", "the timeline"),
+        (replace(two(), clocks={"b": (400.0, 0.1)}), NEEDS, Severity.ERROR,
+         "its clock is +400 s off", "munge"),
+        (ring(10, 9, 10, 10, 4, 10, nodes="aaaaaa"), NEEDS, Severity.WARNING,
+         "ranks 4 and 5: 4 GB/s within this node", "others have 10 GB/s"),
+        (ring(9, 1, 9, 1, 9, 0.4, nodes="aabbaa"), NEEDS, Severity.WARNING,
+         "", ""),
+        (replace(two(), links=[Link("all_reduce", (0, 1, 2, 3), 8, 5e-5)], node_of="aabb"),
+         replace(NEEDS, gen_tp=4), Severity.WARNING,
+         "tensor parallelizm of 4 ranks, 2 on a node", "3.2 ms of every token's decoding"),
+    ],
+)  # fmt: skip
+def test_what_facts_mean(
+    given: Facts, needs: Needs, severity: Severity, what: str, why: str
+) -> None:
+    (found,) = diagnose(given, needs)
+    assert found.severity is severity
+    assert what in found.what
+    assert why in found.why
+    assert found.fix
+
+
+def test_infiniband_that_is_not_used() -> None:
+    has_both = replace(WITH_GPUS, infiniband={"mlx5_0:1": 400.0})
+    slow = replace(ring(50, 3, 50, 3), machines=(has_both,))  # 24 Gbit/s of eth0's 25
+    (found,) = diagnose(slow, NEEDS)
+    assert found.what == "24 Gbit/s between nodes, with InfiniBand of 400 Gbit/s"
+    assert diagnose(replace(slow, links=ring(50, 40, 50, 40).links), NEEDS) == []
+
+
+def test_the_worst_comes_first_and_the_same_is_said_once() -> None:
+    given = replace(
+        facts(*(replace(SOUND, node=node, open_files=1024, cpus=1) for node in "abc")),
+        hidden=["c"],
+    )
+    found = diagnose(given, NEEDS)
+    assert [f.severity for f in found] == [Severity.ERROR, Severity.WARNING, Severity.WARNING]
+    assert [f.nodes for f in found] == [("c",), ("a", "b", "c"), ("a", "b", "c")]
+
+
+def test_what_a_model_needs() -> None:
+    """Of 16 bytes a parameter in training, each of 8 x 2 ranks has its share."""
+    register()
+    overrides = (
+        "model=llama3_8b cluster=slurm cluster.nodes=2 cluster.gpus_per_node=8"
+        " trainer.layout.tp=2 rollout.layout.tp=4 rollout.dtype=bfloat16 trainer.save_every=10"
+    )
+    config = check(overrides.split())
+    needs, parameters = needs_of(config), 8_030_261_248  # Llama 3's card: 8.03 B
+    assert needs.train_bytes == parameters
+    assert needs.gen_bytes == parameters // 2
+    assert needs.checkpoint_bytes == 12 * parameters
+    assert (needs.ranks_per_node, needs.checkpoints, needs.layers) == (8, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "limit"),
+    [
+        ({"cgroup": "0::/job/step", "job/cpu.max": "max 100000",
+          "job/step/cpu.max": "150000 100000", "job/memory.max": "1000",
+          "job/step/memory.max": "max"}, 1.5, 1000),
+        ({"cgroup": "4:cpu,cpuacct:/x\n3:memory:/x", "cpu/x/cpu.cfs_quota_us": "-1",
+          "cpu/x/cpu.cfs_period_us": "100000", "cpu/cpu.cfs_quota_us": "400000",
+          "cpu/cpu.cfs_period_us": "100000",
+          "memory/x/memory.limit_in_bytes": str(2**63 - 4096)}, 4.0, None),
+        ({"cgroup": "0::/"}, None, None),
+    ],
+    ids=["version 2", "version 1", "none"],
+)  # fmt: skip
+def test_limits_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str], quota: float | None, limit: int | None,
+) -> None:  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machines, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machines, "_OWN_GROUPS", tmp_path / "cgroup")
+    here = read_node_info()
+    assert (here.cpu_quota, here.memory_limit) == (quota, limit)
+
+
+def test_nvidia_smi_and_the_kernels_tables_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The named seam: a program `nvidia-smi` that prints two GPUs, and directories as in /sys."""
+    program = tmp_path / "nvidia-smi"
+    rows = "NVIDIA H100, 81559, 4, 550.54.15, 9.0\\nNVIDIA H100, 81559, [N/A], 550.54.15, 9.0\\n"
+    program.write_text(f"#!/bin/sh\nprintf '{rows}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    first, second = read_node_info().gpus
+    assert first == Gpu("NVIDIA H100", 81559 * 2**20, 4 * 2**20, "550.54.15", "9.0")
+    assert second.used_bytes == 0
+    for name, text in {
+        "net/eth0/speed": "25000", "net/eth0/operstate": "up", "net/eth1/speed": "-1",
+        "net/eth1/operstate": "up", "ib/mlx5_0/ports/1/state": "4: ACTIVE",
+        "ib/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)", "ib/mlx5_1/ports/1/state": "1: DOWN",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert dict(machines._networks(tmp_path / "net")) == {"eth0": 25.0}
+    assert dict(machines._infiniband(tmp_path / "ib")) == {"mlx5_0:1": 400.0}
+
+
+def test_requirements_that_are_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_node_info().unmet == ()  # of this environment
+    versions = {"vllm": "0.30.0", "torch": "2.12.0+cpu"}
+    monkeypatch.setattr(machines, "_versions", lambda names: versions)
+    wanted = ["torch==2.13.0", "numpy>=2", 'torch==1; extra == "old"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    assert list(machines._unmet(["vllm"])) == [
+        "vllm 0.30.0 wants torch==2.13.0, not 2.12.0+cpu"
+    ]  # fmt: skip
+
+
+def test_a_file_system_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    disk = measure_disk("run.dir", tmp_path, "a")
+    assert min(disk.write, disk.read, disk.replace_s, disk.files_per_s) > 0
+    assert 0 < disk.free < disk.total
+    assert disk.kind != "unknown"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_all_reduce_counts_what_every_rank_must_send() -> None:
+    assert Link("all_reduce", (0, 1, 2, 3), 1000, 1.0).rate == 1500
+    assert Link("send", (0, 1), 1000, 0.5).rate == 2000
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """Ray, two ranks that meet over gloo, and one that cannot come up, for real."""
+    register()
+    report = examine(check(["cluster.ranks=2"]), tmp_path)
+    assert report.works, report.findings
+    (here,) = report.facts.machines
+    changing = ("clock", "memory_available", "shm_free")
+    assert here == replace(read_node_info(), **{name: getattr(here, name) for name in changing})
+    assert [disk.role for disk in report.facts.disks] == ["run.dir", "scratch"]
+    assert report.facts.hidden == []
+    sizes = [link.nbytes for link in report.facts.links if link.kind == "all_reduce"]
+    assert sizes == [8, 2**16, 2**20, 2**24]
+    (sent,) = [link for link in report.facts.links if link.kind == "send"]
+    assert sent.ranks == (0, 1)
+    assert all(1e-7 < link.seconds < 10 for link in report.facts.links)
+    assert list(tmp_path.iterdir()) == []
+    assert json.loads(json.dumps(report.record()))["works"]
+
+
+def test_more_ranks_than_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What keeps ranks from coming up is said beside what was found; exit code 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signals, "install", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--json", "cluster.ranks=9999"])
+    assert ended.value.code == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["works"]
+    assert found["findings"][0]["what"] == "the ranks do not come up"
+    assert found["findings"][0]["why"].startswith("cluster.ranks=9999: wanted at most ")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,173 @@
+"""The migration threshold against an event simulation of the same assumptions."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.migration import MigrationPlan, best_gathering, expected_seconds, serial_seconds
+
+
+def simulate(
+    lengths: list[int],
+    num_instances: int,
+    costs: Costs,
+    per_token: float,
+    threshold: int,
+    cap: int,
+    prompt: float,
+) -> float:
+    """One decode step after the other, inference as a queue of work beside it."""
+    left = sorted(lengths)
+    on, waiting, now, made = num_instances, 0.0, 0.0, 0
+    moved = False
+    while left:
+        if not moved and len(left) <= threshold:
+            moved = True
+            tokens = prompt + made
+            keepers = min(num_instances, -(-len(left) // cap))
+            staying = keepers * max(1, len(left) / num_instances)
+            if len(left) > staying:
+                pause = costs.call_s + (len(left) - staying) / keepers * costs.move(tokens)
+                now += pause
+                waiting = max(0.0, waiting - pause * (num_instances - min(keepers, len(left))))
+            on = keepers
+        rows = max(1, len(left) / on)
+        took = costs.decode(rows, 1, rows * (prompt + made + 0.5))
+        now += took
+        waiting = max(0.0, waiting - took * (num_instances - min(on, len(left))))
+        made += 1
+        for length in [length for length in left if length <= made]:
+            left.remove(length)
+            waiting += per_token * (prompt + length)
+    return now + waiting / num_instances
+
+
+costs_of = st.builds(
+    Costs,
+    step_s=st.floats(1e-3, 1e-1),
+    row_s=st.floats(0, 1e-2),
+    cached_token_s=st.floats(0, 1e-5),
+    prefill_token_s=st.floats(0, 1e-3),
+    call_s=st.floats(0, 1e-2),
+    kv_token_s=st.floats(0, 1e-3),
+    kv_call_s=st.floats(0, 1e-2),
+)
+cases = {
+    "lengths": st.lists(st.integers(1, 60), min_size=2, max_size=24),
+    "num_instances": st.integers(2, 6),
+    "costs": costs_of,
+    "per_token": st.floats(0, 1e-2),
+    "max_held": st.integers(1, 30),
+    "prompt": st.integers(0, 50),
+}
+
+
+@settings(max_examples=80)
+@given(**cases)
+def test_seconds_and_choice_are_those_of_the_simulation(
+    lengths: list[int],
+    num_instances: int,
+    costs: Costs,
+    per_token: float,
+    max_held: int,
+    prompt: int,
+) -> None:
+    model = (num_instances, costs, per_token)
+    caps = [min(max_held, costs.flat_rows(cached_per_row=prompt + max(lengths)))]
+    while caps[-1] < max_held:
+        caps.append(min(max_held, 2 * caps[-1]))
+    thresholds = range(1, len(lengths))
+    simulated = {
+        (n, cap): simulate(lengths, *model, n, cap, prompt) for n in thresholds for cap in caps
+    }
+    found = expected_seconds(lengths, *model, *zip(*simulated, strict=True), prompt)
+    assert found.tolist() == pytest.approx([*simulated.values()], rel=1e-6)
+    best = best_gathering(lengths, *model, max_held, prompt)
+    serial = serial_seconds(lengths, *model, prompt)
+    least = min(simulated.values())
+    if best.threshold:
+        assert simulated[best] <= least * (1 + 1e-6)
+        assert least < serial
+    else:
+        assert best == (0, 0)
+        assert least >= serial * (1 - 1e-6)
+    for n in thresholds:
+        fixed = best_gathering(lengths, *model, max_held, prompt, threshold=n)
+        assert fixed.threshold == n
+        assert simulated[fixed] <= min(simulated[n, cap] for cap in caps) * (1 + 1e-6)
+
+
+COSTS = Costs(step_s=0.01, row_s=1e-4, prefill_token_s=1e-5, call_s=1e-3)
+NEVER = MigrationPlan(0, 0)
+
+
+@given(num=st.integers(0, 40), length=st.integers(0, 50), num_instances=st.integers(1, 8))
+def test_equal_lengths_leave_nothing_to_gather(num: int, length: int, num_instances: int) -> None:
+    assert best_gathering([length] * num, num_instances, COSTS, 1e-3, 8, 10) == NEVER
+
+
+@given(lengths=st.lists(st.integers(0, 500), max_size=40))
+def test_one_instance_gathers_nothing(lengths: list[int]) -> None:
+    assert best_gathering(lengths, 1, COSTS, 1e-3, 64, 10) == NEVER
+
+
+@given(num=st.integers(2, 100), num_instances=st.integers(2, 8), times=st.integers(2, 100))
+def test_one_long_response_is_gathered(num: int, num_instances: int, times: int) -> None:
+    lengths = [20] * (num - 1) + [20 * times]
+    assert best_gathering(lengths, num_instances, COSTS, 1e-4, 64, 10).threshold >= 1
+
+
+def test_without_inference_there_is_nothing_to_gain() -> None:
+    assert best_gathering([1, 2, 3, 400], 4, COSTS, 0.0, 64, 10) == NEVER
+
+
+def test_a_batch_is_as_dense_as_it_pays() -> None:
+    """Sixteen long ones on four instances: flat rows first, denser where inference is worth it."""
+    lengths = [5] * 200 + [100] * 16
+    cheap = Costs(step_s=0.01, row_s=1e-5)
+    assert best_gathering(lengths, 4, cheap, 2e-3, 64) == (16, 64), "as many as ride along for free"
+    dear = Costs(step_s=0.01, row_s=3e-3)
+    assert dear.flat_rows() == 2
+    assert best_gathering(lengths, 4, dear, 1e-6, 64) == NEVER, "spread they are soonest done"
+    gathered = best_gathering(lengths, 4, dear, 1e-2, 64)
+    assert (gathered.threshold, gathered.cap) == (16, 8), "slower steps, but two instances freed"
+
+
+def test_two_instances_with_dear_rows_still_free_one() -> None:
+    """On a CPU a decode step of four rows costs twice one row's, and still an instance is freed."""
+    costs = Costs(step_s=2e-3, row_s=6e-4, prefill_token_s=1e-4, call_s=3e-3)
+    assert costs.flat_rows() < 4
+    lengths = [20] * 56 + [300] * 8
+    best = best_gathering(lengths, 2, costs, 1e-3, 256, 10)
+    assert best.threshold == 8
+    assert best.cap >= 8
+
+
+def test_memory_bounds_what_an_instance_keeps() -> None:
+    lengths = [5] * 200 + [100] * 16
+    assert best_gathering(lengths, 4, Costs(step_s=0.01), 2e-3, 16) == (16, 16)
+    assert best_gathering(lengths, 4, Costs(step_s=0.01), 2e-3, 4).cap <= 4
+
+
+def test_a_thousand_samples_take_milliseconds() -> None:
+    draw = random.Random(0)
+    lengths = [round(draw.lognormvariate(5, 1)) + 1 for _ in range(1024)]
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        best = best_gathering(lengths, 64, COSTS, 1e-3, 256, 100)
+        took.append(time.perf_counter() - start)
+    assert 0 < best.threshold < 1024
+    # 13 ms on one core of a quiet machine; the room is for a busy one.
+    assert min(took) < 0.1
+    model = (64, COSTS, 1e-3)
+    every = [
+        expected_seconds(lengths, *model, range(1, 1024), [cap] * 1023, 100).min()
+        for cap in range(16, 257, 16)
+    ]
+    chosen = expected_seconds(lengths, *model, [best.threshold], [best.cap], 100)
+    assert chosen <= min(every) * 1.01
