@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "report": _report,
         "new-recipe": _new_recipe,
         "doctor": _doctor,
-        **{name: partial(_slurm, name) for name in ("submit", "status", "logs", "cancel")},
+        **{name: partial(_job_command, name) for name in ("submit", "status", "logs", "cancel")},
     }
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(action: str, args: list[str]) -> None:
-    """Check the overrides, then let Hydra compose the config(s) and call the job for each."""
+    """Check the overrides; Hydra then composes the configs and calls `job` for each."""
     import hydra
     from omegaconf import DictConfig
 
@@ -84,10 +84,10 @@ def _run(action: str, args: list[str]) -> None:
     compose.register()
     args = compose.take_recipe_paths(args)
     first = compose.check_command_line(args)
-    made: list[Path] = []
+    new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
         _check_run_dir(action, first)
-        made = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
+        new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")
     def job(composed: DictConfig) -> None:
@@ -101,7 +101,7 @@ def _run(action: str, args: list[str]) -> None:
             _check_run_dir(action, config)  # of a sweep
             _job(action, config)
         except ConfigError as error:
-            _leave_nothing(Path(composed.run.dir), made)
+            _remove_refused(Path(composed.run.dir), new_parents)
             _fail(str(error), 2)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -122,13 +122,14 @@ def _check_run_dir(action: str, config: Config) -> None:
         raise ConfigError("run.dir", config.run.dir, allowed)
 
 
-def _leave_nothing(run_dir: Path, made: Sequence[Path]) -> None:
-    """Remove the directory of a run that was refused, if Hydra's own notes and the made model are
-    all that it has, and those of its parents, innermost first, that were `made` for it.
+def _remove_refused(run_dir: Path, new_parents: Sequence[Path]) -> None:
+    """Remove the directory of a refused run, if it holds Hydra's notes and the tiny model alone.
+
+    Its parents that were created for it, `new_parents`, go with it, innermost first.
     """
     if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {".hydra", "start"}:
         shutil.rmtree(run_dir, ignore_errors=True)
-        for path in made:
+        for path in new_parents:
             with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()
 
@@ -151,7 +152,7 @@ def _job(action: str, config: Any) -> None:
 
 
 def _plan(args: list[str]) -> None:
-    """Plan a weight switch, or schedules, of what need not be here."""
+    """Plan a weight switch or schedules for a model and a cluster that need not be present."""
     if args[:1] == ["schedule"]:
         return _plan_schedule(args[1:])
     if {"-h", "--help"} & set(args):
@@ -255,7 +256,7 @@ def _report(args: list[str]) -> None:
 
 
 def _doctor(args: list[str]) -> None:
-    """Look at the machines of a run and say what will hurt it."""
+    """Examine the machines of a run and print what will hurt it."""
     from rich.console import Console
 
     from hybridrl.config import ClusterKind, compose
@@ -299,13 +300,13 @@ def _new_recipe(args: list[str]) -> None:
     parser.add_argument("name", metavar="NAME", help="the new folder and its function")
     parser.add_argument("--from", dest="source", required=True, help="a recipe of the package")
     parser.error = _refuse  # type: ignore[method-assign]
-    given = parser.parse_args(args)
-    folder = new_recipe(given.name, given.source, Path.cwd())
+    options = parser.parse_args(args)
+    folder = new_recipe(options.name, options.source, Path.cwd())
     print(f"{folder}; to run it: hybridrl train recipe=./{folder.name}")
 
 
-def _slurm(command: str, args: list[str]) -> None:
-    """What has to do with Slurm jobs."""
+def _job_command(command: str, args: list[str]) -> None:
+    """Run one of submit, status, logs and cancel."""
     from hybridrl.jobs import commands
     from hybridrl.runtime.errors import JobError
 
@@ -317,7 +318,7 @@ def _slurm(command: str, args: list[str]) -> None:
             print(line, flush=True)
     except JobError as error:
         _fail(str(error), 1)
-    except BrokenPipeError:  # who reads has seen enough: hybridrl logs RUN | head
+    except BrokenPipeError:  # the reader has closed the pipe: hybridrl logs RUN | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -326,7 +327,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:
-    """Say why and exit; as a Slurm job that may start `again`, have Slurm do that."""
+    """Print the reason and exit; a Slurm job that may start `again` is requeued first."""
     left = _restarts_left(again) if again else None
     if again and left is not None:
         number, most = again.cluster.requeue - left, again.cluster.requeue
@@ -345,7 +346,7 @@ def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:
 
 
 def _restarts_left(config: Config) -> int | None:
-    """How often this job may start again; None where it is not to."""
+    """How often this job may start again; None where it must not."""
     from hybridrl.runtime import slurm
     from hybridrl.runtime.errors import JobError
 
