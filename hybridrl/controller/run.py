@@ -1,13 +1,14 @@
-"""A run from its config to its last line: bring-up, warm start, the recipe, evaluation, records."""
+"""A run from its config to its end: ranks up, warm start, the recipe, evaluation, stopping.
+
+What is recorded of it: `run_records.py`.
+"""
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
@@ -18,21 +19,19 @@ from hybridrl.controller.evaluate import evaluate, evaluation_graph
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
+from hybridrl.controller.run_records import RunRecords
 from hybridrl.controller.schedule_registry import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow import Graph, Kind
 from hybridrl.flow.executor import Sampling
-from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
-from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.workers.base_worker import TimeSpan
 from hybridrl.workers.training import Training
 
 __all__ = ["RayStartError", "TrainingDiverged", "WorkerError", "evaluate_only", "train"]
@@ -50,30 +49,36 @@ def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns what the command line prints."""
     origin = find_origin(config, reads=True)
     prepared = prepare(config)
-    try:
-        with _job(config, prepared, origin) as job:
-            job.warm_start()
-            job.begin_recipe()
-            before = job.evaluate_before()
-            after = job.run_recipe()
-    except BaseException:  # interrupted runs too
-        with contextlib.suppress(OSError):  # a full disk is the error that is on its way
-            _render(config)
-        raise
-    _render(config)
+    with _reported(config), _running(config, prepared, origin) as run:
+        run.warm_start()
+        run.begin_recipe()
+        before = run.evaluate_before()
+        after = run.run_recipe()
     accuracies = {"accuracy_before": before, "accuracy_after": after}
-    found = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
-    return {**found, "run": config.run.dir}
+    measured = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
+    return {**measured, "run": config.run.dir}
 
 
 def evaluate_only(config: Config) -> dict[str, Any]:
     """Evaluate what the recipe trains on the held-out items; returns the metrics."""
     prepared = prepare(config)
-    with _job(config, prepared, Origin()) as job:
+    with _running(config, prepared, Origin()) as run:
         if "actor" not in prepared.graph.learned:
-            job.begin_recipe()  # for the model that it trains
-        metrics = job.evaluate()
+            run.begin_recipe()  # for the model that it trains
+        metrics = run.evaluate()
     return {**metrics, "run": config.run.dir}
+
+
+@contextmanager
+def _reported(config: Config) -> Iterator[None]:
+    """On the way out render the report, of an interrupted run too."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk is the error that is being raised
+            _render(config)
+        raise
+    _render(config)
 
 
 def _render(config: Config) -> None:
@@ -84,24 +89,46 @@ def _render(config: Config) -> None:
 
 
 @contextmanager
-def _job(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["Run"]:
-    """A job with its ranks up; on the way out, whatever happened, no process is left."""
+def _running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["Run"]:
+    """A run with its ranks up; on the way out no process is left, whatever happened."""
     total = config.warm_start_steps + config.trainer.steps
     run_dir = Path(config.run.dir)
     if origin.goes_back and origin.point is not None:
-        forget_later(origin.point)  # before its records are cut off: those are of what is there
+        forget_later(origin.point)  # before the records, which say what is there, are cut
     with (
         Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
         launched(config.cluster, run_dir / "logs") as launcher,
     ):
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
-        job = Run(config, prepared, telemetry, launcher, origin)
+        run = Run(config, prepared, telemetry, launcher, origin)
         try:
-            yield job
-            job.group.close()
+            yield run
+            run.group.close()
         finally:
-            job.group.kill()
+            run.group.kill()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPhase:
+    """The warm start or the recipe: what its steps are. Steps count over the whole run.
+
+    `name` is that of the records and of the checkpoints: `warm_start` or `rl`. `optim` is the
+    actor's optimizer, `first_step` the number of steps before the phase.
+    """
+
+    name: str
+    kind: ScheduleKind
+    graph: Graph
+    first_step: int
+    num_steps: int
+    prompts_per_step: int
+    optim: OptimConfig
+
+    @property
+    def last_step(self) -> int:
+        """The number of steps when the phase has ended."""
+        return self.first_step + self.num_steps
 
 
 class Run:
@@ -121,117 +148,106 @@ class Run:
         origin: Origin,
     ) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
-        self.step = 0
-        self.bad_steps, self._idle = 0, False
-        on = (self._on_span, self._on_memory)
-        self.group = WorkerGroup(launcher, config, prepared.model_path, *on)
+        self.step = self.bad_steps = 0
+        shown = config.telemetry.samples_per_step
+        self.records = RunRecords(telemetry, shown, current_step=lambda: self.step)
+        # ranks
+        self.group = WorkerGroup(
+            launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
+        )
         described = self.group.setup()[0]
         telemetry.event("ranks", **described)
         telemetry.nodes([asdict(machine) for machine in self.group.machines()])
-        self.executor = RayExecutor(self.group, config, self._on_switch)
+        self.executor = RayExecutor(self.group, config, self.records.on_switch)
+        # prompts, and held-out evaluation
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
         evaluation = evaluation_graph(prepared.graph, config.eval.num_samples)
         self.evaluation = evaluation and with_parts(evaluation, config)
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last time: step, metrics
         self._before: dict[str, float] = {}  # of the evaluation before the recipe
+        # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
         self.checkpoints = Checkpoints(config, origin, self.group, telemetry)
         if origin.point is not None:
-            self._go_on(origin.point, origin.damaged)
-
-    def _go_on(self, point: Point, damaged: Sequence[str]) -> None:
-        """Be where the driver was at `point`; ranks and schedule follow with their phase."""
-        state = point.state
-        for wrong in damaged:
-            self.telemetry.note(f"damaged, passed over: {wrong}")
-        self.telemetry.note(f"going on after step {state['step']}, from {point.folder}")
-        self.step, self.bad_steps = state["step"], state["bad_steps"]
-        self._evaluated, self._before = tuple(state["evaluated"]), state["before"]
-        self.prompts.seek(state["prompts"])
+            self._resume_driver(origin.point, origin.damaged)
 
     # -- phases --------------------------------------------------------------------------------
 
     def warm_start(self) -> None:
         """The supervised phase, where the config asks for one."""
-        warm, graph = self.config.warm_start, self.prepared.warm_start
-        if graph is None:
+        phase = self._warm_start_phase()
+        if phase is None:
             return
         folder, point = self.run_dir / "warm_start", self.origin.point
-        self._begin(ScheduleKind.serial, graph, self.config.warm_start_steps, warm.optim)
-        if point is not None and self._point("rl"):
+        self._begin_roles(phase)
+        if point is not None and self._resumes_in("rl"):
             ended = read(point.run_dir / "warm_start")  # what the recipe's roles are copies of
             self.checkpoints.load(ended)
             if not self.origin.continues(self.run_dir):
-                self.checkpoints.write(
-                    folder, self.config.warm_start_steps, DriverState(ended.state)
-                )
+                self.checkpoints.write(folder, phase.num_steps, DriverState(ended.state))
             return
-        self._restore("warm_start")
-        schedule = self._schedule("warm_start", ScheduleKind.serial, graph, warm.prompts_per_step)
-        with self._asking():
-            self._fit("warm_start", schedule)
+        self._restore_roles(phase)
+        schedule = self._make_schedule(phase)
+        with self._stop_deferred():
+            self._run_steps(phase, schedule)
             self._close(schedule)
             there = point is not None and point.folder.resolve() == folder.resolve()
             if self.config.trainer.saves and not there:
-                self.checkpoints.write(folder, self.step, self._state("warm_start", schedule))
+                self.checkpoints.write(folder, self.step, self._state(phase, schedule))
 
     def begin_recipe(self) -> None:
         """Make the recipe's roles; a frozen copy is of this moment."""
-        trainer = self.config.trainer
-        self._begin(self.config.schedule, self.prepared.graph, trainer.steps, trainer.optim)
-        self._restore("rl")
+        phase = self._recipe_phase()
+        self._begin_roles(phase)
+        self._restore_roles(phase)
 
     def run_recipe(self) -> dict[str, float]:
         """The recipe's own steps, and the final model; answers with the last evaluation."""
-        trainer, graph = self.config.trainer, self.prepared.graph
-        schedule = self._schedule("rl", self.config.schedule, graph, trainer.prompts_per_step)
-        with self._asking():
-            self._fit("rl", schedule)
+        phase = self._recipe_phase()
+        schedule = self._make_schedule(phase)
+        with self._stop_deferred():
+            self._run_steps(phase, schedule)
             after = self.evaluate()
             final = self.run_dir / "final"
-            self.checkpoints.write(final, self.step, self._state("rl", schedule))
+            self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
         return after
 
-    def _asking(self) -> contextlib.AbstractContextManager[None]:
-        """Within, there may be steps to save, and a run that can go on ends when that is done.
+    def _warm_start_phase(self) -> RunPhase | None:
+        warm, graph = self.config.warm_start, self.prepared.warm_start
+        if graph is None:
+            return None
+        return RunPhase(
+            name="warm_start",
+            kind=ScheduleKind.serial,
+            graph=graph,
+            first_step=0,
+            num_steps=self.config.warm_start_steps,
+            prompts_per_step=warm.prompts_per_step,
+            optim=warm.optim,
+        )
 
-        Any other, and this one where it has none of its own, is interrupted.
-        """
-        return signals.asking() if self.config.trainer.resumes else contextlib.nullcontext()
+    def _recipe_phase(self) -> RunPhase:
+        trainer = self.config.trainer
+        return RunPhase(
+            name="rl",
+            kind=self.config.schedule,
+            graph=self.prepared.graph,
+            first_step=self.config.warm_start_steps,
+            num_steps=trainer.steps,
+            prompts_per_step=trainer.prompts_per_step,
+            optim=trainer.optim,
+        )
 
-    def _point(self, phase: str) -> Point | None:
-        """What this run goes on from, if that is of `phase`."""
-        point = self.origin.point
-        return point if point is not None and point.state["phase"] == phase else None
-
-    def _restore(self, phase: str) -> None:
-        """Have the ranks, whose roles are there, go on from the checkpoint, if it is of `phase`."""
-        if point := self._point(phase):
-            self.checkpoints.load(point)
-
-    def _state(self, phase: str, schedule: Schedule) -> DriverState:
-        """The driver's part of a checkpoint."""
-        record = {
-            "phase": phase,
-            "prompts": self.prompts.position,
-            "bad_steps": self.bad_steps,
-            "evaluated": self._evaluated,
-            "records": self.telemetry.sizes(),
-            "before": self._before,
-            "recipe": schedule.graph.state_dict(),
-            "schedule": schedule.state_dict(),
-        }
-        return DriverState(record, schedule.carried())
-
-    def _begin(self, kind: ScheduleKind, graph: Graph, steps: int, optim: OptimConfig) -> None:
-        """Make the roles of `graph` for so many steps; `optim` is the actor's optimizer."""
-        moves = kind is not ScheduleKind.serial and self.executor.has_passes(graph)
+    def _begin_roles(self, phase: RunPhase) -> None:
+        """Make the roles of a phase, with fresh optimizers."""
+        graph = phase.graph
+        moves = phase.kind is not ScheduleKind.serial and self.executor.has_passes(graph)
         publishes = moves or self.executor.lends(graph)
         training = {
             role: Training(
-                optim if role == "actor" else self.config.value_model_of(role).optim,
-                total_updates(graph, role, steps, self.config.trainer),
+                phase.optim if role == "actor" else self.config.value_model_of(role).optim,
+                total_updates(graph, role, phase.num_steps, self.config.trainer),
             )
             for role in dict.fromkeys(["actor", *graph.learned])
         }
@@ -239,18 +255,22 @@ class Run:
         for role, described in self.group.begin(graphs, training, publishes).items():
             self.telemetry.event("role", role=role, **described)
 
-    def _schedule(
-        self, name: str, kind: ScheduleKind, graph: Graph, prompts_per_step: int
-    ) -> Schedule:
-        """That of a phase with `graph`, whose roles are there; where it was, if it goes on."""
-        rollout = self.config.rollout
+    def _make_schedule(self, phase: RunPhase) -> Schedule:
+        """The schedule of a phase whose roles are there; where it was, if the run resumes in it."""
+        rollout, graph = self.config.rollout, phase.graph
         sampling = Sampling(
             rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
         )
         schedule = make_schedule(
-            self.config, kind, graph, self.executor, self.prompts, sampling, prompts_per_step
+            self.config,
+            phase.kind,
+            graph,
+            self.executor,
+            self.prompts,
+            sampling,
+            phase.prompts_per_step,
         )
-        if point := self._point(name):
+        if point := self._resumes_in(phase.name):
             graph.load_state_dict(point.state["recipe"])
             schedule.load_state_dict(
                 point.state["schedule"],
@@ -260,29 +280,24 @@ class Run:
             self.checkpoints.load_samples(point, schedule)
         return schedule
 
-    def _fit(self, name: str, schedule: Schedule) -> None:
-        """Run the steps of a phase that are left."""
-        first = self.config.warm_start_steps if name == "rl" else 0
-        last = self.config.trainer.steps if name == "rl" else self.config.warm_start_steps
-        last += first
-        self.telemetry.phase(name, last - first, first)
-        if first < self.step < last:  # a signal may have ended the run before
-            self._evaluate_due(name, self.step - first)
-        while self.step < last:
-            self._stop_if_asked(name, schedule)
-            before = self._state(name, schedule) if self.config.trainer.resumes else None
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _run_steps(self, phase: RunPhase, schedule: Schedule) -> None:
+        """Run the steps of a phase that are left: each is run, recorded, evaluated and saved."""
+        self.telemetry.phase(phase.name, phase.num_steps, phase.first_step)
+        if phase.first_step < self.step < phase.last_step:  # a signal may have ended the run before
+            self._evaluate_due(phase)
+        while self.step < phase.last_step:
+            self._stop_if_requested(phase, schedule)
+            before = self._state(phase, schedule) if self.config.trainer.resumes else None
             start = time.time()
             result = self._run_step(schedule, before)
-            self._record(result, time.time() - start)
-            if costs := schedule.meter.costs():
-                self.telemetry.costs({"costs": costs.to_json(), **self._machine(schedule.graph)})
-            self._stop_if_asked(name, schedule)
-            if self.step < last:
-                self._evaluate_and_save(name, self.step - first, schedule)
-
-    def _stop_if_asked(self, phase: str, schedule: Schedule) -> None:
-        if signals.asked():
-            self._stop(self._state(phase, schedule))
+            metrics = self.records.record_step(result, time.time() - start, self.group.texts)
+            self._check_finite(metrics)
+            self._record_costs(schedule)
+            self._stop_if_requested(phase, schedule)
+            if self.step < phase.last_step:
+                self._evaluate_and_save(phase, schedule)
 
     def _run_step(self, schedule: Schedule, before: DriverState | None) -> StepResult:
         """One step; `before` is the driver's state, which a signal may want to go back to."""
@@ -297,6 +312,72 @@ class Run:
         finally:
             self.executor.may_abandon = False
 
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        """Report a step whose loss was not finite; stop after too many in a row."""
+        counts = [n for name, n in metrics.items() if name.rpartition("/")[2] == "bad_steps"]
+        if not any(counts):
+            self.bad_steps = 0
+            return
+        self.bad_steps += 1
+        self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
+        if self.bad_steps >= self.config.trainer.max_bad_steps:
+            raise TrainingDiverged(
+                f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
+                f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"
+                f" {self.step}; the parameters are those before them"
+            )
+
+    def _record_costs(self, schedule: Schedule) -> None:
+        """Record what work was measured to take, and what the planner needs to replay the run."""
+        costs = schedule.meter.costs()
+        if not costs:
+            return
+        stages = schedule.graph.stages.values()
+        computes = [stage for stage in stages if stage.kind is Kind.COMPUTE]
+        self.telemetry.costs(
+            {
+                "costs": costs.to_json(),
+                "scopes": {stage.name: self.executor.scope(stage).value for stage in computes},
+                "num_instances": len(self.executor.instances),
+                "max_held": samples_held(self.config),
+                "decode_steps": self.config.rollout.decode_steps,
+                "chunk_tokens": self.config.trainer.max_tokens_per_micro_batch,
+            }
+        )
+
+    def _evaluate_and_save(self, phase: RunPhase, schedule: Schedule) -> None:
+        """After a step of a phase that goes on."""
+        accuracy, save_every = self._evaluate_due(phase), self.config.trainer.save_every
+        # A warm start is short, and made again unless the run is one that goes on.
+        keeps = phase.name == "rl" or self.config.trainer.resumes
+        if keeps and save_every and (self.step - phase.first_step) % save_every == 0:
+            self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
+
+    def _evaluate_due(self, phase: RunPhase) -> float | None:
+        """Accuracy after a step of a phase that goes on, where that is wanted."""
+        every = self.config.eval.every
+        if phase.name == "rl" and every and (self.step - phase.first_step) % every == 0:
+            return self.evaluate().get("eval_accuracy")
+        return None
+
+    def _close(self, schedule: Schedule) -> None:
+        left = schedule.close()
+        if left:
+            self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
+
+    # -- stopping and resuming -----------------------------------------------------------------
+
+    def _stop_deferred(self) -> contextlib.AbstractContextManager[None]:
+        """Within, the first signal waits for the end of a step, which is saved before the run ends.
+
+        A run that does not resume is interrupted at once.
+        """
+        return signals.asking() if self.config.trainer.resumes else contextlib.nullcontext()
+
+    def _stop_if_requested(self, phase: RunPhase, schedule: Schedule) -> None:
+        if signals.asked():
+            self._stop(self._state(phase, schedule))
+
     def _stop(self, state: DriverState) -> NoReturn:
         """Write the checkpoint of the last whole step, if there is none, and end the run."""
         begun = self.origin.point.state["step"] if self.origin.point else 0
@@ -305,42 +386,45 @@ class Run:
         signals.answered()
         raise Interrupted(f"stopped after step {self.step}; trainer.resume=auto goes on from there")
 
-    def _close(self, schedule: Schedule) -> None:
-        left = schedule.close()
-        if left:
-            self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
-
-    def _machine(self, graph: Graph) -> dict[str, Any]:
-        """What the planner must know besides costs to replay the run."""
-        computes = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
-        return {
-            "scopes": {stage.name: self.executor.scope(stage).value for stage in computes},
-            "num_instances": len(self.executor.instances),
-            "max_held": samples_held(self.config),
-            "decode_steps": self.config.rollout.decode_steps,
-            "chunk_tokens": self.config.trainer.max_tokens_per_micro_batch,
+    def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:
+        """The driver's part of a checkpoint."""
+        record = {
+            "phase": phase.name,
+            "prompts": self.prompts.position,
+            "bad_steps": self.bad_steps,
+            "evaluated": self._evaluated,
+            "records": self.telemetry.sizes(),
+            "before": self._before,
+            "recipe": schedule.graph.state_dict(),
+            "schedule": schedule.state_dict(),
         }
+        return DriverState(record, schedule.carried())
 
-    def _evaluate_and_save(self, phase: str, done: int, schedule: Schedule) -> None:
-        """After `done` steps of a phase that goes on."""
-        accuracy, save_every = self._evaluate_due(phase, done), self.config.trainer.save_every
-        # A warm start is short, and made again unless the run is one that goes on.
-        keeps = phase == "rl" or self.config.trainer.resumes
-        if keeps and save_every and done % save_every == 0:
-            self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
+    def _resume_driver(self, point: Point, damaged: Sequence[str]) -> None:
+        """Be where the driver was at `point`; ranks and schedule follow with their phase."""
+        state = point.state
+        for wrong in damaged:
+            self.telemetry.note(f"damaged, passed over: {wrong}")
+        self.telemetry.note(f"going on after step {state['step']}, from {point.folder}")
+        self.step, self.bad_steps = state["step"], state["bad_steps"]
+        self._evaluated, self._before = tuple(state["evaluated"]), state["before"]
+        self.prompts.seek(state["prompts"])
 
-    def _evaluate_due(self, phase: str, done: int) -> float | None:
-        """Accuracy after `done` steps of a phase that goes on, where that is wanted."""
-        every = self.config.eval.every
-        if phase == "rl" and every and done % every == 0:
-            return self.evaluate().get("eval_accuracy")
-        return None
+    def _resumes_in(self, phase: str) -> Point | None:
+        """What this run goes on from, if that is of `phase`."""
+        point = self.origin.point
+        return point if point is not None and point.state["phase"] == phase else None
+
+    def _restore_roles(self, phase: RunPhase) -> None:
+        """Have the ranks' roles go on from the checkpoint, if it is of `phase`."""
+        if point := self._resumes_in(phase.name):
+            self.checkpoints.load(point)
 
     # -- evaluation ----------------------------------------------------------------------------
 
     def evaluate_before(self) -> dict[str, float]:
         """Held-out metrics before the recipe's first step; a run that goes on has them."""
-        if not self._point("rl"):
+        if not self._resumes_in("rl"):
             self._before = self.evaluate()
         return self._before
 
@@ -358,120 +442,12 @@ class Run:
             self.executor,
             self.prepared.data.eval,
             self.step,
-            lambda samples: self.telemetry.samples(
-                self.step, self._texts(samples), phase="evaluation"
-            ),
+            lambda samples: self.records.record_evaluated(samples, self.group.texts),
         )
         self.telemetry.log(self.step, metrics)
         self.telemetry.event("evaluation", step=self.step, seconds=time.time() - start, **metrics)
         self._evaluated = (self.step, metrics)
         return metrics
-
-    # -- records -------------------------------------------------------------------------------
-
-    def _on_span(self, rank: int, span: TimeSpan) -> None:
-        lane = f"rank {rank}/beside" if span.concurrent else f"rank {rank}"
-        self.telemetry.span(lane, span.name, span.start, span.stop, self.step)
-
-    def _on_memory(self, rank: int, memory: MemoryReading) -> None:
-        self.telemetry.memory(f"rank {rank}", memory.when, memory.held)
-
-    def _on_switch(self, reports: list[dict[str, Any]]) -> None:
-        """Bytes are summed over the ranks; of times and of extra memory the worst rank counts."""
-        received = [int(report["bytes_received"]) for report in reports]
-        worst = {
-            key: max(report[name] for report in reports)
-            for key, name in (
-                ("pack_s", "seconds_pack"),
-                ("wait_s", "seconds_wait"),
-                ("copy_s", "seconds_copy"),
-                ("scratch_bytes", "scratch_bytes"),
-                ("held_bytes", "bytes_held"),
-            )
-        }
-        self.telemetry.event(
-            "switch",
-            step=self.step,
-            bytes=sum(received),
-            bytes_theory=sum(int(report["bytes_theory"]) for report in reports),
-            bytes_most=max(received),
-            seconds=max(report["seconds"] for report in reports),
-            **worst,
-            path=reports[0]["path"],
-        )
-
-    def _record(self, result: StepResult, seconds: float) -> None:
-        metrics = step_metrics(result, seconds)
-        self._check_trained(result, metrics)
-        end = 0.0
-        for span in sorted(result.spans, key=lambda span: span.start):
-            # A lane's slices must not overlap, and a schedule's stages may.
-            lane = "driver" if span.start >= end else f"driver/{span.name}"
-            self.telemetry.span(lane, span.name, span.start, span.stop, self.step)
-            end = max(end, span.stop)
-        self.telemetry.log(self.step, metrics)
-        self.telemetry.lengths(
-            self.step,
-            [sample.response_tokens for sample in result.dispatched],
-            prompts=[sample.id.prompt for sample in result.dispatched],
-            prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
-        )
-        self.telemetry.samples(self.step, self._texts(result.dispatched))
-        self._check_finite(metrics)
-
-    def _texts(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-        shown = samples[: self.config.telemetry.samples_per_step]
-        by_rank: dict[int, list[SampleId]] = defaultdict(list)
-        for sample in shown:
-            by_rank[sample.rank].append(sample.id)
-        texts = self.group.texts(by_rank)
-        others = [name for name in judged(shown) if name != "reward"]
-        return [
-            {
-                "id": str(sample.id),
-                "prompt": texts[sample.id][0],
-                "response": texts[sample.id][1],
-                "reward": sample.scalars.get("reward"),
-                "status": sample.scalars.get("reward_status"),
-                "tokens": sample.response_tokens,
-                "finish": sample.scalars.get("finish"),
-                "advantage": sample.scalars.get("advantage"),
-                **{name: sample.scalars.get(name) for name in others},
-            }
-            for sample in shown
-        ]
-
-    def _check_trained(self, result: StepResult, metrics: dict[str, float]) -> None:
-        """Say it, the first time, where a step had nothing to train on."""
-        if self._idle or any(name.rpartition("/")[2] == "loss" for name in result.metrics):
-            return
-        self._idle = True
-        self.telemetry.note(
-            f"step {self.step}: nothing to train on, {metrics['filtered']:g} samples left out;"
-            " where the rewards of a prompt's samples are all alike, there is nothing to learn",
-            step=self.step,
-        )
-
-    def _check_finite(self, metrics: dict[str, float]) -> None:
-        """Report a step whose loss was not finite; stop after too many in a row."""
-        counts = [n for name, n in metrics.items() if name.rpartition("/")[2] == "bad_steps"]
-        if not any(counts):
-            self.bad_steps = 0
-            return
-        self.bad_steps += 1
-        self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
-        if self.bad_steps >= self.config.trainer.max_bad_steps:
-            raise TrainingDiverged(
-                f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
-                f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"
-                f" {self.step}; the parameters are those before them"
-            )
-
-
-def judged(samples: Sequence[Sample]) -> list[str]:
-    """Fields with a score of these samples, of whatever judged them: each has a status."""
-    names = {name: None for sample in samples for name in sample.scalars}
-    return [name for name in names if f"{name}_status" in names]
 
 
 def total_updates(graph: Graph, role: str, steps: int, trainer: TrainerConfig) -> int:
@@ -484,42 +460,3 @@ def total_updates(graph: Graph, role: str, steps: int, trainer: TrainerConfig) -
             per_step = passes * (options["mini_batches"] or trainer.mini_batches)
             total += per_step * max(0, steps - options["after"])
     return total
-
-
-def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
-    """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
-    samples = result.dispatched
-    metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
-    chosen = [reason.startswith(("filter", "take", "unused")) for reason in result.dropped.values()]
-    metrics |= {
-        "step_s": seconds,
-        "filtered": float(sum(chosen)),
-        "dropped": float(len(chosen) - sum(chosen)),
-        "migrated": result.metrics.get("samples/migrated", 0.0),
-    }
-    for name in ("migration_threshold", "parked", "resumed", "staleness"):
-        if f"samples/{name}" in result.metrics:
-            metrics[name] = result.metrics[f"samples/{name}"]
-    if trained := result.metrics.get("samples/trained_tokens"):
-        metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
-    for span in result.spans:
-        key = f"{span.name}_s"
-        metrics[key] = metrics.get(key, 0.0) + span.stop - span.start
-    for name in ("kl", *judged(samples)):
-        if values := [float(s.scalars[name]) for s in samples if name in s.scalars]:
-            metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}
-    for status in ("error", "timeout"):
-        found = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
-        if "reward_mean" in metrics:
-            metrics[f"reward_{status}"] = float(found)
-    lengths = sorted(sample.response_tokens for sample in samples)
-    if lengths:
-        metrics |= {
-            "response_tokens_mean": fmean(lengths),
-            "response_tokens_p10": float(lengths[len(lengths) // 10]),
-            "response_tokens_p90": float(lengths[len(lengths) * 9 // 10]),
-            "response_tokens_max": float(lengths[-1]),
-            "tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
-            "samples_per_s": len(samples) / seconds,
-        }
-    return metrics

@@ -1,4 +1,4 @@
-"""Our side of the end-to-end benches: `controller.job` as a run does it, on Ray, two ranks."""
+"""Our side of the end-to-end benches: `controller.run` as a run does it, on Ray, two ranks."""
 
 import shutil
 import tempfile
@@ -45,12 +45,12 @@ def main() -> None:
             TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
             launched(config.cluster, run_dir / "logs") as launcher,
         ):
-            job = Run(config, prepare(config), telemetry, launcher, Origin())
+            run = Run(config, prepare(config), telemetry, launcher, Origin())
             try:
                 if blocks.begin():
-                    job.run_recipe()
+                    run.run_recipe()
             finally:
-                job.group.kill()
+                run.group.kill()
     except _Done:
         pass
     finally:

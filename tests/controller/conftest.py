@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.config.compose import register, to_config
 from hybridrl.controller import run as controller_run
+from hybridrl.controller.run_records import FetchTexts, RunRecords
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
@@ -269,17 +270,19 @@ def train_here(make_config: Callable[..., Config]) -> Callable[..., Trained]:
 def _train(run_dir: Path, config: Config) -> Trained:
     results: list[StepResult] = []
     stored: list[list[int]] = []
-    record = controller_run.Run._record
+    record = RunRecords.record_step
 
-    def spy(self: controller_run.Run, result: StepResult, seconds: float) -> None:
+    def spy(
+        self: RunRecords, result: StepResult, seconds: float, fetch_texts: FetchTexts
+    ) -> dict[str, float]:
         results.append(result)
-        record(self, result, seconds)
+        return record(self, result, seconds, fetch_texts)
 
     def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> None:
         stored.append(self.gather(self._group.release(ids)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller_run.Run, "_record", spy)
+        patch.setattr(RunRecords, "record_step", spy)
         patch.setattr(WorkerGroup, "release", count)
         controller_run.train(config)
     return Trained(run_dir, results, stored[-1])

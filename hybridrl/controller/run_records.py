@@ -1,0 +1,180 @@
+"""What is recorded of a run: metrics, events, spans, texts of samples.
+
+The driver writes it through `hybridrl.telemetry`; docs/telemetry.md lists files and keys.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.schedules import StepResult
+from hybridrl.system.memory import MemoryReading
+from hybridrl.telemetry.run import Telemetry
+from hybridrl.workers.base_worker import TimeSpan
+
+FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[str, str]]]
+"""Prompt and response texts of samples, by the rank that holds them."""
+
+
+class RunRecords:
+    """Turns what the ranks answer and what a step results in into the run's records.
+
+    `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
+    texts of the first `samples_per_step` samples are kept.
+    """
+
+    def __init__(
+        self, telemetry: Telemetry, samples_per_step: int, current_step: Callable[[], int]
+    ) -> None:
+        self.telemetry, self.samples_per_step = telemetry, samples_per_step
+        self.current_step = current_step
+        self._noted_no_training = False
+
+    # -- callbacks -----------------------------------------------------------------------------
+
+    def on_span(self, rank: int, span: TimeSpan) -> None:
+        """A rank has done a piece of work."""
+        lane = f"rank {rank}/beside" if span.concurrent else f"rank {rank}"
+        self.telemetry.span(lane, span.name, span.start, span.stop, self.current_step())
+
+    def on_memory(self, rank: int, memory: MemoryReading) -> None:
+        """A rank has measured its memory."""
+        self.telemetry.memory(f"rank {rank}", memory.when, memory.held)
+
+    def on_switch(self, reports: list[dict[str, Any]]) -> None:
+        """All ranks have switched weights.
+
+        Bytes are summed over the ranks; of times and of extra memory the worst rank counts.
+        """
+        received = [int(report["bytes_received"]) for report in reports]
+        worst = {
+            key: max(report[name] for report in reports)
+            for key, name in (
+                ("pack_s", "seconds_pack"),
+                ("wait_s", "seconds_wait"),
+                ("copy_s", "seconds_copy"),
+                ("scratch_bytes", "scratch_bytes"),
+                ("held_bytes", "bytes_held"),
+            )
+        }
+        self.telemetry.event(
+            "switch",
+            step=self.current_step(),
+            bytes=sum(received),
+            bytes_theory=sum(int(report["bytes_theory"]) for report in reports),
+            bytes_most=max(received),
+            seconds=max(report["seconds"] for report in reports),
+            **worst,
+            path=reports[0]["path"],
+        )
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def record_step(
+        self, result: StepResult, seconds: float, fetch_texts: FetchTexts
+    ) -> dict[str, float]:
+        """Record a step that took so many seconds; answers with its metrics."""
+        step, metrics = self.current_step(), step_metrics(result, seconds)
+        self._note_no_training(result, metrics)
+        end = 0.0
+        for span in sorted(result.spans, key=lambda span: span.start):
+            # A lane's slices must not overlap, and a schedule's stages may.
+            lane = "driver" if span.start >= end else f"driver/{span.name}"
+            self.telemetry.span(lane, span.name, span.start, span.stop, step)
+            end = max(end, span.stop)
+        self.telemetry.log(step, metrics)
+        self.telemetry.lengths(
+            step,
+            [sample.response_tokens for sample in result.dispatched],
+            prompts=[sample.id.prompt for sample in result.dispatched],
+            prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
+        )
+        self.telemetry.samples(step, self._texts(result.dispatched, fetch_texts))
+        return metrics
+
+    def record_evaluated(self, samples: Sequence[Sample], fetch_texts: FetchTexts) -> None:
+        """Record held-out samples."""
+        texts = self._texts(samples, fetch_texts)
+        self.telemetry.samples(self.current_step(), texts, phase="evaluation")
+
+    def _note_no_training(self, result: StepResult, metrics: dict[str, float]) -> None:
+        """Say it, the first time, where a step had nothing to train on."""
+        trained = any(name.rpartition("/")[2] == "loss" for name in result.metrics)
+        if self._noted_no_training or trained:
+            return
+        self._noted_no_training = True
+        step = self.current_step()
+        self.telemetry.note(
+            f"step {step}: nothing to train on, {metrics['filtered']:g} samples left out;"
+            " where the rewards of a prompt's samples are all alike, there is nothing to learn",
+            step=step,
+        )
+
+    def _texts(self, samples: Sequence[Sample], fetch_texts: FetchTexts) -> list[dict[str, Any]]:
+        shown = samples[: self.samples_per_step]
+        by_rank: dict[int, list[SampleId]] = defaultdict(list)
+        for sample in shown:
+            by_rank[sample.rank].append(sample.id)
+        texts = fetch_texts(by_rank)
+        others = [name for name in judged(shown) if name != "reward"]
+        return [
+            {
+                "id": str(sample.id),
+                "prompt": texts[sample.id][0],
+                "response": texts[sample.id][1],
+                "reward": sample.scalars.get("reward"),
+                "status": sample.scalars.get("reward_status"),
+                "tokens": sample.response_tokens,
+                "finish": sample.scalars.get("finish"),
+                "advantage": sample.scalars.get("advantage"),
+                **{name: sample.scalars.get(name) for name in others},
+            }
+            for sample in shown
+        ]
+
+
+def judged(samples: Sequence[Sample]) -> list[str]:
+    """Fields with a score of these samples, of whatever judged them: each has a status."""
+    names = {name: None for sample in samples for name in sample.scalars}
+    return [name for name in names if f"{name}_status" in names]
+
+
+def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
+    """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
+    samples = result.dispatched
+    metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
+    chosen = [reason.startswith(("filter", "take", "unused")) for reason in result.dropped.values()]
+    metrics |= {
+        "step_s": seconds,
+        "filtered": float(sum(chosen)),
+        "dropped": float(len(chosen) - sum(chosen)),
+        "migrated": result.metrics.get("samples/migrated", 0.0),
+    }
+    for name in ("migration_threshold", "parked", "resumed", "staleness"):
+        if f"samples/{name}" in result.metrics:
+            metrics[name] = result.metrics[f"samples/{name}"]
+    if trained := result.metrics.get("samples/trained_tokens"):
+        metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
+    for span in result.spans:
+        key = f"{span.name}_s"
+        metrics[key] = metrics.get(key, 0.0) + span.stop - span.start
+    for name in ("kl", *judged(samples)):
+        if values := [float(s.scalars[name]) for s in samples if name in s.scalars]:
+            metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}
+    for status in ("error", "timeout"):
+        found = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
+        if "reward_mean" in metrics:
+            metrics[f"reward_{status}"] = float(found)
+    lengths = sorted(sample.response_tokens for sample in samples)
+    if lengths:
+        metrics |= {
+            "response_tokens_mean": fmean(lengths),
+            "response_tokens_p10": float(lengths[len(lengths) // 10]),
+            "response_tokens_p90": float(lengths[len(lengths) * 9 // 10]),
+            "response_tokens_max": float(lengths[-1]),
+            "tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
+            "samples_per_s": len(samples) / seconds,
+        }
+    return metrics
