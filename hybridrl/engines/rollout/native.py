@@ -67,19 +67,15 @@ class NativeEngine:
         stops: StopStrings | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        if model_config.model_type not in FAMILIES:
-            raise ValueError(
-                f"the native rollout engine does not run model type {model_config.model_type!r}; "
-                f"it runs {', '.join(FAMILIES)}"
-            )
-        check_supported(model_config)
-        check_positions(max_sequence, model_config.max_position_embeddings)
+        _check_model(model_config, max_sequence)
         self._device = torch.device(device)
         self._block_size, self._vocab_size = block_size, model_config.vocab_size
         per_sequence = -(-max_sequence // block_size)
         self._num_blocks = -(-kv_cache_tokens // block_size) or max_running * per_sequence
         self._parallel = parallel or GenParallel()
         self._deterministic, self._stops = deterministic, stops
+
+        # This rank's module and its cache.
         self._stage = RolloutStage(
             model_config,
             self._parallel,
@@ -87,6 +83,9 @@ class NativeEngine:
             device=self._device,
             max_sequence=max_sequence,
         )
+        self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
+
+        # Requests: who runs, and what each draws from.
         self._admission = Admission(
             num_lanes=max(self._parallel.pp, max_running if deterministic else 1),
             max_running=max_running,
@@ -97,11 +96,14 @@ class NativeEngine:
             replays=deterministic,
         )
         self._uniforms = UniformTable(max_running)
+        self._finished: list[Output] = []
+
+        # The weight switch.
         self._bucket_bytes = bucket_bytes
         self._switch: tuple[Plan, WeightSwitch] | None = None
         self._asleep = False
-        self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
-        self._finished: list[Output] = []
+
+        # Counters of `stats`.
         self._decode_steps = self._decode_tokens = self._cached_tokens = 0
         self._prefill_calls = self._prefill_tokens = 0
         self._replayed_tokens = self._restored_tokens = 0
@@ -399,3 +401,14 @@ class NativeEngine:
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
             has_cache=self._pool is not None,
         )
+
+
+def _check_model(config: PretrainedConfig, max_sequence: int) -> None:
+    """Raise ValueError for a model that the engine cannot run, or not to `max_sequence` tokens."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"the native rollout engine does not run model type {config.model_type!r}; "
+            f"it runs {', '.join(FAMILIES)}"
+        )
+    check_supported(config)
+    check_positions(max_sequence, config.max_position_embeddings)

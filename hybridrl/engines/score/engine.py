@@ -80,11 +80,16 @@ class ScoreEngine:
         if max_tokens_per_micro_batch < 1:
             raise ValueError(f"{max_tokens_per_micro_batch=}: wanted 1 or more")
         check_supported(model_config)
+
+        # How it scores.
         self.config, self.parallel = model_config, parallel
         self.dtype, self.device, self.temperature = dtype, device, temperature
         self.attention = choose_attention(attention, device)
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
         self.classifier = classifier
+        self._link = StageLink(parallel)
+
+        # What it scores with: another engine's module, or memory for weights of its own.
         self.weights = Weights.empty if model is None else Weights.borrowed
         self.model = model or local_model(
             model_config,
@@ -96,7 +101,6 @@ class ScoreEngine:
         )
         self._host: list[torch.Tensor] = []
         self._shares = False
-        self._link = StageLink(parallel)
 
     # Weights
 

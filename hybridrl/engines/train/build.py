@@ -1,4 +1,4 @@
-"""From a model directory to this rank's chunks: tp first, then pipeline chunks, then FSDP2."""
+"""From a whole model to this rank's part: pipeline chunks, then tensor parallel, then FSDP2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,38 +112,52 @@ def build(
     """
     axes, config = dims.axes, model.config
     check_train_layout(config, dims.config)
+
+    # Which rank holds what, while the model is still whole.
     parameters = model_parameters(config, classifier=head_name(model) == "score")
     adapters = adapter_parameters(model, parameters)
     both = [*parameters, *adapters]
-    layers = config.num_hidden_layers
-    layout = train_layout(both, axes, dims.stage_of_layer(layers), gen_tp)
+    layout = train_layout(both, axes, dims.stage_of_layer(config.num_hidden_layers), gen_tp)
+
+    # Pipeline chunks; the vocabulary is padded before, so that tp divides its rows.
     pad_vocabulary(model, axes.tp)
-    bounds = chunk_bounds(layers, dims.num_chunks)
-    chunks = [whole(model)]
-    if dims.num_chunks > 1:
-        chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
-        hollow(model)
+    chunks = _cut_into_chunks(model, dims)
+
+    # Tensor parallel before FSDP, which shards what tp has left on the rank.
     tp_group = None
     if axes.tp > 1:
         for chunk in chunks:
             apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
         tp_group = dims.mesh.get_group("tp")
+
+    # FSDP last, around the modules that are called.
     kind = StageModel if dims.num_chunks > 1 else PackedModel
     roots = [kind(chunk, temperature, tp_group) for chunk in chunks]
     by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in both}
     dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
-        _shard(root, dims, compute, keep_unsharded, dim_of)
+        _apply_fsdp(root, dims, compute, keep_unsharded, dim_of)
     return Parts(parameters, adapters, layout, chunks, roots)
 
 
-def _shard(
+def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:
+    """This rank's pipeline chunks of `model`, which is empty afterwards; without pp all of it."""
+    if dims.num_chunks == 1:
+        return [whole(model)]
+    bounds = chunk_bounds(model.config.num_hidden_layers, dims.num_chunks)
+    chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
+    hollow(model)
+    return chunks
+
+
+def _apply_fsdp(
     root: PackedModel,
     dims: TrainDims,
     compute: torch.dtype,
     keep_unsharded: bool,
     dim_of: dict[int, int],
 ) -> None:
+    """Shard a chunk over the ranks of its replica: a group a layer, or one where it is small."""
     mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
 
     def placement(parameter: nn.Parameter) -> Shard | None:

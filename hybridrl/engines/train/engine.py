@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
@@ -98,24 +99,24 @@ class TrainEngine(ModelShards):
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
-        self.trainer, self.device = trainer, device
+        self.trainer, self.device, self.gives_values = trainer, device, gives_values
+        compute = TORCH_DTYPES[model.compute_dtype]
         self.attention = choose_attention(model.attention, device)
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
-        self.gives_values = gives_values
-        if gives_values:
-            self.model = load_value_model(model_path, NAME, key=key)
-        else:
-            self.model = load_causal_lm(model_path, NAME)
+
+        # The whole model on every rank, and its adapters.
+        self.model = self._load(model_path, key)
         self.model.requires_grad_(trainable)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
-        compute = TORCH_DTYPES[model.compute_dtype]
         self.lora = lora if lora is not None and lora.rank else None
         self.adapter_config: Any = None
         """peft's, of a model with adapters."""
         if self.lora is not None:
             self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+        # This rank's part: pipeline chunks, tensor parallel, FSDP.
         parts = build(
             self.model,
             self.dims,
@@ -125,29 +126,48 @@ class TrainEngine(ModelShards):
             gen_tp=gen_tp,
         )
         super().__init__(parts, self.dims, device, self.lora)
-        modules = [module for root in self.roots for module in root.modules()]
-        self._dropouts = [m.eval() for m in modules if isinstance(m, nn.Dropout)]
+        self._dropouts = self._disable_dropout()
         if trainer.activation_checkpointing:
-            for chunk in self.chunks:
-                chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self._checkpoint_activations()
+
+        # What trains it: groups of ranks, the pipeline, the optimizer.
         self._replica = self.dims.mesh["pp", "tp"]._flatten("pp_tp").get_group()
-        self.pipeline: Pipeline | None = None
-        stages = [root for root in self.roots if isinstance(root, StageModel)]
-        if stages:
-            self.pipeline = Pipeline(
-                stages,
-                self.dims.chunk_numbers,
-                self.dims.num_chunks,
-                self.dims.schedule,
-                self.dims.mesh.get_group("pp"),
-                device,
-                compute,
-                self.dims.token_parts,
-            )
+        self.pipeline = self._make_pipeline(compute)
         self.version = 0
         if trainable:
             steps = trainer.steps * trainer.mini_batches * trainer.epochs
             self.reset_optimizer(trainer.optim, steps)
+
+    def _load(self, model_path: str, key: str) -> PreTrainedModel:
+        if self.gives_values:
+            return load_value_model(model_path, NAME, key=key)
+        return load_causal_lm(model_path, NAME)
+
+    def _disable_dropout(self) -> list[nn.Dropout]:
+        """All dropouts, switched off; an update switches them on."""
+        modules = [module for root in self.roots for module in root.modules()]
+        return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
+
+    def _checkpoint_activations(self) -> None:
+        """Recompute each layer's activations in the backward pass."""
+        for chunk in self.chunks:
+            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
+        """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
+        stages = [root for root in self.roots if isinstance(root, StageModel)]
+        if not stages:
+            return None
+        return Pipeline(
+            stages,
+            self.dims.chunk_numbers,
+            self.dims.num_chunks,
+            self.dims.schedule,
+            self.dims.mesh.get_group("pp"),
+            self.device,
+            compute,
+            self.dims.token_parts,
+        )
 
     def describe(self) -> dict[str, Any]:
         """What was chosen: model type, parameters, attention, FSDP groups, kept unsharded."""

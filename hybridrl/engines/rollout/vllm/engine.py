@@ -80,6 +80,8 @@ class VLLMEngine:
         check_positions(max_sequence, model_config.max_position_embeddings)
         mesh = layout.mesh
         pp, tp = mesh.extent("pp"), mesh.extent("tp")
+
+        # vLLM reads the environment when it is imported.
         stages = stages_of_layers(model_config.num_hidden_layers, pp)
         set_environment([stages.count(stage) for stage in range(pp)])
         from vllm import EngineArgs
@@ -91,6 +93,8 @@ class VLLMEngine:
         self._sampling = sampling
         self._rank, self._dtype = dist.get_rank(), dtype
         self._stops, self._bucket_bytes = stops, bucket_bytes
+
+        # The engine: its cache, its arguments, its groups.
         blocks = math.ceil(kv_cache_tokens / block_size)
         if device.type == "cpu" and not blocks:
             blocks = max_running * math.ceil(max_sequence / block_size)
@@ -102,18 +106,11 @@ class VLLMEngine:
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),
             seed=0,
-            # It starts with no cache that is smaller than this.
-            max_model_len=min(max_sequence, blocks * block_size) if blocks else max_sequence,
             max_num_seqs=max_running,
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
             distributed_executor_backend="external_launcher",
-            block_size=block_size,
-            # vLLM keeps one block for itself.
-            num_gpu_blocks_override=blocks + 1 if blocks else None,
-            kv_cache_memory_bytes=(blocks + 1) * block_size * self._kv_bytes_per_token
-            if blocks
-            else None,
+            **_cache_arguments(blocks, block_size, self._kv_bytes_per_token, max_sequence),
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=True,
             disable_hybrid_kv_cache_manager=True,
@@ -131,20 +128,22 @@ class VLLMEngine:
         # Under pp vLLM would split the requests over batches. They would not overlap: a rank is
         # done with a batch when all stages are.
         self._core.step_fn = self._core.step
-        self._names = tuple(layout.rules)
-        shapes = {name: LocalTensor(layout.local(name, self._rank)).shape for name in layout.rules}
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
         worker = self._core.model_executor.driver_worker.worker
         runner, model = worker.model_runner, worker.get_model()
-        if pp > 1 and runner.intermediate_tensors is None:
-            # vLLM makes them in a warm-up, which its CPU worker leaves out.
-            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=dtype, device=device
-            )
+        if pp > 1:
+            _make_intermediate_tensors(runner, model, dtype, device)
+
+        # The weight switch, and what sleep frees.
+        self._names = tuple(layout.rules)
+        shapes = {name: LocalTensor(layout.local(name, self._rank)).shape for name in layout.rules}
         self._weights = VLLMWeights(model, shapes, dtype)
         on_gpu = device.type == "cuda"
         self._memory: MemoryApi = DeviceMemory(worker) if on_gpu else HostMemory(runner.kv_caches)
         self._switch: tuple[Plan, WeightSwitch | LayerwiseSwitch] | None = None
+        self._asleep, self._has_cache = False, True
+
+        # Requests, and counters of `stats`.
         self._limits = AdmissionLimits(
             vocab_size=model_config.vocab_size,
             max_sequence=max_sequence,
@@ -155,7 +154,6 @@ class VLLMEngine:
         self._entries: dict[object, _Entry] = {}
         self._by_key: dict[str, _Entry] = {}
         self._submitted = 0
-        self._asleep, self._has_cache = False, True
         self._counts: Counter[str] = Counter()
 
     # Requests
@@ -371,6 +369,32 @@ _COUNTERS = (
 def _devices(device: torch.device) -> list[torch.device]:
     """Those whose random state vLLM sets."""
     return [device] if device.type == "cuda" else []
+
+
+def _cache_arguments(
+    blocks: int, block_size: int, bytes_per_token: int, max_sequence: int
+) -> dict[str, Any]:
+    """vLLM's arguments for a cache of so many blocks; with 0 it sizes the cache itself."""
+    if not blocks:
+        return {"block_size": block_size, "max_model_len": max_sequence}
+    return {
+        "block_size": block_size,
+        # It starts with no cache that is smaller than this.
+        "max_model_len": min(max_sequence, blocks * block_size),
+        # vLLM keeps one block for itself.
+        "num_gpu_blocks_override": blocks + 1,
+        "kv_cache_memory_bytes": (blocks + 1) * block_size * bytes_per_token,
+    }
+
+
+def _make_intermediate_tensors(
+    runner: Any, model: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """What a stage receives, which vLLM makes in a warm-up that its CPU worker leaves out."""
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=dtype, device=device
+        )
 
 
 def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: torch.dtype) -> int:
