@@ -22,7 +22,6 @@ from hybridrl.flow.executor import (
     Finished,
     Park,
     Parked,
-    Phase,
     Resume,
     Sampling,
     Submit,
@@ -38,7 +37,7 @@ from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.ema import MovingAverage
-from hybridrl.workers.generation import hand_back, layout_options, make_rollout_engine
+from hybridrl.workers.generation import layout_options, make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import Fields, UpdateShare, train
@@ -59,7 +58,7 @@ class ParkedSample:
 class Actor:
     """One set of weights in two layouts. `version` counts optimizer steps.
 
-    Invariant: while `phase` is GENERATE, the engine's weights are those of `generating_version`.
+    Invariant: while the rollout engine is awake, its weights are those of `generating_version`.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class Actor:
         )
         self.stop_token_ids = stop_token_ids(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
-        self.phase = Phase.TRAIN
         self.generating_version = -1
         self.averages: dict[str, MovingAverage] = {}
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
@@ -211,32 +209,19 @@ class Actor:
         stats = self.rollout.stats()
         return stats.running + stats.waiting
 
-    # -- phases ------------------------------------------------------------------------------
+    # -- weight switch -----------------------------------------------------------------------
 
-    def enter(self, phase: Phase) -> dict[str, Any]:
-        """Change phase; into GENERATE, move the weights if the engine's are not the newest.
+    def switch_weights(self, woken: bool) -> dict[str, Any]:
+        """Move the newest weights to the rollout engine, unless it has them. Collective.
 
-        In TRAIN the device is empty: who computes first brings what it needs. Answers with the
-        version that generates and the switch's accounting, if there was one.
+        An engine that has just `woken` has none. Answers with the switch's accounting, empty where
+        nothing moved.
         """
-        report: dict[str, Any] = {}
-        if phase is Phase.TRAIN:
-            if self.phase is Phase.GENERATE:
-                self.rollout.sleep()
-                hand_back(self.device)
-        else:
-            if self.phase is Phase.TRAIN:
-                self.rollout.wake()
-                self.generating_version = -1
-                self.train_engine.onload()
-            if self.generating_version != self.train_engine.version:
-                report = asdict(self._move_weights())
-                self.generating_version = self.train_engine.version
-            if self.phase is Phase.TRAIN:
-                self.train_engine.offload()
-                hand_back(self.device)
-        self.phase = phase
-        return {"version": self.generating_version, "switch": report}
+        if not woken and self.generating_version == self.train_engine.version:
+            return {}
+        accounting = asdict(self._move_weights())
+        self.generating_version = self.train_engine.version
+        return accounting
 
     # -- generation --------------------------------------------------------------------------
 
@@ -247,7 +232,6 @@ class Actor:
 
         The state of parked samples is a dict of `ParkedSample` by id, of a resumed command too.
         """
-        assert self.phase is Phase.GENERATE, "generation outside its phase"
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.rollout.stats(), 0.0, 0
         parked: list[Parked] = []
         for command in commands:
@@ -283,11 +267,6 @@ class Actor:
             kv_seconds=kv_seconds,
         )
         return finished, parked, work
-
-    def leave_generation(self) -> None:
-        """Give the KV cache up, where nothing uses it, for what runs next on this instance."""
-        if self.phase is Phase.GENERATE and not self.unfinished and self.rollout.stats().has_cache:
-            self.rollout.release_cache()
 
     def _park(self, command: Park) -> Parked:
         samples: dict[SampleId, ParkedSample] = {}

@@ -25,6 +25,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor import Actor, ParkedSample, grown
 from hybridrl.workers.base_worker import BaseWorker, Reply, TimeSpan
 from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.pending_samples import Carry, load_carried, save_carried
 from hybridrl.workers.role_factory import ActorRoleFactory
@@ -64,9 +65,10 @@ class ActorWorker(BaseWorker):
         """
         described = self._join(host, port)
         with self._span("load"):
-            place = (self.config, self.model_path, self.tokenizer, self.store)
-            self.actor = actor = Actor(*place, self.device)
-            self.build = ActorRoleFactory(*place, self.device, actor)
+            model = (self.config, self.model_path, self.tokenizer, self.store, self.device)
+            self.actor = actor = Actor(*model)
+            self.residency = DeviceResidency(self.device, self._on_reading, actor.rollout)
+            self.build = ActorRoleFactory(*model, actor, self.residency)
             self.trained["actor"] = actor
             if old_policy := self.build.old_policy():
                 self.scorers["actor"] = old_policy
@@ -117,15 +119,16 @@ class ActorWorker(BaseWorker):
     @dispatch(Dispatch.SAME)
     def enter(self, phase: Phase) -> Reply:
         """Change phase; into GENERATE this is the weight switch. Answers with its accounting."""
+        accounting: dict[str, Any] = {}
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
-            switches = phase is Phase.GENERATE and self.actor.phase is Phase.TRAIN
-            if switches:
-                self._refresh()
-            self._take_up(self.actor.train_engine if switches else None)
-            with self._measured():
-                report = self.actor.enter(phase)
-            self.holder = None  # the switch has sent the actor's shards away
-        return self._reply(report)
+            if phase is Phase.TRAIN:
+                self.residency.enter_training()
+            else:
+                if self.residency.status is DeviceStatus.TRAINING:
+                    self._refresh_averages()
+                with self.residency.entering_generation(self.actor.train_engine) as woken:
+                    accounting = self.actor.switch_weights(woken)
+        return self._reply({"version": self.actor.generating_version, "switch": accounting})
 
     @dispatch(Dispatch.SAME)
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
@@ -134,7 +137,8 @@ class ActorWorker(BaseWorker):
         What is parked goes into the data plane, each rank's part under its place in the instance,
         and comes out of it where it resumes.
         """
-        self._take_up(None)
+        assert self.residency.status is DeviceStatus.GENERATING, "generation outside its phase"
+        self.residency.activate(None)
         start = time.perf_counter()
         commands = [self._arrived(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
@@ -232,20 +236,20 @@ class ActorWorker(BaseWorker):
         assert stage.role is not None
         start = time.perf_counter()
         with self._span(stage.name):
-            self.actor.leave_generation()
-            self._take_up(self.scorers[stage.role])
+            self.residency.release_idle_cache()
+            self.residency.activate(self.scorers[stage.role])
             made, tensors = self.scorers[stage.role].compute(stage, ids)
         seconds = time.perf_counter() - start
         value = Computed(stage.name, ids, made, tensors, instance, seconds)
         return self._reply(self._published(value, ids, tensors))
 
-    def _refresh(self) -> None:
+    def _refresh_averages(self) -> None:
         """Give scorers whose weights are averages what these have become. Collective."""
         for name, average in self.actor.averages.items():
             if average.moved:
                 scorer = self.scorers[name]
                 assert isinstance(scorer, ReferenceScorer)
-                self._take_up(scorer)
+                self.residency.activate(scorer)
                 dtype = self.config.model.compute_dtype
                 self.actor.copy_weights(scorer.parameters(), dtype, average.shards)
                 average.moved = False

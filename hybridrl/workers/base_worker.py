@@ -22,10 +22,11 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage
 from hybridrl.flow.sample import SampleId
-from hybridrl.system.memory import MemoryReading, measure_memory
+from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
 from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.roles import Scalars
@@ -64,18 +65,6 @@ class Published:
     reference: Any = None
 
 
-class DeviceResident(Protocol):
-    """What may have weights on the device."""
-
-    def onload(self) -> None:
-        """Bring them there."""
-        ...
-
-    def offload(self) -> None:
-        """Free the device of them."""
-        ...
-
-
 class TrainableModel(Protocol):
     """A role with an optimizer."""
 
@@ -93,12 +82,12 @@ class TrainableModel(Protocol):
 class BaseWorker:
     """One rank of a pool, whose ranks are one process group.
 
-    States: made -> `setup` (process group, weights) -> `begin` (a recipe's roles) -> calls. At most
-    one role has its weights on the device, with its optimizer if it is trained: the one that
-    computed last (`holder`).
+    States: made -> `setup` (process group, weights) -> `begin` (a recipe's roles) -> calls.
+    `residency` says which role has its weights on the device: the one that computed last.
     """
 
     build: RoleFactory
+    residency: DeviceResidency
 
     def __init__(
         self, rank: int, size: int, config: Config, model_path: str, data_plane: DataPlane
@@ -109,7 +98,6 @@ class BaseWorker:
         self.store = SampleStore()
         self.trained: dict[str, TrainableModel] = {}
         self.scorers: dict[str, InstanceScorer] = {}
-        self.holder: DeviceResident | None = None
         self.publishes = False
         self._store: Any = None
         self._spans: list[TimeSpan] = []
@@ -166,7 +154,7 @@ class BaseWorker:
         logging, by value model.
         """
         self.publishes = publishes
-        self._take_up(None)
+        self.residency.activate(None)
         made = {}
         with self._span("load"):
             for name in graph.learned:
@@ -249,11 +237,11 @@ class BaseWorker:
         with self._span(stage.name):
             if stage.method == "score":
                 scorer = self.scorers[stage.role]
-                self._take_up(scorer)
+                self.residency.activate(scorer)
                 made, tensors = scorer.compute(stage, ids)
             else:
                 role = self.trained[stage.role]
-                self._take_up(role.train_engine)
+                self.residency.activate(role.train_engine)
                 made, tensors = role.compute(stage, ids)
         seconds = time.perf_counter() - start
         return self._reply(Computed(stage.name, ids, made, tensors, seconds=seconds))
@@ -265,7 +253,7 @@ class BaseWorker:
         assert stage.role is not None
         with self._span("update"):
             role = self.trained[stage.role]
-            self._take_up(role.train_engine)
+            self.residency.activate(role.train_engine)
             metrics = role.update(stage, share)
         return self._reply(metrics)
 
@@ -289,18 +277,7 @@ class BaseWorker:
             return Published(event)
         return Published(event, self.data_plane.put(self.store.pack(ids, fields, with_items)))
 
-    def _take_up(self, holder: DeviceResident | None) -> None:
-        """Have one role's weights in place, or none."""
-        if holder is self.holder:
-            return
-        with self._measured():
-            if self.holder is not None:
-                self.holder.offload()
-            if holder is not None:
-                holder.onload()
-            self.holder = holder
-
-    # -- spans and memory --------------------------------------------------------------------
+    # -- spans and replies -------------------------------------------------------------------
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -310,12 +287,8 @@ class BaseWorker:
         finally:
             self._spans.append(TimeSpan(name, start, time.time()))
 
-    @contextmanager
-    def _measured(self) -> Iterator[None]:
-        """Note what the rank holds before and after a change of phase."""
-        self._memory.append(measure_memory(self.device))
-        yield
-        self._memory.append(measure_memory(self.device))
+    def _on_reading(self, reading: MemoryReading) -> None:
+        self._memory.append(reading)
 
     def _reply(self, value: Any) -> Reply:
         spans, self._spans = tuple(self._spans), []

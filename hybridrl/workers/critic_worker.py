@@ -15,6 +15,7 @@ from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.base_worker import BaseWorker, Reply
+from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.training import UpdateShare
@@ -34,8 +35,10 @@ class CriticWorker(BaseWorker):
         Answers with what is worth logging.
         """
         described = self._join(host, port)
-        place = (self.config, self.model_path, self.tokenizer, self.store)
-        self.build = RoleFactory(*place, self.device)
+        self.residency = DeviceResidency(self.device, self._on_reading)
+        self.build = RoleFactory(
+            self.config, self.model_path, self.tokenizer, self.store, self.device
+        )
         with self._span("load"):
             for name in self.config.judges_of("reward"):  # of evaluation, whatever the recipe has
                 self._add_judge(name)

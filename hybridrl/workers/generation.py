@@ -1,6 +1,5 @@
 """The rollout engine that a config asks for, on one rank."""
 
-import gc
 import logging
 from typing import Any
 
@@ -16,6 +15,7 @@ from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine, kv_bytes_per_token
 from hybridrl.layout.switching import Switch
 from hybridrl.models.shard import GenParallel
+from hybridrl.workers.device_residency import free_cached_memory
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _utilization(
     **_: Any,
 ) -> float:
     """vLLM's share of the device. Training and forward-only roles are elsewhere meanwhile."""
-    hand_back(device)
+    free_cached_memory(device)
     free, total = torch.cuda.mem_get_info(device)
     layout = switch.plan.dst
     rank = dist.get_rank()
@@ -89,14 +89,3 @@ def _utilization(
     )
     logger.warning("vLLM's gpu_memory_utilization: %s", plan.explanation)
     return plan.utilization
-
-
-def hand_back(device: torch.device) -> None:
-    """Give what was freed on the device back to it, for whoever allocates next there.
-
-    First what still runs must end, then torch's cached memory goes.
-    """
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()

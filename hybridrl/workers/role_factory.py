@@ -12,8 +12,8 @@ from hybridrl.flow.graph import Graph
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.critic import Critic
+from hybridrl.workers.device_residency import DeviceResidency, free_cached_memory
 from hybridrl.workers.ema import MovingAverage
-from hybridrl.workers.generation import hand_back
 from hybridrl.workers.roles import Verifier
 from hybridrl.workers.scorers import (
     InstanceScorer,
@@ -47,7 +47,7 @@ class RoleFactory:
         if self.config.value_model_of(name).path is None and weights is not None:
             model.train_engine.take_weights(weights)
         model.train_engine.offload()
-        hand_back(self.device)  # the rollout engine may be awake
+        free_cached_memory(self.device)  # the rollout engine may be awake
         return model
 
     def verifier(self, name: str) -> Verifier:
@@ -73,9 +73,10 @@ class RoleFactory:
 
 @dataclass(frozen=True)
 class ActorRoleFactory(RoleFactory):
-    """Makes roles beside `actor`."""
+    """Makes roles beside `actor`, while none is active on the device that `residency` owns."""
 
     actor: Actor
+    residency: DeviceResidency
 
     def scorer(self, name: str, graph: Graph) -> InstanceScorer:
         """A role that only scores: the teacher, or the actor as it is now."""
@@ -105,9 +106,9 @@ class ActorRoleFactory(RoleFactory):
             return self._frozen(self.model_path, "model.path", base)
         scorer = self._frozen(self.model_path, "model.path")
         if self.actor.train_engine.version:  # a warm start has trained what the file holds
-            scorer.onload()
+            self.residency.activate(scorer)
             self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
-            scorer.offload()
+            self.residency.activate(None)
         return scorer
 
     def _frozen(

@@ -95,7 +95,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     stages = graph().stages
     trainings = {name: Training(OPTIM, 3) for name in ("actor", "critic", "cost_critic")}
     ids = (SampleId(rank),)
-    worker.place(stages["answers"], ids, (PROMPT,))
+    worker.load_targets(stages["answers"], ids, (PROMPT,))
     share = UpdateShare((ids,), {ids[0]: {}}, {ids[0]: 0}, ())
     warm = Flow()
     warm.actor.update(warm.answers, loss=likelihood)
@@ -110,7 +110,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
         for name in ("cost_values", "values"):
             worker.compute(stages[name], ids, ())
         found["values"] = worker.store[ids[0]].tensors["values"]
-        worker.judge(stages["ones_like"], ids, ({},))
+        worker.run_local_stage(stages["ones_like"], ids, ({},))
         for name in ("critic", "cost_critic", "actor"):
             found[name] = worker.update(stages[f"update_{name}"], share).value
         worker.enter(Phase.GENERATE)

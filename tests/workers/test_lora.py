@@ -25,9 +25,9 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.flow.executor import Phase
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor import Actor
+from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore
 
@@ -58,7 +58,8 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
     tokenizer = AutoTokenizer.from_pretrained(path)
     store, cpu = SampleStore(), torch.device("cpu")
     actor = Actor(config, path, tokenizer, store, cpu)
-    build = ActorRoleFactory(config, path, tokenizer, store, cpu, actor)
+    residency = DeviceResidency(cpu, lambda reading: None, actor.rollout)
+    build = ActorRoleFactory(config, path, tokenizer, store, cpu, actor, residency)
     shared = build.frozen_copy()
     base = actor.base_weights(DType.float32)
     assert base is not None
@@ -74,14 +75,15 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
     first = actor.train_engine.log_probs(everything)
     for _ in range(3):
         actor.train_engine.update(sequences(dist.get_rank()), CrossEntropyLoss())
-        report = actor.enter(Phase.GENERATE)["switch"]
+        with residency.entering_generation(actor.train_engine) as woken:
+            report = actor.switch_weights(woken)
         found["moved"].append(report["bytes_received"])
         found["theory"].append(report["bytes_theory"])
         generated = old_policy.engine.log_probs(everything)
         trained = actor.train_engine.log_probs(everything)
         pairs = zip(generated, trained, strict=True)
         found["gap"].append(max((a - b).abs().max().item() for a, b in pairs))
-        actor.enter(Phase.TRAIN)
+        residency.enter_training()
     shared.onload()
     reference = shared.engine.log_probs(everything)
     pairs = zip(reference, first, strict=True)

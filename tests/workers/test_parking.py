@@ -109,7 +109,7 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
     parked, parts = parked_state(events)
     before = stored(worker)
     if first:
-        worker.actor.leave_generation()
+        worker.residency.release_idle_cache()
         assert not worker.actor.rollout.stats().has_cache
     else:
         done = advance(worker, [Resume(parked.ids, parked)], 1000)

@@ -1,0 +1,170 @@
+"""What a rank has on its device: one owner decides, and keeps the one book."""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from hybridrl.engines.rollout.interface import Stats
+from hybridrl.system.memory import MemoryReading, measure_memory
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceResident(Protocol):
+    """A role whose weights can be on the device, a trained one's optimizer with them."""
+
+    def onload(self) -> None:
+        """Bring the weights to the device."""
+        ...
+
+    def offload(self) -> None:
+        """Free the device of the weights."""
+        ...
+
+
+class RolloutResident(Protocol):
+    """The memory of a rollout engine, as `RolloutEngine` has it."""
+
+    def sleep(self) -> None:
+        """Free weights and KV cache."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the weights; the weight switch fills them."""
+        ...
+
+    def release_cache(self) -> None:
+        """Free the KV cache, keep the weights."""
+        ...
+
+    def stats(self) -> Stats:
+        """The load, and whether there is a KV cache."""
+        ...
+
+
+class DeviceStatus(Enum):
+    """The phase of a rank's device."""
+
+    TRAINING = "training"  # the rollout engine sleeps
+    SWITCHING = "switching"  # trained shards and the awake rollout engine; weights move
+    GENERATING = "generating"  # the rollout engine is awake
+
+
+class DeviceResidency:
+    """Who has weights on this rank's device: at most one role, and an awake rollout engine.
+
+    Status      | call                        | next       | what moves, in order
+    ------------|-----------------------------|------------|---------------------------------------
+    TRAINING    | activate(role or None)      | TRAINING   | active.offload, role.onload
+    TRAINING    | enter_training              | TRAINING   | active.offload
+    TRAINING    | entering_generation(actor)  | SWITCHING  | active.offload, actor.onload, wake,
+                |                             |            | actor.onload
+    SWITCHING   | the end of that `with` body | GENERATING | actor.offload, cached memory freed
+    GENERATING  | activate(role or None)      | GENERATING | active.offload, role.onload
+    GENERATING  | release_idle_cache          | GENERATING | release_cache, if no sample uses it
+    GENERATING  | entering_generation(actor)  | GENERATING | active.offload
+    GENERATING  | enter_training              | TRAINING   | active.offload, sleep, cached memory
+                |                             |            | freed
+
+    A role that is active already does not move. Any other call in SWITCHING is a bug.
+
+    Invariant: `active` alone of all roles has its weights on the device; the rollout engine is
+    awake if and only if the status is not TRAINING. The owner starts in TRAINING with no role
+    active: new models are offloaded and a new rollout engine sleeps before their first call here.
+
+    A phase lasts over many calls of the driver, so a call enters it and the next phase ends it.
+
+    Example: GRPO's step with a reference. `entering_generation(actor)`, and within it the weight
+    switch: the actor's shards come, the engine wakes, the shards leave. Samples are decoded with
+    `activate(None)`. `release_idle_cache()` and `activate(reference)` score beside the engine's
+    weights. `enter_training()`: the reference leaves, the engine sleeps. `activate(actor)` trains.
+
+    `on_reading` gets what the rank holds before and after every change.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        on_reading: Callable[[MemoryReading], None],
+        rollout: RolloutResident | None = None,
+    ) -> None:
+        """`rollout` is None on a rank that never generates, which stays in TRAINING."""
+        self.device, self.rollout = device, rollout
+        self.status = DeviceStatus.TRAINING
+        self.active: DeviceResident | None = None
+        self._on_reading = on_reading
+
+    def activate(self, role: DeviceResident | None) -> None:
+        """Have the weights of `role` on the device and of no other role, or of none."""
+        assert self.status is not DeviceStatus.SWITCHING, "a role is activated within a switch"
+        if role is self.active:
+            return
+        with self._measured():
+            if self.active is not None:
+                self.active.offload()
+            if role is not None:
+                role.onload()
+            self.active = role
+        logger.debug("active on the device: %s", type(role).__name__ if role else "no role")
+
+    @contextmanager
+    def entering_generation(self, trained: DeviceResident) -> Iterator[bool]:
+        """Enter GENERATING; within the body the weights of `trained` can move to the engine.
+
+        Yields whether the engine has just woken, so that its weights are yet to be filled.
+        """
+        assert self.rollout is not None, "no rollout engine to enter generation with"
+        wakes = self.status is DeviceStatus.TRAINING
+        self.activate(trained if wakes else None)
+        with self._measured():
+            if wakes:
+                self.rollout.wake()
+                # Also where it was active: a forward pass may have left its shards gathered.
+                trained.onload()
+                self.status = DeviceStatus.SWITCHING
+            yield wakes
+            if wakes:
+                trained.offload()
+                free_cached_memory(self.device)
+                self.active = None
+            self.status = DeviceStatus.GENERATING
+
+    def enter_training(self) -> None:
+        """Enter TRAINING with an empty device: whoever computes first is activated then."""
+        self.activate(None)
+        with self._measured():
+            if self.rollout is not None and self.status is DeviceStatus.GENERATING:
+                self.rollout.sleep()
+                free_cached_memory(self.device)
+            self.status = DeviceStatus.TRAINING
+
+    def release_idle_cache(self) -> None:
+        """Give the KV cache up, where no sample uses it, for what runs next on this instance."""
+        if self.rollout is None or self.status is not DeviceStatus.GENERATING:
+            return
+        stats = self.rollout.stats()
+        if not (stats.running or stats.waiting) and stats.has_cache:
+            self.rollout.release_cache()
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Read what the rank holds before and after a change."""
+        self._on_reading(measure_memory(self.device))
+        yield
+        self._on_reading(measure_memory(self.device))
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give what was freed on the device back to it, for whoever allocates next there.
+
+    First what still runs must end, then torch's cached memory goes.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,203 @@
+"""Who has weights on the device: every transition, with residents that only write down."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hybridrl.engines.rollout.interface import Stats
+from hybridrl.system.memory import MemoryReading
+from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
+
+CPU = torch.device("cpu")
+
+
+class Model:
+    """A role that writes down when its weights come and go."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def onload(self) -> None:
+        self.log.append(f"{self.name}.onload")
+
+    def offload(self) -> None:
+        self.log.append(f"{self.name}.offload")
+
+
+class Rollout:
+    """A rollout engine with a cache, as empty of samples as `running` and `waiting` say."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.running, self.waiting, self.has_cache = 0, 0, True
+
+    def sleep(self) -> None:
+        self.log.append("sleep")
+
+    def wake(self) -> None:
+        self.log.append("wake")
+
+    def release_cache(self) -> None:
+        self.log.append("release_cache")
+        self.has_cache = False
+
+    def stats(self) -> Stats:
+        return cast(Stats, self)
+
+
+class Rank:
+    """A residency with three roles, and what has happened since the last look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.readings: list[MemoryReading] = []
+        self.actor, self.critic, self.reference = (
+            Model(name, self.log) for name in ("actor", "critic", "reference")
+        )
+        self.rollout = Rollout(self.log)
+        self.residency = DeviceResidency(CPU, self.readings.append, self.rollout)
+        monkeypatch.setattr(
+            "hybridrl.workers.device_residency.free_cached_memory",
+            lambda device: self.log.append("free"),
+        )
+
+    def happened(self) -> tuple[list[str], int]:
+        """Moves in order, and the number of memory readings."""
+        moves, readings = list(self.log), len(self.readings)
+        self.log.clear()
+        self.readings.clear()
+        return moves, readings
+
+    def generate(self) -> bool:
+        with self.residency.entering_generation(self.actor) as woken:
+            self.log.append("move weights")
+        return woken
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(monkeypatch)
+
+
+def test_a_role_comes_after_the_one_before_it_has_left(rank: Rank) -> None:
+    residency = rank.residency
+    residency.activate(None)
+    assert rank.happened() == ([], 0)
+    residency.activate(rank.critic)
+    assert rank.happened() == (["critic.onload"], 2)
+    residency.activate(rank.critic)
+    assert rank.happened() == ([], 0)
+    residency.activate(rank.actor)
+    assert rank.happened() == (["critic.offload", "actor.onload"], 2)
+    assert residency.active is rank.actor
+    residency.activate(None)
+    assert rank.happened() == (["actor.offload"], 2)
+    assert residency.active is None
+    assert residency.status is DeviceStatus.TRAINING
+
+
+SWITCH = ["wake", "actor.onload", "move weights", "actor.offload", "free"]
+
+
+@pytest.mark.parametrize(
+    ("before", "moves", "readings"),
+    [
+        (None, ["actor.onload", *SWITCH], 4),
+        ("critic", ["critic.offload", "actor.onload", *SWITCH], 4),
+        ("actor", SWITCH, 2),  # its shards are there, though perhaps gathered
+    ],
+)
+def test_the_switch_has_the_actor_and_the_engine_on_the_device(
+    rank: Rank, before: str | None, moves: list[str], readings: int
+) -> None:
+    residency = rank.residency
+    residency.activate(getattr(rank, before) if before else None)
+    rank.happened()
+    with residency.entering_generation(rank.actor) as woken:
+        assert woken
+        assert residency.status is DeviceStatus.SWITCHING
+        assert residency.active is rank.actor
+        rank.log.append("move weights")
+    assert rank.happened() == (moves, readings)
+    assert residency.status is DeviceStatus.GENERATING
+    assert residency.active is None
+    residency.activate(rank.actor)  # it has left: it must be brought again
+    assert rank.happened() == (["actor.onload"], 2)
+
+
+def test_generation_is_entered_again_without_waking_the_engine(rank: Rank) -> None:
+    rank.generate()
+    rank.residency.activate(rank.reference)
+    rank.happened()
+    assert not rank.generate()
+    assert rank.happened() == (["reference.offload", "move weights"], 4)
+    assert rank.residency.status is DeviceStatus.GENERATING
+    assert rank.residency.active is None
+
+
+@pytest.mark.parametrize("beside", [None, "reference"])
+def test_training_is_entered_with_an_empty_device(rank: Rank, beside: str | None) -> None:
+    rank.generate()
+    rank.residency.activate(rank.reference if beside else None)
+    rank.happened()
+    rank.residency.enter_training()
+    leaving = ["reference.offload"] if beside else []
+    assert rank.happened() == ([*leaving, "sleep", "free"], 2 + 2 * len(leaving))
+    assert rank.residency.status is DeviceStatus.TRAINING
+    assert rank.residency.active is None
+
+
+def test_training_is_entered_again_with_the_engine_asleep(rank: Rank) -> None:
+    rank.residency.activate(rank.critic)
+    rank.happened()
+    rank.residency.enter_training()
+    assert rank.happened() == (["critic.offload"], 4)
+    assert rank.residency.active is None
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "released"), [(0, 0, True), (1, 0, False), (0, 1, False)]
+)
+def test_only_a_cache_that_no_sample_uses_is_released(
+    rank: Rank, running: int, waiting: int, released: bool
+) -> None:
+    rank.residency.release_idle_cache()  # asleep
+    rank.generate()
+    rank.happened()
+    rank.rollout.running, rank.rollout.waiting = running, waiting
+    rank.residency.release_idle_cache()
+    rank.residency.release_idle_cache()
+    assert rank.happened() == (["release_cache"] if released else [], 0)
+    assert rank.residency.status is DeviceStatus.GENERATING
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rank: rank.residency.activate(rank.critic),
+        lambda rank: rank.residency.activate(rank.actor),
+        lambda rank: rank.residency.enter_training(),
+        lambda rank: rank.generate(),
+    ],
+)
+def test_nobody_else_moves_within_the_switch(rank: Rank, call: Callable[[Rank], Any]) -> None:
+    with (
+        pytest.raises(AssertionError, match="within a switch"),
+        rank.residency.entering_generation(rank.actor),
+    ):
+        call(rank)
+
+
+def test_a_rank_without_a_rollout_engine_stays_in_training(rank: Rank) -> None:
+    residency = DeviceResidency(CPU, rank.readings.append)
+    residency.activate(rank.critic)
+    residency.release_idle_cache()
+    residency.enter_training()
+    assert rank.happened() == (["critic.onload", "critic.offload"], 6)
+    with (
+        pytest.raises(AssertionError, match="no rollout engine"),
+        residency.entering_generation(rank.actor),
+    ):
+        pass
