@@ -171,7 +171,8 @@ class RayExecutor:
             calls = {}
             for rank, mine in _by_rank(samples).items():
                 references = _once(self._published[sample.id][made] for sample in mine)
-                calls[self.group.call_receive(rank, [s.id for s in mine], references)] = rank
+                ids_here = [sample.id for sample in mine]
+                calls[self.group.call_import_samples(rank, ids_here, references)] = rank
             yield calls
         return [told]
 
@@ -179,38 +180,36 @@ class RayExecutor:
         self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
     ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
         """References of `fields` of samples that stay where they are, by receiver."""
-        parcels, asked = self._found(samples, receivers, lambda sample: fields)
-        lent = yield {
-            self.group.call_lend(rank, moves, sorted(fields)): rank for rank, moves in asked.items()
-        }
-        _add(parcels, lent)
+        parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
+        exported = yield self._export(moves, sorted(fields), keep=True)
+        _add(parcels, exported)
         return parcels
 
-    def _found(
+    def _published_or_moves(
         self,
         samples: Sequence[Sample],
         receivers: Sequence[int],
         fields_of: Callable[[Sample], Collection[str]],
     ) -> tuple[dict[int, list[Any]], dict[int, dict[int, list[SampleId]]]]:
-        """What is published of the samples' fields, by receiver; and whose rank must be asked.
+        """References to what is published, by receiver; moves of the rest, by sender and receiver.
 
-        The latter by the rank and the receiver.
+        A sample's fields are published all, or its rank exports them.
         """
         parcels: dict[int, list[Any]] = defaultdict(list)
-        asked: dict[int, dict[int, list[SampleId]]] = {}
+        moves: dict[int, dict[int, list[SampleId]]] = {}
         for sample, receiver in zip(samples, receivers, strict=True):
             known, wanted = self._published[sample.id], fields_of(sample)
             if known.keys() >= set(wanted):
                 parcels[receiver] += [known[name] for name in sorted(wanted)]
             else:
-                asked.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
-        return parcels, asked
+                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+        return parcels, moves
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
-        """Have samples from elsewhere sent, each to one rank of the instance; then start.
+        """Export samples from elsewhere, each to one rank of the instance; then start.
 
-        What their ranks have published is fetched as it is; only for the rest they are asked, and
-        answer when their present call ends.
+        What their ranks have published is fetched as it is. They export only the rest, when their
+        present call ends.
         """
         self._rounds.begin(self._infer(stage, instance, samples))
 
@@ -219,13 +218,13 @@ class RayExecutor:
         ranks = self.group.instances[instance]
         coming = [sample for sample in samples if sample.rank not in ranks]
         receivers = [ranks[(s.id.prompt + s.id.k) % len(ranks)] for s in coming]
-        parcels, asked = self._found(coming, receivers, lambda sample: sample.tensors)
+        parcels, moves = self._published_or_moves(coming, receivers, lambda sample: sample.tensors)
         arriving: dict[int, list[SampleId]] = defaultdict(list)
         for sample, rank in zip(coming, receivers, strict=True):
             arriving[rank].append(sample.id)
             sample.rank = rank
-        sent = yield {self.group.call_send(rank, moves): rank for rank, moves in asked.items()}
-        _add(parcels, sent)
+        exported = yield self._export(moves, None, keep=False)
+        _add(parcels, exported)
         calls = {}
         for rank in ranks:
             mine = [sample.id for sample in samples if sample.rank == rank]
@@ -312,28 +311,35 @@ class RayExecutor:
     def _move(
         self, samples: Sequence[Sample], ranks: Sequence[int]
     ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
-        """Have samples sent to the ranks that train them; references by receiver.
+        """Export samples to the ranks that train them; references by receiver.
 
-        With all tensors that every one of them has: another update may read others than this one.
+        A sample goes with all tensors that every sample has: another update may read others than
+        this one.
         """
-        size = len(self.group.home.ranks)
-        moves: list[list[list[SampleId]]] = [[[] for _ in range(size)] for _ in range(size)]
-        for sample, rank in zip(samples, ranks, strict=True):
-            if sample.rank != rank:
-                moves[sample.rank][rank].append(sample.id)
         parcels: dict[int, list[Any]] = defaultdict(list)
-        if any(ids for row in moves for ids in row):
+        moving = [(s, rank) for s, rank in zip(samples, ranks, strict=True) if s.rank != rank]
+        if moving:
             common = set.intersection(*(sample.tensors for sample in samples))
-            fields = tuple(sorted(common))
-            for sample, rank in zip(samples, ranks, strict=True):
-                if sample.rank != rank:
-                    sample.rank = rank
-                    sample.tensors &= common
-            sent = yield self.group.call_export([tuple(map(tuple, row)) for row in moves], fields)
-            for row in sent:
-                for rank, parcel in enumerate(row):
-                    parcels[rank] += [] if parcel is None else [parcel]
+            moves: dict[int, dict[int, list[SampleId]]] = {}
+            for sample, receiver in sorted(moving, key=lambda pair: (pair[0].rank, pair[1])):
+                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+                sample.rank = receiver
+                sample.tensors &= common
+            exported = yield self._export(moves, sorted(common), keep=False)
+            _add(parcels, exported)
         return parcels
+
+    def _export(
+        self,
+        moves: Mapping[int, Mapping[int, Sequence[SampleId]]],
+        fields: Sequence[str] | None,
+        keep: bool,
+    ) -> dict[Any, int]:
+        """A call to every rank that has samples to export; `moves` is by sender and receiver."""
+        return {
+            self.group.call_export_samples(sender, by_receiver, fields, keep): sender
+            for sender, by_receiver in moves.items()
+        }
 
 
 def _as_one(answers: Sequence[Computed]) -> Computed:
@@ -360,8 +366,8 @@ def _once(references: Iterable[Any]) -> tuple[Any, ...]:
     return tuple({id(reference): reference for reference in references}.values())
 
 
-def _add(parcels: dict[int, list[Any]], sent: Iterable[Mapping[int, Sequence[Any]]]) -> None:
-    """What ranks have put into the data plane, by receiver."""
-    for by_receiver in sent:
+def _add(parcels: dict[int, list[Any]], exported: Iterable[Mapping[int, Sequence[Any]]]) -> None:
+    """Add what ranks have exported, by receiver."""
+    for by_receiver in exported:
         for receiver, references in by_receiver.items():
             parcels[receiver] += references

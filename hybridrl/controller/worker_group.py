@@ -190,7 +190,7 @@ class WorkerGroup:
             if pool is self.home:
                 trains |= {"actor"} & training.keys()
             elif graph.learned:  # they may begin as the actor is now
-                weights = self.gather(self.home.group.lend_weights())[0]
+                weights = self.gather(self.home.group.export_weights())[0]
             mine = {role: how for role, how in training.items() if role in trains}
             calls = pool.group.begin(graph, mine, publishes, weights)
             made |= self.gather(calls, pool.ranks[0])[0]
@@ -275,20 +275,23 @@ class WorkerGroup:
         """Start a verifier or a `map` on one rank, beside what else it does."""
         return self._ranks[rank].run_local_stage(stage, ids, scalars)[0]
 
-    def call_send(self, rank: int, moves: Mapping[int, Sequence[SampleId]]) -> Any:
-        """Have whole samples of one rank put into the data plane, by receiver."""
-        return self._ranks[rank].send({to: tuple(ids) for to, ids in moves.items()})[0]
-
-    def call_lend(
-        self, rank: int, moves: Mapping[int, Sequence[SampleId]], fields: Sequence[str]
+    def call_export_samples(
+        self,
+        rank: int,
+        moves: Mapping[int, Sequence[SampleId]],
+        fields: Sequence[str] | None,
+        keep: bool,
     ) -> Any:
-        """Have some fields of one rank's samples put into the data plane, by receiver."""
-        lent = {to: tuple(ids) for to, ids in moves.items()}
-        return self._ranks[rank].lend(lent, tuple(fields))[0]
+        """Have one rank's samples put into the data plane; references by receiver."""
+        by_receiver = {receiver: tuple(ids) for receiver, ids in moves.items()}
+        wanted = None if fields is None else tuple(fields)
+        return self._ranks[rank].export_samples(by_receiver, wanted, keep)[0]
 
-    def call_receive(self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]) -> Any:
-        """Have what was made elsewhere of one rank's samples taken in, beside what it does."""
-        return self._ranks[rank].receive(tuple(ids), tuple(parcels))[0]
+    def call_import_samples(
+        self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]
+    ) -> Any:
+        """Have one rank store what others made of its samples, beside what else it does."""
+        return self._ranks[rank].import_samples(tuple(ids), tuple(parcels))[0]
 
     def call_infer(
         self,
@@ -304,13 +307,6 @@ class WorkerGroup:
         return infer(stage, instance, tuple(ids), tuple(arriving), tuple(parcels))[0]
 
     # -- all ranks of a pool, not blocking -----------------------------------------------------
-
-    def call_export(
-        self, moves: list[tuple[tuple[SampleId, ...], ...]], fields: tuple[str, ...]
-    ) -> dict[Any, int]:
-        """`moves[source][destination]` lists ids; each source answers with references."""
-        home = self.home
-        return _by_rank(home, home.group.export(moves, [fields] * len(home.ranks)))
 
     def call_update(self, pool: Pool, stage: Stage, shares: list[UpdateShare]) -> dict[Any, int]:
         """Start a pass over an update's mini-batches; metrics are equal on all ranks."""

@@ -95,16 +95,16 @@ class ActorWorker(BaseWorker):
                 self.scorers[name] = self.build.scorer(name, graph)
 
     @dispatch(Dispatch.SAME)
-    def lend_weights(self) -> Reply:
+    def export_weights(self) -> Reply:
         """Put the actor's trained weights into the data plane, for a pool where it is not.
 
         Rank 0 answers with names and references; nobody does where nothing has been trained.
         """
-        lent = []
+        references = []
         for name, tensor in self._actor_weights(()) or ():
             if self.rank == 0:
-                lent.append((name, self.data_plane.put(tensor.cpu().numpy())))
-        return self._reply(tuple(lent))
+                references.append((name, self.data_plane.put(tensor.cpu().numpy())))
+        return self._reply(tuple(references))
 
     @dispatch(Dispatch.SAME)
     def close(self) -> Reply:
@@ -210,16 +210,6 @@ class ActorWorker(BaseWorker):
         return Reply(value, (TimeSpan(stage.name, start, stop, concurrent=True),))
 
     @dispatch(Dispatch.SAME)
-    def send(self, moves: dict[int, tuple[SampleId, ...]]) -> Reply:
-        """Put whole samples into the data plane for other ranks: references for each."""
-        with self._span("export"):
-            sent = {
-                rank: [self.data_plane.put(parcel) for parcel in self.store.pop(ids)]
-                for rank, ids in moves.items()
-            }
-        return self._reply(sent)
-
-    @dispatch(Dispatch.SAME)
     def infer(
         self,
         stage: Stage,
@@ -254,34 +244,38 @@ class ActorWorker(BaseWorker):
                 self.actor.copy_weights(scorer.parameters(), dtype, average.shards)
                 average.moved = False
 
-    # -- samples that others want ----------------------------------------------------------------
+    # -- moving samples ------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def lend(self, moves: dict[int, tuple[SampleId, ...]], fields: tuple[str, ...]) -> Reply:
-        """Put `fields` of samples that stay here into the data plane: references by receiver."""
+    def export_samples(
+        self, moves: dict[int, tuple[SampleId, ...]], fields: tuple[str, ...] | None, keep: bool
+    ) -> Reply:
+        """Put samples into the data plane for other ranks; references to parcels by receiver.
+
+        `moves` lists ids by receiver. With `fields`, one parcel a receiver holds those tensors and
+        no items. Without, a sample travels whole, with its item, in a parcel for each set of
+        fields. The samples stay here only where `keep` says so.
+        """
+        references: dict[int, list[Any]] = {}
         with self._span("export"):
-            sent = {
-                rank: [self.data_plane.put(self.store.pack(ids, fields))]
-                for rank, ids in moves.items()
-            }
-        return self._reply(sent)
+            for receiver, ids in moves.items():
+                parcels = (
+                    self.store.pack_whole(ids) if fields is None else [self.store.pack(ids, fields)]
+                )
+                if not keep:
+                    self.store.drop(ids)
+                references[receiver] = [self.data_plane.put(parcel) for parcel in parcels]
+        return self._reply(references)
 
     @dispatch(Dispatch.SAME, concurrent=True)
-    def receive(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
-        """Take in what another pool has made for samples that live here, among others."""
-        start = time.time()
-        for parcel in self.data_plane.get(list(parcels)):
-            self.store.accept(parcel, frozenset(ids))
-        return Reply(None, (TimeSpan("fetch", start, time.time(), concurrent=True),))
+    def import_samples(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
+        """Store what other ranks have exported of `ids`, which are in `parcels` among others.
 
-    @dispatch(Dispatch.PER_RANK)
-    def export(self, moves: tuple[tuple[SampleId, ...], ...], fields: tuple[str, ...]) -> Reply:
-        """Write samples for other ranks into the data plane: one parcel per receiving rank."""
-        with self._span("export"):
-            parcels = [
-                self.data_plane.put(self.store.take(ids, fields)) if ids else None for ids in moves
-            ]
-        return self._reply(parcels)
+        Runs at any time: stages import what they need with their own call.
+        """
+        start = time.time()
+        self._accept(parcels, ids)
+        return Reply(None, (TimeSpan("fetch", start, time.time(), concurrent=True),))
 
     # -- looking in --------------------------------------------------------------------------
 

@@ -264,11 +264,14 @@ class BaseWorker:
         return self._reply(len(self.store))
 
     def _fetch(self, parcels: Sequence[Any], ids: Sequence[SampleId]) -> None:
-        """Take those of `ids` in that are in `parcels`."""
+        """Store those of `ids` that are in `parcels`, where there are any."""
         if parcels:
             with self._span("fetch"):
-                for parcel in self.data_plane.get(list(parcels)):
-                    self.store.accept(parcel, frozenset(ids))
+                self._accept(parcels, ids)
+
+    def _accept(self, parcels: Sequence[Any], ids: Sequence[SampleId]) -> None:
+        for parcel in self.data_plane.get(list(parcels)):
+            self.store.accept(parcel, frozenset(ids))
 
     def _published(
         self, event: Any, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False

@@ -46,10 +46,10 @@ class Parcel:
 
 
 class SampleStore:
-    """Samples by id. A sample lives on one rank; `take` hands it out, `accept` brings it in.
+    """Samples by id. A sample lives on one rank: `pack` and `drop` send it, `accept` stores it.
 
-    What was published for others (`pack`) may have gone on elsewhere: then the copy here is old,
-    and nobody asks for it until `drop`.
+    A sample that was packed and not dropped may change on another rank. Then the copy here is old,
+    and no rank asks for it until `drop`.
     """
 
     def __init__(self) -> None:
@@ -88,23 +88,15 @@ class SampleStore:
             items=tuple(s.item for s in samples) if with_items else (),
         )
 
-    def take(self, ids: Sequence[SampleId], fields: Sequence[str]) -> Parcel:
-        """Pack `fields` of `ids` (without the items) and forget the samples."""
-        parcel = self.pack(ids, fields)
-        self.drop(ids)
-        return parcel
-
-    def pop(self, ids: Sequence[SampleId]) -> list[Parcel]:
-        """Pack samples with all that is known of them and forget them: a parcel per set of fields.
+    def pack_whole(self, ids: Sequence[SampleId]) -> list[Parcel]:
+        """Pack all that is known of `ids`, a parcel for each set of fields; the samples stay.
 
         One sample's stages may have run already, another's not.
         """
         by_fields: dict[tuple[str, ...], list[SampleId]] = {}
         for id in ids:
             by_fields.setdefault(tuple(sorted(self._samples[id].tensors)), []).append(id)
-        parcels = [self.pack(alike, fields, True) for fields, alike in by_fields.items()]
-        self.drop(ids)
-        return parcels
+        return [self.pack(alike, fields, True) for fields, alike in by_fields.items()]
 
     def accept(self, parcel: Parcel, only: Collection[SampleId] | None = None) -> None:
         """Unpack what another rank sent, or `only` some of its samples.

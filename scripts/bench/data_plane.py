@@ -84,7 +84,9 @@ class OurWorker:
     @dispatch(Dispatch.SAME)
     def export(self) -> Any:
         """Hand out all samples; answers with the parcel's reference."""
-        return self.plane.put(self.store.take(self.ids, ("tokens", "log_probs")))
+        parcel = self.store.pack(self.ids, ("tokens", "log_probs"))
+        self.store.drop(self.ids)
+        return self.plane.put(parcel)
 
     @dispatch(Dispatch.PER_RANK)
     def fetch(self, parcel: Any) -> int:

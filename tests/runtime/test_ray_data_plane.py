@@ -32,7 +32,10 @@ class Rank:
             self.store.add(SampleId(i), StoredSample(n, None, tensors))
 
     def export(self, num: int) -> Any:
-        return self.plane.put(self.store.take([SampleId(i) for i in range(num)], FIELDS))
+        ids = [SampleId(i) for i in range(num)]
+        parcel = self.store.pack(ids, FIELDS)
+        self.store.drop(ids)
+        return self.plane.put(parcel)
 
     def fetch(self, parcels: list[Any]) -> list[tuple[int, list[int], list[float]]]:
         values = self.plane.get(parcels)

@@ -37,12 +37,19 @@ def through_a_store(parcel: Parcel) -> Parcel:
     return pickle.loads(head, buffers=[memoryview(bytes(buffer.raw())) for buffer in buffers])
 
 
+def popped(store: SampleStore, ids: list[SampleId], fields: tuple[str, ...]) -> Parcel:
+    """A parcel of samples that leave their store."""
+    parcel = store.pack(ids, fields)
+    store.drop(ids)
+    return parcel
+
+
 def test_ragged_samples_go_round_and_stay_what_they_were() -> None:
     source, samples = filled([(3, 5), (3, 1), (1, 700), (9, 2), (2, 33)])
     destination = SampleStore()
     ids = list(samples)
     moved = [ids[2], ids[0], ids[4]]  # in an order of their own
-    destination.accept(through_a_store(source.take(moved, FIELDS)))
+    destination.accept(through_a_store(popped(source, moved, FIELDS)))
     assert len(source) == 2
     assert len(destination) == 3
     for id in moved:
@@ -60,8 +67,8 @@ def test_ragged_samples_go_round_and_stay_what_they_were() -> None:
 def test_what_arrived_can_be_sent_on() -> None:
     source, samples = filled([(2, 3), (4, 1)])
     between, last = SampleStore(), SampleStore()
-    between.accept(through_a_store(source.take(list(samples), FIELDS)))
-    last.accept(through_a_store(between.take(list(samples)[::-1], ("tokens",))))
+    between.accept(through_a_store(popped(source, list(samples), FIELDS)))
+    last.accept(through_a_store(popped(between, list(samples)[::-1], ("tokens",))))
     for id, sent in samples.items():
         assert torch.equal(last[id].tensors["tokens"], sent.tensors["tokens"])
         assert list(last[id].tensors) == ["tokens"]
@@ -70,24 +77,24 @@ def test_what_arrived_can_be_sent_on() -> None:
 def test_an_empty_response_and_no_samples_at_all() -> None:
     source, samples = filled([(4, 0), (2, 3)])
     destination = SampleStore()
-    destination.accept(through_a_store(source.take(list(samples), FIELDS)))
+    destination.accept(through_a_store(popped(source, list(samples), FIELDS)))
     (first, _) = samples
     assert destination[first].response_ids.numel() == 0
     assert destination[first].tensors["log_probs"].numel() == 0
-    destination.accept(through_a_store(source.take([], FIELDS)))
+    destination.accept(through_a_store(popped(source, [], FIELDS)))
     assert len(destination) == 2
 
 
 def test_no_field_moves_the_samples_alone() -> None:
     source, samples = filled([(1, 2), (3, 4)])
     destination = SampleStore()
-    destination.accept(through_a_store(source.take(list(samples), ())))
+    destination.accept(through_a_store(popped(source, list(samples), ())))
     assert [destination[id].response_tokens for id in samples] == [2, 4]
 
 
 def test_read_only_memory_is_shared_without_a_warning_and_without_a_copy() -> None:
     source, samples = filled([(1, 2), (3, 4)])
-    parcel = through_a_store(source.take(list(samples), FIELDS))
+    parcel = through_a_store(popped(source, list(samples), FIELDS))
     column = parcel.columns["tokens"]
     assert not column.flags.writeable
     destination = SampleStore()
@@ -102,7 +109,7 @@ def test_read_only_memory_is_shared_without_a_warning_and_without_a_copy() -> No
 def test_what_was_packed_is_no_longer_the_sender_s_memory() -> None:
     source, samples = filled([(1, 2), (3, 4)])
     ids = list(samples)
-    parcel = source.take(ids, FIELDS)
+    parcel = popped(source, ids, FIELDS)
     samples[ids[0]].tensors["tokens"].fill_(-1)
     assert parcel.columns["tokens"].min() >= 0
 
@@ -140,9 +147,9 @@ def test_whole_samples_travel_with_all_that_each_has() -> None:
     first, second = samples
     source[second].tensors["late"] = torch.tensor([0.5])
     destination = SampleStore()
-    for parcel in source.pop([first, second]):
+    for parcel in source.pack_whole([first, second]):
         destination.accept(through_a_store(parcel))
-    assert len(source) == 0
+    assert len(source) == 2
     assert "late" in destination[second].tensors
     assert "late" not in destination[first].tensors
     assert destination[first].item is not None
