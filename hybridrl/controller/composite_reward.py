@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hybridrl.config import Config, ConfigError, RewardKind
-from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.graph import Graph, MapStage, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,13 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
         made.append(replace(single, name=f"{stage.name}.{name}"))
         upstream, inputs = (made[-1].name,), (*inputs, *outputs)
     weights = tuple((part.rpartition(".")[2], config.weight_of(part)) for part in judges)
-    options = {"function": WeightedSum(weights), "returns": stage.scalars}
-    total = replace(stage, role=None, method="map", upstream=upstream, inputs=inputs)
-    return [*made, replace(total, options=options)]
+    total = MapStage(
+        name=stage.name,
+        upstream=upstream,
+        inputs=inputs,
+        outputs=stage.outputs,
+        scalars=stage.scalars,
+        function=WeightedSum(weights),
+        returns=stage.scalars,
+    )
+    return [*made, total]

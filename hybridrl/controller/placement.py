@@ -2,7 +2,7 @@
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, Engine, Placement
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.graph import Graph, MapStage, Stage
 
 HOME = "actor"
 """The pool where samples live; its ranks are the first."""
@@ -34,7 +34,7 @@ def scope_of(stage: Stage, config: Config) -> Scope:
     """
     if pool_of(stage, config) != HOME:
         return Scope.POOL
-    if stage.method == "map":
+    if isinstance(stage, MapStage):
         return Scope.RANK
     if stage.method == "score":
         assert stage.role is not None

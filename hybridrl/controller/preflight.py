@@ -30,7 +30,7 @@ from hybridrl.controller.preflight_models import check_role_models, judges_of, r
 from hybridrl.data import Data, load_data
 from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_takes
 from hybridrl.flow import Graph, Recipe
-from hybridrl.flow.graph import Kind
+from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.schedules.partial import check_partial
 from hybridrl.runtime.ray_cluster import check_ranks
 
@@ -76,10 +76,10 @@ def prepare(config: Config) -> PreparedRun:
 def _check_on_policy(config: Config, graph: Graph) -> None:
     """A loss without a ratio is right for one optimizer step on the samples of an update."""
     for stage in graph.stages.values():
-        if stage.kind is not Kind.UPDATE or not getattr(stage.options["loss"], "on_policy", False):
+        if not isinstance(stage, UpdateStage) or not getattr(stage.loss, "on_policy", False):
             continue
         for key in ("epochs", "mini_batches"):
-            number = stage.options[key] or getattr(config.trainer, key)
+            number = getattr(stage, key) or getattr(config.trainer, key)
             if number > 1:
                 allowed = f"1: the loss of stage {stage.name!r} has no ratio to an old policy"
                 raise ConfigError(f"trainer.{key}", number, allowed)
@@ -95,9 +95,8 @@ def _check_partial(config: Config, graph: Graph) -> None:
 def _once(graph: Graph) -> Graph:
     """One pass over the batch as one mini-batch, whatever the trainer's settings for the recipe."""
     for name, stage in graph.stages.items():
-        if stage.kind is Kind.UPDATE:
-            options = {**stage.options, "epochs": 1, "mini_batches": 1}
-            graph.stages[name] = replace(stage, options=options)
+        if isinstance(stage, UpdateStage):
+            graph.stages[name] = replace(stage, epochs=1, mini_batches=1)
     return graph
 
 

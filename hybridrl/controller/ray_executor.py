@@ -13,7 +13,7 @@ from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope, UpdateDone
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
@@ -78,13 +78,13 @@ class RayExecutor:
 
     def has_passes(self, graph: Graph) -> bool:
         """Whether samples of `graph` may move, since spare instances run forward passes."""
-        stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
+        stages = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
         passes = any(self.scope(stage) is Scope.INSTANCE for stage in stages)
         return passes and len(self.instances) > 1
 
     def lends(self, graph: Graph) -> bool:
         """Whether samples of `graph` are read in a pool where they do not live."""
-        stages = [stage for stage in graph.stages.values() if stage.kind is Kind.COMPUTE]
+        stages = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
         return any(self.scope(stage) is Scope.POOL for stage in stages)
 
     def enter(self, phase: Phase) -> None:
@@ -114,7 +114,9 @@ class RayExecutor:
         told = replace(answers[0], finished=tuple(finished), parked=tuple(parked), work=slowest)
         return [told]
 
-    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+    def load_targets(
+        self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
+    ) -> None:
         """Deal the dataset's targets to the ranks."""
         ranks = self.group.home.ranks
         for rank in ranks:
@@ -248,14 +250,14 @@ class RayExecutor:
             for sample in ids:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
         self.may_abandon = False
         self._rounds.begin(self._update(stage, samples))
 
-    def _update(self, stage: Stage, samples: Sequence[Sample]) -> Work:
+    def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> Work:
         pool = self._pool(stage)
-        samples_per_row = stage.options.get("samples_per_row", 1)
+        samples_per_row = stage.samples_per_row
         if pool is self.group.home:
             ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move=self.config.strict)
             parcels = yield from self._move(samples, ranks)
@@ -273,20 +275,23 @@ class RayExecutor:
         return [UpdateDone(stage.name, metrics[0])]
 
     def _shares(
-        self, stage: Stage, samples: Sequence[Sample], ranks: Sequence[int], samples_per_row: int
+        self,
+        stage: UpdateStage,
+        samples: Sequence[Sample],
+        ranks: Sequence[int],
+        samples_per_row: int,
     ) -> dict[int, UpdateShare]:
         """Every rank's part of an update, without what must come to it."""
-        fields = dict(stage.options["fields"])
         wanted = {
             sample.id: {
                 field: float(sample.scalars[field])
-                for field in fields.values()
+                for field in stage.fields.values()
                 if field in sample.scalars
             }
             for sample in samples
         }
         versions = {s.id: min((x.version for x in s.spans), default=-1) for s in samples}
-        num = stage.options["mini_batches"] or self.config.trainer.mini_batches
+        num = stage.mini_batches or self.config.trainer.mini_batches
         rows = -(-len(samples) // samples_per_row)
         bounds = [rows * i // num * samples_per_row for i in range(num)] + [len(samples)]
         shares = {}

@@ -23,8 +23,9 @@ from hybridrl.controller.run_records import RunRecords
 from hybridrl.controller.schedule_registry import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
-from hybridrl.flow import Graph, Kind
+from hybridrl.flow import Graph
 from hybridrl.flow.executor import Sampling
+from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.runtime.errors import RayStartError
@@ -333,7 +334,7 @@ class Run:
         if not costs:
             return
         stages = schedule.graph.stages.values()
-        computes = [stage for stage in stages if stage.kind is Kind.COMPUTE]
+        computes = [stage for stage in stages if isinstance(stage, ComputeStage)]
         self.telemetry.costs(
             {
                 "costs": costs.to_json(),
@@ -454,9 +455,8 @@ def total_updates(graph: Graph, role: str, steps: int, trainer: TrainerConfig) -
     """Optimizer steps of `role` in so many steps of `graph`."""
     total = 0
     for stage in graph.stages.values():
-        if stage.kind is Kind.UPDATE and stage.role == role:
-            options = stage.options
-            passes = options["epochs"] or trainer.epochs
-            per_step = passes * (options["mini_batches"] or trainer.mini_batches)
-            total += per_step * max(0, steps - options["after"])
+        if isinstance(stage, UpdateStage) and stage.role == role:
+            passes = stage.epochs or trainer.epochs
+            per_step = passes * (stage.mini_batches or trainer.mini_batches)
+            total += per_step * max(0, steps - stage.after)
     return total

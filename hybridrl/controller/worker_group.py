@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import Config, ConfigError
 from hybridrl.controller.placement import HOME
 from hybridrl.flow.executor import Command, Phase
-from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
@@ -254,7 +254,7 @@ class WorkerGroup:
         }
 
     def call_load_targets(
-        self, rank: int, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
+        self, rank: int, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
     ) -> Any:
         """Start making samples of the dataset's targets on one rank."""
         return self._ranks[rank].load_targets(stage, ids, items)[0]
@@ -308,7 +308,9 @@ class WorkerGroup:
 
     # -- all ranks of a pool, not blocking -----------------------------------------------------
 
-    def call_update(self, pool: Pool, stage: Stage, shares: list[UpdateShare]) -> dict[Any, int]:
+    def call_update(
+        self, pool: Pool, stage: UpdateStage, shares: list[UpdateShare]
+    ) -> dict[Any, int]:
         """Start a pass over an update's mini-batches; metrics are equal on all ranks."""
         return _by_rank(pool, pool.group.update([stage] * len(shares), shares))
 

@@ -1,6 +1,6 @@
 """Recipes as dataflows over streams, and the schedules that run them. Pure Python."""
 
-from hybridrl.flow.graph import Copy, Graph, Kind, Stage
+from hybridrl.flow.graph import Copy, Graph, Stage
 from hybridrl.flow.recipe import Flow, Recipe, RecipeState, recipe
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.stream import Prompts, Stream
@@ -9,7 +9,6 @@ __all__ = [
     "Copy",
     "Flow",
     "Graph",
-    "Kind",
     "Prompts",
     "Recipe",
     "RecipeState",

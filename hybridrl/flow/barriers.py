@@ -7,7 +7,16 @@ functions return is checked here, since it is known only now.
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.graph import (
+    BarrierStage,
+    ByBatchStage,
+    ByGroupStage,
+    FilterStage,
+    JoinStage,
+    MergeStage,
+    PairStage,
+    Stage,
+)
 from hybridrl.flow.ledger import Ledger, groups
 from hybridrl.flow.sample import Sample
 
@@ -16,36 +25,36 @@ def run_barrier(
     stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
     """Run a driver stage on its upstream's samples; `others` are a join's second stream."""
-    match stage.kind:
-        case Kind.BY_GROUP:
+    match stage:
+        case ByGroupStage():
             for group in groups(samples):
                 _write(stage, group, _call(stage, group))
             return samples
-        case Kind.BY_BATCH:
+        case ByBatchStage():
             _by_batch(stage, samples)
             return samples
-        case Kind.FILTER:
+        case FilterStage():
             return _filter(stage, samples, ledger)
-        case Kind.JOIN if "sides" in stage.options:
+        case PairStage():
             return _pair(stage, samples, others, ledger)
-        case Kind.JOIN if "merge" in stage.options:
+        case MergeStage():
             return _merge(stage, samples, others, ledger)
-        case Kind.JOIN:
+        case JoinStage():
             return _join(stage, samples, others, ledger)
-    raise AssertionError(f"{stage.kind} is no stage of the driver's")
+    raise AssertionError(f"{stage} is no stage of the driver's")
 
 
-def _call(stage: Stage, samples: Sequence[Sample]) -> Any:
-    return stage.options["function"](*([s.scalars[x] for s in samples] for x in stage.inputs))
+def _call(stage: BarrierStage, samples: Sequence[Sample]) -> Any:
+    return stage.function(*([s.scalars[x] for s in samples] for x in stage.inputs))
 
 
-def _by_batch(stage: Stage, samples: list[Sample]) -> None:
-    if not stage.options["grouped"]:
+def _by_batch(stage: ByBatchStage, samples: list[Sample]) -> None:
+    if not stage.grouped:
         _write(stage, samples, _call(stage, samples))
         return
     grouped = groups(samples)
     inputs = ([[s.scalars[x] for s in group] for group in grouped] for x in stage.inputs)
-    result = stage.options["function"](*inputs)
+    result = stage.function(*inputs)
     for column, values in zip(stage.outputs, _columns(stage, result), strict=True):
         if len(values) != len(grouped):
             raise ValueError(_wrong_length(stage, column, len(values), len(grouped), "groups"))
@@ -53,7 +62,7 @@ def _by_batch(stage: Stage, samples: list[Sample]) -> None:
             _write_column(stage, column, group, group_values)
 
 
-def _filter(stage: Stage, samples: list[Sample], ledger: Ledger) -> list[Sample]:
+def _filter(stage: FilterStage, samples: list[Sample], ledger: Ledger) -> list[Sample]:
     kept = []
     for group in groups(samples):
         if _call(stage, group):
@@ -64,10 +73,9 @@ def _filter(stage: Stage, samples: list[Sample], ledger: Ledger) -> list[Sample]
 
 
 def _join(
-    stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
+    stage: JoinStage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
     """Lend the partner's scalars; a single partner serves its whole group."""
-    prefix: str = stage.options["prefix"]
     partners = {group[0].id.prompt: group for group in groups(others)}
     kept = []
     for group in groups(samples):
@@ -79,17 +87,17 @@ def _join(
                 ledger.leave([sample], f"join: no partner in {stage.name}")
                 continue
             for name in stage.outputs:
-                sample.scalars[name] = partner.scalars[name.removeprefix(prefix)]
+                sample.scalars[name] = partner.scalars[name.removeprefix(stage.prefix)]
             kept.append(sample)
     ledger.leave(others, f"join: lent its scalars to {stage.name}")
     return kept
 
 
 def _pair(
-    stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
+    stage: PairStage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
     """Partners side by side, those of one prompt together."""
-    first, second = stage.options["sides"]
+    first, second = stage.sides
     partners = {(other.id.prompt, other.id.k): other for other in others}
     kept = []
     for sample in samples:
@@ -104,7 +112,7 @@ def _pair(
 
 
 def _merge(
-    stage: Stage, samples: list[Sample], others: list[Sample], ledger: Ledger
+    stage: MergeStage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
     """Of each prompt first the samples of one stream, then of the other."""
     more = {group[0].id.prompt: group for group in groups(others)}

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from hybridrl.flow.clock import Clock
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
@@ -236,8 +236,10 @@ class Executor(Protocol):
         """Hand `commands` to an instance and let it run at most `num_decode_steps` steps."""
         ...
 
-    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
-        """Make the dataset's target of each prompt the response of a sample (Kind.ANSWERS).
+    def load_targets(
+        self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
+    ) -> None:
+        """Make the dataset's target of each prompt the response of a sample (`AnswersStage`).
 
         In any phase, without a generation engine. Sample number i goes to rank i modulo the ranks.
         Ends with `TargetsLoaded` (one for all ranks or one each).
@@ -265,7 +267,7 @@ class Executor(Protocol):
         """Events of at least one call in flight; raises `RuntimeError` when there is none."""
         ...
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         """Train on `samples`, which are in training order; in TRAIN. Ends with `UpdateDone`."""
         ...
 

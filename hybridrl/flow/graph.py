@@ -1,68 +1,177 @@
 """A recipe as data: stages and the streams between them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
-
-
-class Kind(Enum):
-    """What a stage is, which decides where it runs and what it waits for."""
-
-    PROMPTS = "prompts"  # the prompt stream; demand-driven
-    ANSWERS = "answers"  # the dataset's own targets as responses, made on the ranks (supervised)
-    GENERATE = "generate"  # one sample in, finished sample out; runs on generation instances
-    COMPUTE = "compute"  # per sample, on the rank where its tensors lie: a role's method or `map`
-    BY_GROUP = "by_group"  # in the driver, on the scalars of one prompt's samples
-    BY_BATCH = "by_batch"  # in the driver, on the scalars of the whole batch
-    JOIN = "join"  # streams over the same prompts, matched by prompt
-    FILTER = "filter"  # drops whole groups; in prompt order
-    TAKE = "take"  # the first n groups in prompt order; asks upstream for more prompts
-    UPDATE = "update"  # an optimizer pass over the batch; whole group, the step's barrier
-    COLLECT = "collect"  # the end of a stream that is looked at and not trained on (evaluation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One node of the graph.
+    """One node of the graph. Its class says what it is: where it runs and what it waits for.
 
     `inputs` are the fields that a sample must have before the stage may start on it, `outputs` the
-    fields that it adds. `role` and `method` say what runs on the rank (COMPUTE, GENERATE, UPDATE);
-    `options` are the call's own settings; on the ranks' kinds they are picklable, sent there once.
-    `scalars` are the outputs whose values travel to the driver; the others are tensors that stay on
-    the sample's rank.
-
-    Options by kind and method:
-
-    - GENERATE: `num_samples`, or `count`, the scalar that says how many of a prompt (of the first
-      of the samples that come to the stage); `branch` (of the samples' ids), `sampling` (what
-      differs from the schedule's `Sampling`, by its field names).
-    - ANSWERS: `column` (None: the dataset's answer), `branch`.
-    - COMPUTE `map`: `function`, called per sample with the `inputs` in order; `returns`, the names
-      of what it gives (one value, or a tuple of several).
-    - BY_GROUP, BY_BATCH, FILTER: `function`; BY_BATCH also `grouped`.
-    - JOIN: `prefix`, or `sides` for a pair, or `merge`.
-    - TAKE: `num_groups`, `round_prompts` (None for both: the schedule's prompts per step),
-      `max_rounds`, `allow_fewer`.
-    - UPDATE: `loss`, `epochs` and `mini_batches` (None: the trainer config's), `after` (so many
-      steps of the run go before the first), `fields` (loss field -> sample field),
-      `samples_per_row` (so many consecutive samples stay in one micro-batch).
+    fields that it adds. `scalars` are the outputs whose values travel to the driver; the others are
+    tensors that stay on the sample's rank. `role` is whose model or verifier runs, `method` which
+    of a role's computations (`ComputeStage`). Stages that run on ranks are picklable, sent there
+    once.
     """
 
     name: str
-    kind: Kind
     upstream: tuple[str, ...] = ()
     role: str | None = None
     method: str | None = None
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def makes_more(self) -> bool:
         """Whether it generates as many samples as others' scalars say."""
-        return "count" in self.options
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsStage(Stage):
+    """The prompt stream; demand-driven."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceStage(Stage):
+    """Makes `num_samples` samples from each prompt; `branch` is part of their ids."""
+
+    branch: str = ""
+    num_samples: int | None = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersStage(SourceStage):
+    """The dataset's own targets as responses, made on the ranks (supervised).
+
+    `column` is the dataset's; None is its answer.
+    """
+
+    column: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOverrides:
+    """What differs from the schedule's `Sampling`, by its field names; None does not."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateStage(SourceStage):
+    """One sample in, a finished sample out; runs on generation instances.
+
+    Where `num_samples` is None, the scalar `count` says how many: that of the first of a prompt's
+    samples that come to the stage.
+    """
+
+    sampling: SamplingOverrides = SamplingOverrides()
+    count: str | None = None
+
+    @property
+    def makes_more(self) -> bool:
+        """Whether it generates as many samples as others' scalars say."""
+        return self.count is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeStage(Stage):
+    """Per sample: a role's `method` (log_probs, values, score, learned_score)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapStage(ComputeStage):
+    """Per sample, on the rank where its tensors are: the recipe's own `function`.
+
+    Called with the `inputs` in order; `returns` names its results (one value, or a tuple).
+    """
+
+    function: Callable[..., Any]
+    returns: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarrierStage(Stage):
+    """In the driver: the recipe's own `function` of the scalars of several samples."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByGroupStage(BarrierStage):
+    """New scalars from those of one prompt's samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByBatchStage(BarrierStage):
+    """New scalars from those of the whole batch; `grouped` as lists of groups."""
+
+    grouped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterStage(BarrierStage):
+    """Drops whole groups, in prompt order: those for which `function` is false."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinStage(Stage):
+    """Lends scalars of the second stream to the first's samples, under `prefix`."""
+
+    prefix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairStage(Stage):
+    """Samples of two streams side by side, matched by prompt and k; `sides` name them."""
+
+    sides: tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStage(Stage):
+    """Samples of two streams in one, by prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeStage(Stage):
+    """The first `num_groups` groups in prompt order; asks upstream for `round_prompts` more.
+
+    None for either: the schedule's prompts per step.
+    """
+
+    num_groups: int | None
+    round_prompts: int | None
+    max_rounds: int
+    allow_fewer: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStage(Stage):
+    """An optimizer pass over the batch; the whole group takes part; the step's barrier.
+
+    `epochs` and `mini_batches` None: the trainer config's. The run's first `after` steps leave it
+    out. `fields` maps a loss's fields to the sample's. `samples_per_row` consecutive samples stay
+    in one micro-batch.
+    """
+
+    loss: Any
+    epochs: int | None = None
+    mini_batches: int | None = None
+    after: int = 0
+    fields: Mapping[str, str]
+    samples_per_row: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectStage(Stage):
+    """The end of a stream that is looked at and not trained on (evaluation)."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +203,10 @@ class Graph:
     @property
     def learned(self) -> tuple[str, ...]:
         """Every role that is trained, or whose weights are read where training has them."""
-        methods = ("update", "values", "learned_score")
-        found = (s.role for s in self.stages.values() if s.role and s.method in methods)
-        return tuple(dict.fromkeys(found))
+        methods = ("values", "learned_score")
+        stages = self.stages.values()
+        learned = (s for s in stages if isinstance(s, UpdateStage) or s.method in methods)
+        return tuple(dict.fromkeys(s.role for s in learned if s.role))
 
     @property
     def judges(self) -> tuple[str, ...]:
@@ -107,8 +217,8 @@ class Graph:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the dataset that are responses, in order of first use."""
-        named = (stage.options.get("column") for stage in self.stages.values())
-        return tuple(dict.fromkeys(column for column in named if column))
+        answers = (s for s in self.stages.values() if isinstance(s, AnswersStage))
+        return tuple(dict.fromkeys(s.column for s in answers if s.column))
 
     def add(self, stage: Stage) -> None:
         """Append a stage; raises `ValueError` when its name is taken."""
@@ -122,8 +232,9 @@ class Graph:
 
     def on_ranks(self) -> "Graph":
         """The part that the ranks need, picklable: without the driver's stages and states."""
-        kinds = (Kind.GENERATE, Kind.ANSWERS, Kind.COMPUTE, Kind.UPDATE)
-        stages = {name: stage for name, stage in self.stages.items() if stage.kind in kinds}
+        classes = (SourceStage, ComputeStage, UpdateStage)
+        driver = [stage.name for stage in self.stages.values() if not isinstance(stage, classes)]
+        stages = {name: stage for name, stage in self.stages.items() if name not in driver}
         return Graph(stages, dict(self.copies))
 
     def ancestors(self, name: str) -> frozenset[str]:
@@ -139,7 +250,7 @@ class Graph:
 
     def check(self) -> None:
         """Raise `ValueError` when nothing would come of the graph."""
-        if not any(s.kind in (Kind.UPDATE, Kind.COLLECT) for s in self.stages.values()):
+        if not any(isinstance(s, UpdateStage | CollectStage) for s in self.stages.values()):
             raise ValueError(
                 f"the recipe trains nothing: got the stages {list(self.stages)}, "
                 "wanted an update(...) of some role, or flow.collect(...) to evaluate"

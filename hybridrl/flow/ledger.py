@@ -1,9 +1,18 @@
 """Bookkeeping that every schedule shares: which samples there are, and what became of them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 from hybridrl.flow.executor import Computed, Finished, Phase, Sampling, Scope
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import (
+    GenerateStage,
+    Graph,
+    PromptsStage,
+    SourceStage,
+    Stage,
+    TakeStage,
+    UpdateStage,
+)
 from hybridrl.flow.sample import Sample, SampleId
 
 
@@ -73,9 +82,9 @@ def phase_of(stage: Stage, scope: Scope | None) -> Phase | None:
 
     The actor's own forward passes in an instance use the generation weights that are there.
     """
-    if stage.kind is Kind.GENERATE:
+    if isinstance(stage, GenerateStage):
         return Phase.GENERATE
-    if stage.kind is Kind.UPDATE or scope is Scope.WORLD:
+    if isinstance(stage, UpdateStage) or scope is Scope.WORLD:
         return Phase.TRAIN
     if scope is Scope.INSTANCE and stage.role == "actor":
         return Phase.GENERATE
@@ -96,19 +105,19 @@ def generation_first(stages: Sequence[Stage]) -> list[Stage]:
     made: list[Stage] = []
     rest: list[Stage] = []
     for stage in stages:
-        if stage.kind in (Kind.PROMPTS, Kind.GENERATE, Kind.ANSWERS) and not stage.makes_more:
+        if isinstance(stage, PromptsStage | SourceStage) and not stage.makes_more:
             made.append(stage)
         else:
             rest.append(stage)
-        if stage.kind is Kind.UPDATE:
+        if isinstance(stage, UpdateStage):
             order += made + rest
             made, rest = [], []
     return order + made + rest
 
 
-def before_take(graph: Graph) -> tuple[Stage | None, frozenset[str]]:
+def before_take(graph: Graph) -> tuple[TakeStage | None, frozenset[str]]:
     """The graph's `take`, if any, and the names of the stages that run once per round for it."""
-    take = next((s for s in graph.stages.values() if s.kind is Kind.TAKE), None)
+    take = next((s for s in graph.stages.values() if isinstance(s, TakeStage)), None)
     return take, graph.ancestors(take.name) if take else frozenset()
 
 
@@ -118,32 +127,38 @@ def sections(stages: Iterable[Stage]) -> list[list[Stage]]:
     """
     found: list[list[Stage]] = [[]]
     for stage in stages:
-        trained = bool(found[-1]) and found[-1][-1].kind is Kind.UPDATE
-        if found[-1] and (stage.makes_more or (trained and stage.kind is not Kind.UPDATE)):
+        trained = bool(found[-1]) and isinstance(found[-1][-1], UpdateStage)
+        if found[-1] and (stage.makes_more or (trained and not isinstance(stage, UpdateStage))):
             found.append([])
         found[-1].append(stage)
     return [section for section in found if section]
 
 
-def with_updates_together(stages: Iterable[Stage]) -> list[list[Stage]]:
-    """The stages in order: updates that follow each other in one list, any other alone."""
-    found: list[list[Stage]] = []
+def with_updates_together(stages: Iterable[Stage]) -> list[Stage | list[UpdateStage]]:
+    """The stages in order: updates that follow each other as one list, any other alone."""
+    together: list[Stage | list[UpdateStage]] = []
     for stage in stages:
-        if stage.kind is Kind.UPDATE and found and found[-1][0].kind is Kind.UPDATE:
-            found[-1].append(stage)
+        if not isinstance(stage, UpdateStage):
+            together.append(stage)
+        elif together and isinstance(together[-1], list):
+            together[-1].append(stage)
         else:
-            found.append([stage])
-    return found
+            together.append([stage])
+    return together
 
 
-def wanted(stage: Stage, positions: Iterable[int], upstream: Sequence[Sample]) -> dict[int, int]:
-    """How many samples a GENERATE or ANSWERS stage makes, by prompt; `upstream` came to it.
+def wanted(
+    stage: SourceStage, positions: Iterable[int], upstream: Sequence[Sample]
+) -> dict[int, int]:
+    """How many samples a stage makes, by prompt; `upstream` came to it.
 
     Raises ValueError where a recipe's function asks for what is no number of samples.
     """
-    if not stage.makes_more:
-        return dict.fromkeys(positions, stage.options.get("num_samples", 1))
-    field = stage.options["count"]
+    if stage.num_samples is not None:
+        return dict.fromkeys(positions, stage.num_samples)
+    assert isinstance(stage, GenerateStage)
+    assert stage.count is not None
+    field = stage.count
     counts = {group[0].id.prompt: float(group[0].scalars[field]) for group in groups(upstream)}
     for count in counts.values():
         if count < 0 or count != int(count):
@@ -151,19 +166,18 @@ def wanted(stage: Stage, positions: Iterable[int], upstream: Sequence[Sample]) -
     return {position: int(counts.get(position, 0)) for position in positions}
 
 
-def new_samples(stage: Stage, numbers: Mapping[int, int]) -> list[list[Sample]]:
-    """The samples that a GENERATE or ANSWERS stage makes: one list per prompt, in order of k."""
-    branch = stage.options["branch"]
+def new_samples(stage: SourceStage, numbers: Mapping[int, int]) -> list[list[Sample]]:
+    """The samples that a stage makes: one list per prompt, in order of k."""
     return [
-        [Sample(id=SampleId(position, branch, k)) for k in range(number)]
+        [Sample(id=SampleId(position, stage.branch, k)) for k in range(number)]
         for position, number in numbers.items()
     ]
 
 
-def sampling_of(stage: Stage, default: Sampling) -> Sampling:
+def sampling_of(stage: GenerateStage, default: Sampling) -> Sampling:
     """The run's sampling settings with what the stage says otherwise."""
-    given = {name: getattr(default, name) for name in Sampling.__slots__}
-    return Sampling(**{**given, **stage.options["sampling"]})
+    overrides = asdict(stage.sampling)
+    return replace(default, **{name: x for name, x in overrides.items() if x is not None})
 
 
 def record_finished(stage: Stage, sample: Sample, event: Finished) -> None:

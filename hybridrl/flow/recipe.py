@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hybridrl.flow.graph import Copy, Graph, Kind, Stage
+from hybridrl.flow.graph import AnswersStage, CollectStage, Copy, Graph, PromptsStage
 from hybridrl.flow.roles import (
     ActorHandle,
     CriticHandle,
@@ -52,7 +52,7 @@ class Flow:
 
     def __init__(self) -> None:
         self.graph = Graph()
-        self.graph.add(Stage(name="prompts", kind=Kind.PROMPTS))
+        self.graph.add(PromptsStage(name="prompts"))
 
     @property
     def prompts(self) -> Prompts:
@@ -72,13 +72,13 @@ class Flow:
         """
         return make_source(
             self.prompts,
-            Stage(
+            AnswersStage(
                 name=name or column or "answers",
-                kind=Kind.ANSWERS,
                 upstream=("prompts",),
                 outputs=("finish", "tokens"),
                 scalars=("finish",),
-                options={"column": column, "branch": name or column or ""},
+                branch=name or column or "",
+                column=column,
             ),
         )
 
@@ -154,7 +154,8 @@ class Flow:
 
     def collect(self, stream: Stream, *, name: str | None = None) -> None:
         """End a stream that is looked at and not trained on: evaluation."""
-        stream.then(Kind.COLLECT, name or stream.stage_name("collect"))
+        stage_name = name or stream.stage_name("collect")
+        stream.then(CollectStage(name=stage_name, upstream=(stream.stage,)))
 
 
 @dataclass(frozen=True)

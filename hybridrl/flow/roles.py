@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.graph import (
+    ComputeStage,
+    GenerateStage,
+    SamplingOverrides,
+    SourceStage,
+    UpdateStage,
+)
 from hybridrl.flow.stream import Prompts, Stream
 
 # A loss names what it reads for itself; the sample's field often has the singular, or is absent
@@ -65,19 +71,18 @@ class Trainable(RoleHandle):
             )
         resolved = _loss_fields(stage_name, stream, loss, fields or {})
         stream.then(
-            Kind.UPDATE,
-            stage_name,
-            role=self.role,
-            method="update",
-            inputs=tuple(dict.fromkeys(("tokens", *resolved.values()))),
-            options={
-                "loss": loss,
-                "epochs": epochs,
-                "mini_batches": mini_batches,
-                "after": after,
-                "fields": resolved,
-                "samples_per_row": stream.samples_per_row,
-            },
+            UpdateStage(
+                name=stage_name,
+                upstream=(stream.stage,),
+                role=self.role,
+                inputs=tuple(dict.fromkeys(("tokens", *resolved.values()))),
+                loss=loss,
+                epochs=epochs,
+                mini_batches=mini_batches,
+                after=after,
+                fields=resolved,
+                samples_per_row=stream.samples_per_row,
+            )
         )
 
 
@@ -136,14 +141,22 @@ class ActorHandle(Scorer, Trainable):
             raise ValueError(
                 f"{stage_name!r}: got greedy and temperature={temperature}, wanted one"
             )
-        sampling = {
-            "temperature": 0.0 if greedy else temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_new_tokens": max_new_tokens,
-        }
-        options = {"num_samples": num_samples, "branch": name or ""}
-        return source(prompts, self._generation(stage_name, prompts.stage, options, sampling))
+        stage = GenerateStage(
+            name=stage_name,
+            upstream=(prompts.stage,),
+            role=self.role,
+            outputs=("finish", "tokens", "log_probs"),
+            scalars=("finish",),
+            branch=name or "",
+            num_samples=num_samples,
+            sampling=SamplingOverrides(
+                temperature=0.0 if greedy else temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_new_tokens=max_new_tokens,
+            ),
+        )
+        return source(prompts, stage)
 
     def generate_more(
         self,
@@ -167,30 +180,18 @@ class ActorHandle(Scorer, Trainable):
                 f"{name!r} wants the scalar {count!r}, which no stage before it makes; "
                 f"available are {sorted(stream.scalars)}"
             )
-        sampling = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_new_tokens": max_new_tokens,
-        }
-        options = {"count": count, "branch": name}
-        prompts = Prompts(stream.graph)
-        return source(prompts, self._generation(name, stream.stage, options, sampling))
-
-    def _generation(
-        self, name: str, upstream: str, options: dict[str, Any], sampling: dict[str, Any]
-    ) -> Stage:
-        given = {key: value for key, value in sampling.items() if value is not None}
-        return Stage(
+        stage = GenerateStage(
             name=name,
-            kind=Kind.GENERATE,
-            upstream=(upstream,),
+            upstream=(stream.stage,),
             role=self.role,
-            method="generate",
             outputs=("finish", "tokens", "log_probs"),
             scalars=("finish",),
-            options={**options, "sampling": given},
+            branch=name,
+            num_samples=None,
+            count=count,
+            sampling=SamplingOverrides(temperature, top_p, top_k, max_new_tokens),
         )
+        return source(Prompts(stream.graph), stage)
 
     def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the tensor `old_log_probs` [response_tokens] (or `name`), before any update."""
@@ -218,13 +219,17 @@ class Judge(RoleHandle):
         With a name for it also the judged `text`: what `reward.extract` finds in the response.
         """
         field = name or self.role
+        scalars = (field, f"{field}_status", *([text] if text else ()))
         return stream.then(
-            Kind.COMPUTE,
-            stream.stage_name(field),
-            role=self.role,
-            method="score",
-            inputs=("tokens",),
-            scalars=(field, f"{field}_status", *([text] if text else ())),
+            ComputeStage(
+                name=stream.stage_name(field),
+                upstream=(stream.stage,),
+                role=self.role,
+                method="score",
+                inputs=("tokens",),
+                outputs=scalars,
+                scalars=scalars,
+            )
         )
 
 
@@ -239,17 +244,20 @@ class Reward(Judge, Trainable):
         """
         field = name or "learned_reward"
         return stream.then(
-            Kind.COMPUTE,
-            stream.stage_name(field),
-            role=self.role,
-            method="learned_score",
-            inputs=("tokens",),
-            scalars=(field,),
+            ComputeStage(
+                name=stream.stage_name(field),
+                upstream=(stream.stage,),
+                role=self.role,
+                method="learned_score",
+                inputs=("tokens",),
+                outputs=(field,),
+                scalars=(field,),
+            )
         )
 
 
-def source(prompts: Prompts, stage: Stage) -> Stream:
-    """Append a stage that makes samples from prompts (GENERATE, ANSWERS)."""
+def source(prompts: Prompts, stage: SourceStage) -> Stream:
+    """Append a stage that makes samples from prompts."""
     prompts.graph.add(stage)
     return Stream(
         graph=prompts.graph,
@@ -257,19 +265,21 @@ def source(prompts: Prompts, stage: Stage) -> Stream:
         scalars=frozenset(stage.scalars),
         tensors=frozenset(stage.outputs) - frozenset(stage.scalars),
         sources=frozenset((stage.name,)),
-        num_samples=None if stage.makes_more else stage.options.get("num_samples", 1),
-        branch=stage.options["branch"],
+        num_samples=stage.num_samples,
+        branch=stage.branch,
     )
 
 
 def _compute(stream: Stream, role: str, method: str, field: str) -> Stream:
     return stream.then(
-        Kind.COMPUTE,
-        stream.stage_name(field),
-        role=role,
-        method=method,
-        inputs=("tokens",),
-        tensors=(field,),
+        ComputeStage(
+            name=stream.stage_name(field),
+            upstream=(stream.stage,),
+            role=role,
+            method=method,
+            inputs=("tokens",),
+            outputs=(field,),
+        )
     )
 
 

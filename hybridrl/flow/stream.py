@@ -4,11 +4,23 @@ Nothing runs here. Each operation appends a `Stage` to the graph and returns the
 stage would give; a schedule runs the graph later. What can be wrong with a recipe is found here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import (
+    ByBatchStage,
+    ByGroupStage,
+    FilterStage,
+    Graph,
+    JoinStage,
+    MapStage,
+    MergeStage,
+    PairStage,
+    SourceStage,
+    Stage,
+    TakeStage,
+)
 
 
 @dataclass(frozen=True)
@@ -44,54 +56,32 @@ class Stream:
         """Names of everything that a sample of this stream has."""
         return self.scalars | self.tensors
 
-    def then(
-        self,
-        kind: Kind,
-        name: str,
-        *,
-        role: str | None = None,
-        method: str | None = None,
-        inputs: Sequence[str] = (),
-        scalars: Sequence[str] = (),
-        tensors: Sequence[str] = (),
-        upstream: Sequence[str] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> "Stream":
+    def then(self, stage: Stage) -> "Stream":
         """Append a stage that reads this stream; every operation ends here.
 
-        Raises `ValueError` when a field of `inputs` is missing, when an output exists already, or
-        when the stage's name is taken.
+        Raises `ValueError` when a field of its inputs is missing, when an output exists already, or
+        when its name is taken.
         """
-        for wanted in inputs:
+        for wanted in stage.inputs:
             if wanted not in self.fields:
                 raise ValueError(
-                    f"stage {name!r} wants the field {wanted!r}, which no stage before it makes; "
-                    f"available are {sorted(self.fields)}"
+                    f"stage {stage.name!r} wants the field {wanted!r}, which no stage before it "
+                    f"makes; available are {sorted(self.fields)}"
                 )
-        for output in (*scalars, *tensors):
+        for output in stage.outputs:
             maker = _maker(self, output)
             if maker:
                 raise ValueError(
-                    f"stage {name!r} would make the field {output!r}, which stage {maker!r} makes "
-                    "already; wanted another name (name=... or outputs=...)"
+                    f"stage {stage.name!r} would make the field {output!r}, which stage {maker!r} "
+                    "makes already; wanted another name (name=... or outputs=...)"
                 )
-        stage = Stage(
-            name=name,
-            kind=kind,
-            upstream=(self.stage, *upstream),
-            role=role,
-            method=method,
-            inputs=tuple(inputs),
-            outputs=(*scalars, *tensors),
-            scalars=tuple(scalars),
-            options=options or {},
-        )
         self.graph.add(stage)
+        scalars = frozenset(stage.scalars)
         return replace(
             self,
-            stage=name,
-            scalars=self.scalars | frozenset(scalars),
-            tensors=self.tensors | frozenset(tensors),
+            stage=stage.name,
+            scalars=self.scalars | scalars,
+            tensors=self.tensors | (frozenset(stage.outputs) - scalars),
         )
 
     def stage_name(self, name: str) -> str:
@@ -115,16 +105,17 @@ class Stream:
         """
         if not (*outputs, *scalars):
             raise ValueError("map: got no outputs, wanted outputs=(...) or scalars=(...)")
-        stream = self.then(
-            Kind.COMPUTE,
-            name or self.stage_name(function_name(function, "map")),
-            method="map",
-            inputs=inputs,
-            tensors=outputs,
-            scalars=scalars,
-            options={"function": function, "returns": (*outputs, *scalars)},
+        return self.then(
+            MapStage(
+                name=name or self.stage_name(function_name(function, "map")),
+                upstream=(self.stage,),
+                inputs=tuple(inputs),
+                outputs=(*scalars, *outputs),
+                scalars=tuple(scalars),
+                function=function,
+                returns=(*outputs, *scalars),
+            )
         )
-        return stream
 
     def by_group(
         self,
@@ -140,7 +131,16 @@ class Stream:
         sequence of that length (several outputs: a tuple of them; no output: None). Items need
         only answer `float()`.
         """
-        return self._barrier(Kind.BY_GROUP, function, inputs, outputs, name, {})
+        return self.then(
+            ByGroupStage(
+                name=self._barrier_name("by_group", function, inputs, name),
+                upstream=(self.stage,),
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                scalars=tuple(outputs),
+                function=function,
+            )
+        )
 
     def by_batch(
         self,
@@ -152,7 +152,17 @@ class Stream:
         name: str | None = None,
     ) -> "Stream":
         """As `by_group` over the whole batch; `grouped` gives and takes lists of groups."""
-        return self._barrier(Kind.BY_BATCH, function, inputs, outputs, name, {"grouped": grouped})
+        return self.then(
+            ByBatchStage(
+                name=self._barrier_name("by_batch", function, inputs, name),
+                upstream=(self.stage,),
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                scalars=tuple(outputs),
+                function=function,
+                grouped=grouped,
+            )
+        )
 
     def filter(
         self,
@@ -162,7 +172,14 @@ class Stream:
         name: str | None = None,
     ) -> "Stream":
         """Keep the groups for which `function` (one list per input) is true; in prompt order."""
-        return self._barrier(Kind.FILTER, function, inputs, (), name, {})
+        return self.then(
+            FilterStage(
+                name=self._barrier_name("filter", function, inputs, name),
+                upstream=(self.stage,),
+                inputs=tuple(inputs),
+                function=function,
+            )
+        )
 
     def take(
         self,
@@ -188,24 +205,24 @@ class Stream:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"take {stage_name!r}: got {key}={value}, wanted 1 or more")
-        others = [s.name for s in self.graph.stages.values() if s.kind is Kind.TAKE]
+        others = [s.name for s in self.graph.stages.values() if isinstance(s, TakeStage)]
         if others:
             raise ValueError(f"take {stage_name!r}: got a second take, wanted only {others[0]!r}")
         for stage in self._history():
-            if stage.kind is Kind.BY_BATCH:
+            if isinstance(stage, ByBatchStage):
                 raise ValueError(
                     f"take {stage_name!r} comes after by_batch {stage.name!r}, which would see one "
                     "round and not the batch; wanted by_batch after take"
                 )
         return self.then(
-            Kind.TAKE,
-            stage_name,
-            options={
-                "num_groups": num_groups,
-                "round_prompts": round_prompts,
-                "max_rounds": max_rounds,
-                "allow_fewer": allow_fewer,
-            },
+            TakeStage(
+                name=stage_name,
+                upstream=(self.stage,),
+                num_groups=num_groups,
+                round_prompts=round_prompts,
+                max_rounds=max_rounds,
+                allow_fewer=allow_fewer,
+            )
         )
 
     def join(self, other: "Stream", prefix: str, *, name: str | None = None) -> "Stream":
@@ -225,12 +242,15 @@ class Stream:
                 f"join {stage_name!r}: got {_number(other)} samples a prompt, "
                 f"wanted 1 or {_number(self)}"
             )
+        scalars = tuple(prefix + field for field in sorted(other.scalars))
         return self.then(
-            Kind.JOIN,
-            stage_name,
-            scalars=[prefix + field for field in sorted(other.scalars)],
-            upstream=(other.stage,),
-            options={"prefix": prefix},
+            JoinStage(
+                name=stage_name,
+                upstream=(self.stage, other.stage),
+                outputs=scalars,
+                scalars=scalars,
+                prefix=prefix,
+            )
         )
 
     def pair(
@@ -263,11 +283,13 @@ class Stream:
             samples_per_row=2,
         )
         return both.then(
-            Kind.JOIN,
-            stage_name,
-            scalars=("side",),
-            upstream=(other.stage,),
-            options={"sides": tuple(sides)},
+            PairStage(
+                name=stage_name,
+                upstream=(self.stage, other.stage),
+                outputs=("side",),
+                scalars=("side",),
+                sides=sides,
+            )
         )
 
     def merge(self, other: "Stream", *, name: str | None = None) -> "Stream":
@@ -288,33 +310,25 @@ class Stream:
             num_samples=None,
             branch="",
         )
-        options = {"merge": True}
-        return both.then(Kind.JOIN, stage_name, upstream=(other.stage,), options=options)
+        return both.then(MergeStage(name=stage_name, upstream=(self.stage, other.stage)))
 
-    def _barrier(
+    def _barrier_name(
         self,
-        kind: Kind,
+        operation: str,
         function: Callable[..., Any],
         inputs: Sequence[str],
-        outputs: Sequence[str],
         name: str | None,
-        options: Mapping[str, Any],
-    ) -> "Stream":
-        stage_name = name or self.stage_name(function_name(function, kind.value))
+    ) -> str:
+        """The stage's name; raises `ValueError` where an input does not travel to the driver."""
+        stage_name = name or self.stage_name(function_name(function, operation))
         on_rank = sorted(self.tensors.intersection(inputs))
         if on_rank:
             raise ValueError(
-                f"{kind.value} {stage_name!r} wants {on_rank}, which are tensors and stay on their "
+                f"{operation} {stage_name!r} wants {on_rank}, which are tensors and stay on their "
                 f"ranks; available are the scalars {sorted(self.scalars)}; "
                 "map(..., scalars=...) makes scalars of tensors"
             )
-        return self.then(
-            kind,
-            stage_name,
-            inputs=inputs,
-            scalars=outputs,
-            options={"function": function, **options},
-        )
+        return stage_name
 
     def _check_related(self, other: "Stream", stage_name: str) -> None:
         if other.graph is not self.graph:
@@ -355,10 +369,10 @@ def _maker(stream: Stream, output: str) -> str | None:
 def _sample_lineage(graph: Graph, name: str) -> frozenset[str]:
     """The source stages whose samples pass through stage `name`."""
     stage = graph.stages[name]
-    if stage.kind in (Kind.GENERATE, Kind.ANSWERS):
+    if isinstance(stage, SourceStage):
         return frozenset((name,))
     # A join by prefix lends scalars: only the first upstream's samples go on.
-    both = "sides" in stage.options or "merge" in stage.options
+    both = isinstance(stage, PairStage | MergeStage)
     upstream = stage.upstream if both else stage.upstream[:1]
     return frozenset().union(*(_sample_lineage(graph, parent) for parent in upstream))
 

@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl.config import ConfigError
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Scope
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, PromptsStage, Stage, UpdateStage
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
@@ -235,17 +235,15 @@ def simulated_graph(costs: Costs, group_size: int) -> Graph:
     A stage is known by the name that it had when it was measured.
     """
     graph = Graph()
-    graph.add(Stage(name="prompts", kind=Kind.PROMPTS))
+    graph.add(PromptsStage(name="prompts"))
     graph.add(
-        Stage(
+        GenerateStage(
             name="generate",
-            kind=Kind.GENERATE,
             upstream=("prompts",),
             role="actor",
-            method="generate",
             outputs=("finish", "tokens", "log_probs"),
             scalars=("finish",),
-            options={"num_samples": group_size, "branch": "", "sampling": {}},
+            num_samples=group_size,
         )
     )
     last, fields = "generate", ["tokens"]
@@ -258,23 +256,21 @@ def simulated_graph(costs: Costs, group_size: int) -> Graph:
         last = name
         fields.append(name)
     graph.add(
-        Stage(
+        UpdateStage(
             name="update_actor",
-            kind=Kind.UPDATE,
             upstream=(last,),
             role="actor",
-            method="update",
             inputs=tuple(fields),
-            options={"fields": {}},
+            loss=None,
+            fields={},
         )
     )
     return graph
 
 
 def _forward(name: str, upstream: str, method: str, scalars: tuple[str, ...]) -> Stage:
-    return Stage(
+    return ComputeStage(
         name=name,
-        kind=Kind.COMPUTE,
         upstream=(upstream,),
         role=name,
         method=method,

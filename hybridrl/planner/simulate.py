@@ -27,7 +27,7 @@ from hybridrl.flow.executor import (
     UpdateDone,
     Work,
 )
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
@@ -257,7 +257,9 @@ class SimulatedExecutor:
             del server.running[row.id]
         return ended
 
-    def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
+    def load_targets(
+        self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
+    ) -> None:
         """The dataset's own answers are there at once."""
         placed = []
         for i, id in enumerate(ids):
@@ -327,7 +329,7 @@ class SimulatedExecutor:
         self._clock.advance_to(max(when, self.clock.now()))
         return [event]
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         """Takes `train_token_s` a token of the batch."""
         assert not self._pending, "an update while calls are in flight"
         seconds = self.costs.train_token_s * sum(sample.tokens for sample in samples)

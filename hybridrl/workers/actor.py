@@ -27,7 +27,7 @@ from hybridrl.flow.executor import (
     Submit,
     Work,
 )
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.layout.adapters import AdapterSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
@@ -340,7 +340,7 @@ class Actor:
         """Log-probabilities of the responses under the training weights."""
         return log_probs_stage(self.train_engine, self.store, stage, ids)
 
-    def update(self, stage: Stage, share: UpdateShare) -> dict[str, float]:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """Train on this rank's share, as `workers.training.train`.
 
         Before the first optimizer step the trainer's weights are those that have generated, so

@@ -20,7 +20,7 @@ from hybridrl.flow.executor import (
     Resume,
     TargetsLoaded,
 )
-from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor import Actor, ParkedSample, grown
 from hybridrl.workers.base_worker import BaseWorker, Reply, TimeSpan
@@ -177,13 +177,12 @@ class ActorWorker(BaseWorker):
 
     @dispatch(Dispatch.SAME)
     def load_targets(
-        self, stage: Stage, ids: tuple[SampleId, ...], items: tuple[Item, ...]
+        self, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Item, ...]
     ) -> Reply:
         """Make the dataset's targets the responses of new samples (supervised training)."""
-        column = stage.options["column"]
         placed = []
         for id, item in zip(ids, items, strict=True):
-            target = item.target_ids if column is None else item.columns[column]
+            target = item.target_ids if stage.column is None else item.columns[stage.column]
             tokens = torch.tensor([*item.prompt_ids, *target])
             num_prompt, num_target = len(item.prompt_ids), len(target)
             self.store.add(id, StoredSample(num_target, item, {"tokens": tokens}))
@@ -200,7 +199,7 @@ class ActorWorker(BaseWorker):
         `scalars` are the driver's fields.
         """
         start = time.time()
-        if stage.method == "map":
+        if isinstance(stage, MapStage):
             made, tensors = run_map(stage, self.store, ids, scalars)
         else:
             assert stage.role is not None

@@ -20,7 +20,7 @@ from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import Computed
-from hybridrl.flow.graph import Graph, Stage
+from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import node_name, read_node_info
@@ -74,7 +74,7 @@ class TrainableModel(Protocol):
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
         ...
 
-    def update(self, stage: Stage, share: UpdateShare) -> dict[str, float]:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """Train on this rank's share."""
         ...
 
@@ -247,7 +247,7 @@ class BaseWorker:
         return self._reply(Computed(stage.name, ids, made, tensors, seconds=seconds))
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: Stage, share: UpdateShare) -> Reply:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply:
         """Train on this rank's share of every mini-batch; metrics are the same on all ranks."""
         self._fetch(share.parcels, share.ids)
         assert stage.role is not None

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.training import UpdateShare
@@ -28,13 +28,13 @@ class Critic(ValueModel):
             sample.tensors[self._values] = value
         return {}, (self._values,)
 
-    def update(self, stage: Stage, share: UpdateShare) -> dict[str, float]:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """Train on this rank's share, as `workers.training.train`.
 
         `explained_variance` says how good the values were before: see the function of that name.
         """
         metrics = super().update(stage, share)
-        returns = stage.options["fields"].get("returns")
+        returns = stage.fields.get("returns")
         if returns is not None:
             tensors = [self.store[id].tensors for ids in share.mini_batches for id in ids]
             if all(returns in t and self._values in t for t in tensors):

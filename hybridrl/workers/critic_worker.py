@@ -9,7 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from hybridrl.config import Grouping
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
@@ -71,7 +71,7 @@ class CriticWorker(BaseWorker):
         return replace(reply, value=published)
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: Stage, share: UpdateShare) -> Reply:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply:
         """As in any pool."""
         reply = super().update(stage, share)
         self.store.drop(share.ids)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import JudgeConfig, SourceConfig
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import MapStage, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.rewards import RewardInput, RewardPool
 from hybridrl.workers.store import SampleStore
@@ -75,22 +75,21 @@ class Verifier:
 
 
 def run_map(
-    stage: Stage,
+    stage: MapStage,
     store: SampleStore,
     ids: Sequence[SampleId],
     scalars: Sequence[dict[str, Any]],
 ) -> tuple[Scalars, tuple[str, ...]]:
     """Run a recipe's own function per sample; see `Stream.map` for its contract."""
-    function = stage.options["function"]
     made: dict[str, list[Any]] = {name: [] for name in stage.scalars}
     tensors = tuple(name for name in stage.outputs if name not in made)
     for id, fields in zip(ids, scalars, strict=True):
         sample = store[id]
-        values = function(
+        values = stage.function(
             *(sample.tensors[x] if x in sample.tensors else fields[x] for x in stage.inputs)
         )
         values = values if isinstance(values, tuple) else (values,)
-        for name, value in zip(stage.options["returns"], values, strict=True):
+        for name, value in zip(stage.returns, values, strict=True):
             if name in made:
                 made[name].append(value)
             else:

@@ -10,7 +10,7 @@ import torch
 from hybridrl.config import Config, OptimConfig
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence, lr_scale_of
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.store import SampleStore, StoredSample
 
@@ -49,7 +49,7 @@ def train(
     engine: TrainEngine,
     store: SampleStore,
     config: Config,
-    stage: Stage,
+    stage: UpdateStage,
     share: UpdateShare,
     *,
     compare: Mapping[str, str] = MappingProxyType({}),
@@ -63,11 +63,10 @@ def train(
     `TrainEngine.update`. In all of them where the loss scales its steps; the metrics are those of
     the first. `stepped` is called after every step.
     """
-    loss = stage.options["loss"]
-    names: dict[str, str] = dict(stage.options["fields"])
+    loss, names = stage.loss, stage.fields
     history: list[dict[str, float]] = []
     scales = lr_scale_of(loss, {}) is not None
-    for _ in range(stage.options["epochs"] or config.trainer.epochs):
+    for _ in range(stage.epochs or config.trainer.epochs):
         for ids in share.mini_batches:
             sequences = []
             for id in ids:

@@ -9,7 +9,7 @@ import torch
 from hybridrl.config import VALUE_MODELS, Config
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence, ended
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
@@ -52,7 +52,7 @@ class ValueModel:
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
         raise NotImplementedError
 
-    def update(self, stage: Stage, share: UpdateShare) -> dict[str, float]:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """Train on this rank's share, as `workers.training.train`."""
         return train(self.train_engine, self.store, self.config, stage, share)
 

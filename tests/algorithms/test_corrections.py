@@ -22,7 +22,7 @@ from hybridrl.algorithms.corrections import (
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
-from hybridrl.flow.graph import Kind
+from hybridrl.flow.graph import MapStage
 from hybridrl.recipes.grpo import GRPOConfig, grpo
 from hybridrl.recipes.rollout_correction import CorrectionLevel, CorrectionRule, OldLogProbs
 
@@ -262,9 +262,9 @@ def test_grpo_makes_the_weights_per_sample_before_the_update() -> None:
     )
     graph = grpo.build(cfg)
     stage = graph.stages["correction"]
-    assert stage.kind is Kind.COMPUTE
+    assert isinstance(stage, MapStage)
     assert stage.inputs == ("old_log_probs", "log_probs")
-    function = pickle.loads(pickle.dumps(stage.options["function"]))
+    function = pickle.loads(pickle.dumps(stage.function))
     assert function == Correction(rule="truncate", level="sequence", bound=3.0)
     assert "rollout_weights" in graph.stages["update_actor"].inputs
     assert "correction" not in grpo.build(GRPOConfig(old_log_probs=OldLogProbs.trainer)).stages

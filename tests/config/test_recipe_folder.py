@@ -33,7 +33,7 @@ def _known_recipes() -> Iterator[None]:
 def _stages(arguments):
     graph = build_recipe(check(take_recipe_paths(arguments)).recipe)
     return [
-        (stage.name, stage.kind, stage.upstream, stage.role, stage.method, stage.outputs)
+        (stage.name, type(stage), stage.upstream, stage.role, stage.method, stage.outputs)
         for stage in graph.stages.values()
     ]
 

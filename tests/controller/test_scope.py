@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.controller.placement import scope_of
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.graph import ComputeStage, MapStage
 
 VLLM = "rollout=vllm"
 BF16 = "rollout.dtype=bfloat16"
@@ -22,12 +22,13 @@ BF16 = "rollout.dtype=bfloat16"
         ("reference", "log_probs", [VLLM], Scope.INSTANCE),
         ("reward", "score", [VLLM], Scope.RANK),
         ("reward", "score", [VLLM, "reward=model", "reward.model=x"], Scope.INSTANCE),
-        ("reward", "map", [VLLM], Scope.RANK),
     ],
 )
 def test_scope(role, method, overrides, scope, make_config):
-    stage = Stage(
-        name="stage", kind=Kind.COMPUTE, inputs=("tokens",), outputs=("x",), role=role,
-        method=method,
-    )  # fmt: skip
+    stage = ComputeStage(name="stage", inputs=("tokens",), outputs=("x",), role=role, method=method)
     assert scope_of(stage, make_config(*overrides, "run.dir=out")) is scope
+
+
+def test_a_map_runs_where_its_samples_are(make_config):
+    stage = MapStage(name="map", outputs=("x",), function=len, returns=("x",))
+    assert scope_of(stage, make_config(VLLM, "run.dir=out")) is Scope.RANK

@@ -26,7 +26,7 @@ from hybridrl.flow.executor import (
     UpdateDone,
     WorkerDied,
 )
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import MapStage, Stage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
@@ -100,7 +100,9 @@ class VirtualExecutor:
         return rank
 
     def scope(self, stage: Stage) -> Scope:
-        usual = {"map": Scope.RANK, "score": Scope.RANK, "values": Scope.WORLD}
+        usual = {"score": Scope.RANK, "values": Scope.WORLD}
+        if isinstance(stage, MapStage):
+            return Scope.RANK
         return self.scopes.get(stage.role) or usual.get(stage.method, Scope.INSTANCE)
 
     def pool(self, stage: Stage) -> str:
@@ -337,10 +339,10 @@ class VirtualExecutor:
 
     def _outputs(self, stage: Stage, sample: Sample) -> dict[str, Any]:
         inputs = [self._field(sample, name) for name in stage.inputs]
-        if stage.method == "map":
-            values = stage.options["function"](*inputs)
+        if isinstance(stage, MapStage):
+            values = stage.function(*inputs)
             values = values if isinstance(values, tuple) else (values,)
-            return dict(zip(stage.options["returns"], values, strict=True))
+            return dict(zip(stage.returns, values, strict=True))
         if self.scope(stage) is Scope.WORLD:
             assert self.entered[-1:] == [Phase.TRAIN], "the training shards are not there"
         if stage.role == "actor" and self.scope(stage) is Scope.INSTANCE:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hybridrl.flow import Flow, Graph, Kind, RecipeState, recipe
+from hybridrl.flow import Flow, Graph, RecipeState, recipe
+from hybridrl.flow.graph import ComputeStage, GenerateStage, SamplingOverrides, UpdateStage
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ def test_stages_are_appended_in_the_recipe_s_order_with_their_fields():
         "by_group",
         "update_actor",
     ]
-    assert stages["generate"].options["sampling"] == {"temperature": 0.7}
+    assert stages["generate"].sampling == SamplingOverrides(temperature=0.7)
     assert stages["reward"].scalars == ("reward", "reward_status")
     assert stages["old_log_probs"].scalars == ()
     update = stages["update_actor"]
     assert update.inputs == ("tokens", "advantage", "old_log_probs")
-    assert update.options["fields"] == {
+    assert update.fields == {
         "advantages": "advantage",
         "old_log_probs": "old_log_probs",
     }
-    assert (update.options["epochs"], update.options["mini_batches"]) == (3, None)
+    assert (update.epochs, update.mini_batches) == (3, None)
     assert flow.graph.ancestors("reward") == {"prompts", "generate"}
     assert flow.graph.roles == ("actor", "reward")
 
@@ -54,9 +55,9 @@ def test_old_log_probs_fall_back_to_the_rollout_s_and_can_be_chosen():
     flow = Flow()
     samples = scored(flow)
     flow.actor.update(samples, loss=Loss(("old_log_probs",)))
-    assert flow.graph.stages["update_actor"].options["fields"] == {"old_log_probs": "log_probs"}
+    assert flow.graph.stages["update_actor"].fields == {"old_log_probs": "log_probs"}
     flow.actor.update(samples, loss=Loss(("weights",)), fields={"weights": "reward"}, name="second")
-    assert flow.graph.stages["second"].options["fields"] == {"weights": "reward"}
+    assert flow.graph.stages["second"].fields == {"weights": "reward"}
 
 
 def test_two_rewards_and_other_branches_have_names_of_their_own():
@@ -76,7 +77,7 @@ def test_pairs_have_what_both_sides_have():
     assert (pairs.num_samples, pairs.samples_per_row) == (2, 2)
     assert pairs.fields == {"tokens", "finish", "side"}
     flow.actor.update(pairs, loss=PairLoss())
-    assert flow.graph.stages["update_actor"].options["samples_per_row"] == 2
+    assert flow.graph.stages["update_actor"].samples_per_row == 2
 
 
 ERRORS = {
@@ -214,7 +215,7 @@ def test_the_ranks_graph_pickles_without_driver_functions_and_state():
     samples = scored(flow).by_group(lambda r: [multiplier.get() * x for x in r])
     flow.actor.update(samples, loss=Loss(("advantages",)))
     sent = pickle.loads(pickle.dumps(flow.graph.on_ranks()))
-    assert [s.kind for s in sent.stages.values()] == [Kind.GENERATE, Kind.COMPUTE, Kind.UPDATE]
+    assert [type(s) for s in sent.stages.values()] == [GenerateStage, ComputeStage, UpdateStage]
     with pytest.raises(TypeError, match="'multiplier' lives in the driver"):
         pickle.dumps(multiplier)
 

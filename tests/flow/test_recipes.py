@@ -12,6 +12,7 @@ import pytest
 
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.flow.executor import Phase, Sampling
+from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -297,8 +298,8 @@ def test_pairs_stay_together(virtual_executor, pairwise):
     result = run(graph, executor)
     sides = [(s.id.prompt, s.scalars["side"], s.id.branch) for s in result.samples]
     assert sides == [(p, side, side) for p in range(4) for side in ("chosen", "rejected")]
-    [update] = [s for s in graph.stages.values() if s.method == "update"]
-    assert update.options["samples_per_row"] == 2
+    [update] = [s for s in graph.stages.values() if isinstance(s, UpdateStage)]
+    assert update.samples_per_row == 2
     assert Phase.GENERATE not in executor.entered
 
 

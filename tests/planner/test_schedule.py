@@ -24,7 +24,7 @@ from hybridrl.flow.executor import (
     Submit,
     UpdateDone,
 )
-from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
@@ -42,8 +42,8 @@ from hybridrl.planner.workload import LMSYS, Group, LogNormal, Shape, Workload, 
 
 A, B, C = SampleId(0), SampleId(1), SampleId(2)
 LENGTHS = {A: 3, B: 5, C: 9}
-SCORE = Stage(name="judge", kind=Kind.COMPUTE, method="score", outputs=("reward",))
-FORWARD = Stage(name="reference", kind=Kind.COMPUTE, method="log_probs", outputs=("reference",))
+SCORE = ComputeStage(name="judge", method="score", outputs=("reward",))
+FORWARD = ComputeStage(name="reference", method="log_probs", outputs=("reference",))
 
 
 def executor(costs: Costs, num_instances: int = 2, **options: Any) -> SimulatedExecutor:
@@ -143,7 +143,7 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     simulated.advance(0, [Park((C,), True)], 0)
     (parked,) = advanced(simulated).parked
     simulated.enter(Phase.TRAIN)
-    simulated.update(Stage(name="update_actor", kind=Kind.UPDATE), [])
+    simulated.update(UpdateStage(name="update_actor", loss=None, fields={}), [])
     assert simulated.wait() == [UpdateDone("update_actor", {})]
     simulated.enter(Phase.GENERATE)
     simulated.advance(0, [Resume((C,), parked)], 3)
@@ -183,7 +183,7 @@ def test_verifiers_run_beside_the_instance() -> None:
 def test_a_sharded_role_takes_all_instances() -> None:
     costs = Costs(step_s=1.0, token_s={"critic": 0.1})
     simulated = executor(costs, scopes={"critic": Scope.WORLD})
-    stage = Stage(name="critic", kind=Kind.COMPUTE, method="values", outputs=("values",))
+    stage = ComputeStage(name="critic", method="values", outputs=("values",))
     simulated.compute(stage, [Sample(id=A, rank=0, prompt_tokens=10, response_tokens=10)])
     simulated.wait()
     assert simulated.clock.now() == pytest.approx(1.0)

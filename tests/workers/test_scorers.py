@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybridrl.config import Config, DataConfig, ModelConfig, TinyModelConfig
 from hybridrl.engines.rollout.native import NativeEngine
-from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.shard import GenParallel
@@ -26,11 +26,9 @@ from hybridrl.workers.scorers import (
 from hybridrl.workers.store import SampleStore, StoredSample
 
 CPU = torch.device("cpu")
-REFERENCE = Stage(
-    name="reference", kind=Kind.COMPUTE, role="reference", outputs=("reference_log_probs",)
-)
-OLD_POLICY = Stage(name="old", kind=Kind.COMPUTE, role="actor", outputs=("old_log_probs",))
-REWARD = Stage(name="reward", kind=Kind.COMPUTE, role="reward", scalars=("reward", "reward_status"))
+REFERENCE = ComputeStage(name="reference", role="reference", outputs=("reference_log_probs",))
+OLD_POLICY = ComputeStage(name="old", role="actor", outputs=("old_log_probs",))
+REWARD = ComputeStage(name="reward", role="reward", scalars=("reward", "reward_status"))
 TINY = TinyModelConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     max_positions=64, alphabet="abcdefghij",

@@ -21,7 +21,14 @@ from hybridrl.flow.executor import (
     UpdateDone,
     WorkerDied,
 )
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import (
+    CollectStage,
+    ComputeStage,
+    Graph,
+    SourceStage,
+    Stage,
+    UpdateStage,
+)
 from hybridrl.flow.ledger import (
     Ledger,
     before_take,
@@ -182,13 +189,12 @@ class Schedule(ABC):
         """Pull and run rounds of prompts until the take has its groups; then merge the rounds."""
         take = self._take
         assert take is not None
-        options = take.options
-        wanted = options["num_groups"] or self.settings.prompts_per_step
-        num_prompts = options["round_prompts"] or self.settings.prompts_per_step
+        wanted = take.num_groups or self.settings.prompts_per_step
+        num_prompts = take.round_prompts or self.settings.prompts_per_step
         merged: Batch = {}
         all_pulled: list[Prompt] = []
         passed: list[list[Sample]] = []
-        for _ in range(options["max_rounds"]):
+        for _ in range(take.max_rounds):
             batch = self._pull(num_prompts)
             before = [s for s in self._order if s.name in self._in_rounds]
             self._run_stages([s for s in before if s.name not in batch], batch)
@@ -198,10 +204,10 @@ class Schedule(ABC):
             passed = groups(merged[take.upstream[0]])
             if len(passed) >= wanted:
                 break
-        if len(passed) < wanted and not options["allow_fewer"]:
+        if len(passed) < wanted and not take.allow_fewer:
             raise ValueError(
                 f"take {take.name!r}: got {len(passed)} groups out of {len(all_pulled)} prompts in "
-                f"max_rounds={options['max_rounds']} rounds, wanted {wanted}; raise max_rounds or "
+                f"max_rounds={take.max_rounds} rounds, wanted {wanted}; raise max_rounds or "
                 "round_prompts, or loosen the filter before it"
             )
         for group in passed[wanted:]:
@@ -226,10 +232,10 @@ class Schedule(ABC):
             self._enter(phase)
         with self._span(stage.name):
             batch[stage.name] = upstream
-            match stage.kind:
-                case Kind.COMPUTE:
+            match stage:
+                case ComputeStage():
                     self._compute(stage, upstream)
-                case Kind.COLLECT:
+                case CollectStage():
                     self._ledger.use(upstream)
                 case _:
                     batch[stage.name] = run_barrier(
@@ -237,7 +243,7 @@ class Schedule(ABC):
                     )
 
     def _scope(self, stage: Stage) -> Scope | None:
-        return self.executor.scope(stage) if stage.kind is Kind.COMPUTE else None
+        return self.executor.scope(stage) if isinstance(stage, ComputeStage) else None
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:
@@ -249,9 +255,9 @@ class Schedule(ABC):
             self._phase = phase
 
     def _begin_samples(
-        self, stage: Stage, pulled: Sequence[Prompt], batch: Batch
+        self, stage: SourceStage, pulled: Sequence[Prompt], batch: Batch
     ) -> list[tuple[Prompt, list[Sample]]]:
-        """Dispatch the samples of a GENERATE or ANSWERS stage: prompts with one or more each."""
+        """Dispatch the samples that a stage makes: prompts with one or more each."""
         (upstream,) = stage.upstream
         numbers = wanted(stage, (position for position, _ in pulled), batch[upstream])
         made = new_samples(stage, numbers)
@@ -291,7 +297,7 @@ class Schedule(ABC):
                 waiting.difference_update(event.ids)
                 learn(self.meter, event, [by_id[id] for id in event.ids])
 
-    def _update(self, stages: Sequence[Stage], batch: Batch) -> None:
+    def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
         """Updates that follow each other: those of different pools of ranks run at once.
 
         Those of one pool run in the recipe's order. None reads what another one makes.
@@ -300,7 +306,7 @@ class Schedule(ABC):
         tokens, begun = [0], None
         for stage in stages:
             samples = batch[stage.name] = batch[stage.upstream[0]]
-            if not samples or self._steps_done < stage.options.get("after", 0):
+            if not samples or self._steps_done < stage.after:
                 continue
             assert all(ready(stage, sample) for sample in samples), stage
             self._enter(Phase.TRAIN)

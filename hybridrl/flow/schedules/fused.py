@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.flow.executor import Executor, Phase, Sampling, Scope
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage
 from hybridrl.flow.ledger import phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.lengths import Forecast, LengthRanker, PromptKey, RunningRanker
 from hybridrl.flow.migration import MigrationPlan, best_gathering
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
 from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
-from hybridrl.flow.schedules.readiness import MAKERS, ReadyTracker, early_stages
+from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 
 
@@ -87,14 +87,14 @@ class FusedSchedule(Schedule):
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for section in sections(stages):
-            makers = [stage for stage in section if stage.kind in MAKERS]
+            makers = [stage for stage in section if isinstance(stage, SourceStage)]
             if makers:
                 made = self._make(makers, batch)
                 batch |= {s.name: made[s.name] for s in section if s.name in made}
             left = [stage for stage in section if stage.name not in batch]
-            for stage, *more in with_updates_together(left):
-                if stage.kind is Kind.UPDATE:
-                    self._update([stage, *more], batch)
+            for stage in with_updates_together(left):
+                if isinstance(stage, list):
+                    self._update(stage, batch)
                 else:
                     self._run(stage, batch)
 
@@ -103,12 +103,12 @@ class FusedSchedule(Schedule):
         section = next(found for found in sections(self._order) if maker in found)
         first = section[0].name
         if first not in self._dataflows:
-            makers = [stage for stage in section if stage.kind in MAKERS]
+            makers = [stage for stage in section if isinstance(stage, SourceStage)]
             early = early_stages(self.graph, section, self.executor)
             self._dataflows[first] = ReadyTracker(self.graph, makers, early)
         return self._dataflows[first]
 
-    def _make(self, makers: Sequence[Stage], batch: Batch) -> Batch:
+    def _make(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make samples of the pulled prompts and run the early stages on them."""
         dataflow = self._dataflow_of(makers[0])
         jobs = [job for stage in makers for job in self._jobs(stage, dataflow, self._pulled, batch)]
@@ -131,7 +131,7 @@ class FusedSchedule(Schedule):
             self._enter(Phase.GENERATE)
 
     def _jobs(
-        self, stage: Stage, dataflow: ReadyTracker, pulled: Sequence[Prompt], batch: Batch
+        self, stage: SourceStage, dataflow: ReadyTracker, pulled: Sequence[Prompt], batch: Batch
     ) -> list[GenerationTask]:
         """Dispatch the samples of a maker for `pulled` prompts."""
         sampling = self._sampling(stage)
@@ -150,9 +150,11 @@ class FusedSchedule(Schedule):
             ]
         return jobs
 
-    def _sampling(self, stage: Stage) -> Sampling | None:
+    def _sampling(self, stage: SourceStage) -> Sampling | None:
         """How a maker draws; None where it places the dataset's own answers."""
-        return sampling_of(stage, self.settings.sampling) if "sampling" in stage.options else None
+        if not isinstance(stage, GenerateStage):
+            return None
+        return sampling_of(stage, self.settings.sampling)
 
     def _submit(self, overlap: GenerationRound, jobs: Sequence[GenerationTask]) -> None:
         overlap.make([job for job in jobs if job.sampling is not None])

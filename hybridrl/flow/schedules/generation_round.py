@@ -19,7 +19,7 @@ from hybridrl.flow.executor import (
     TargetsLoaded,
     WorkerDied,
 )
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import AnswersStage, SourceStage
 from hybridrl.flow.ledger import record_finished
 from hybridrl.flow.lengths import dispatch
 from hybridrl.flow.migration import MigrationPlan
@@ -54,7 +54,7 @@ class GenerationTask:
     """
 
     sample: Sample
-    stage: Stage
+    stage: SourceStage
     prompt: Any
     sampling: Sampling | None
     total: float
@@ -124,7 +124,9 @@ class GenerationRound:
         for job in jobs:
             self._expect(job)
         ids, prompts = [job.sample.id for job in jobs], [job.prompt for job in jobs]
-        self.executor.load_targets(jobs[0].stage, ids, prompts)
+        stage = jobs[0].stage
+        assert isinstance(stage, AnswersStage), stage
+        self.executor.load_targets(stage, ids, prompts)
 
     def adopt(self, jobs: Sequence[GenerationTask]) -> None:
         """Know of samples that an earlier round has made: stages may still run on them."""
@@ -390,7 +392,7 @@ class GenerationRound:
         job = replace(self._jobs[sample.id], parked=None)
         job = self._jobs[sample.id] = replace(job, tokens=job.total)
         self.num_restarted += 1
-        if job.sampling is None:
+        if isinstance(job.stage, AnswersStage):
             self.executor.load_targets(job.stage, [sample.id], [job.prompt])
         else:
             self._queue.append(sample.id)

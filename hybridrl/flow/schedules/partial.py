@@ -11,13 +11,13 @@ from itertools import islice
 from typing import Any
 
 from hybridrl.flow.executor import Executor, Parked
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import Graph, SourceStage, UpdateStage
 from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
 from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
-from hybridrl.flow.schedules.readiness import MAKERS, ReadyTracker
+from hybridrl.flow.schedules.readiness import ReadyTracker
 
 ENDED = "unfinished when the run ended"
 
@@ -107,10 +107,9 @@ class PartialSchedule(FusedSchedule):
             position = group["position"]
             prompt, jobs = prompt_at(position), dict[SampleId, GenerationTask]()
             for record in group["jobs"]:
-                stage, sample = (
-                    self.graph.stages[record["stage"]],
-                    Sample.from_json(record["sample"]),
-                )
+                stage = self.graph.stages[record["stage"]]
+                assert isinstance(stage, SourceStage), stage
+                sample = Sample.from_json(record["sample"])
                 sample.rank = sample.rank % num_ranks if sample.rank >= 0 else -1
                 predicted = (record["total"], record["tokens"])
                 state_of = parked if record["parked"] else None
@@ -183,7 +182,7 @@ class PartialSchedule(FusedSchedule):
     def _gathering(self, dataflow: ReadyTracker, num_samples: int) -> MigrationPlan:
         return MigrationPlan(0, 0)
 
-    def _make(self, makers: Sequence[Stage], batch: Batch) -> Batch:
+    def _make(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Go on until enough groups are complete, park the rest, run the early stages."""
         dataflow = self._dataflow_of(makers[0])
         carried = [job for group in self._open.values() for job in group.jobs.values()]
@@ -221,7 +220,7 @@ class PartialSchedule(FusedSchedule):
         return replace(job, parked=parked, tokens=max(1.0, job.total - made))
 
     def _top_up(
-        self, makers: Sequence[Stage], dataflow: ReadyTracker, batch: Batch
+        self, makers: Sequence[SourceStage], dataflow: ReadyTracker, batch: Batch
     ) -> list[GenerationTask]:
         """Begin as many prompts as are missing; those that are open are the oldest."""
         num = math.ceil(self._wanted * self.over_provision) - len(self._open)
@@ -289,7 +288,7 @@ def _job_to_json(job: GenerationTask) -> dict[str, Any]:
 
 def check_partial(graph: Graph) -> None:
     """Raise `ValueError`, with what is allowed, for a recipe whose samples cannot be parked."""
-    updates = [stage for stage in graph.stages.values() if stage.kind is Kind.UPDATE]
+    updates = [stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)]
     order = list(graph.stages)
     for stage in graph.stages.values():
         late = [u.name for u in updates if order.index(u.name) < order.index(stage.name)]
@@ -298,7 +297,7 @@ def check_partial(graph: Graph) -> None:
                 f"a recipe that generates once a step (stage {stage.name!r} makes more samples of "
                 "some prompts)"
             )
-        if stage.kind in MAKERS and late:
+        if isinstance(stage, SourceStage) and late:
             raise ValueError(
                 f"a recipe that generates before its first update (stage {stage.name!r} comes "
                 f"after {late[0]!r})"
@@ -310,12 +309,12 @@ def check_partial(graph: Graph) -> None:
         for field in stage.outputs
     }
     for update in updates:
-        if getattr(update.options.get("loss"), "on_policy", False):
+        if getattr(update.loss, "on_policy", False):
             raise ValueError(
                 f"serial or fused: the loss of stage {update.name!r} has no ratio, so samples must "
                 "be the present policy's"
             )
-        field = update.options["fields"].get("old_log_probs")
+        field = update.fields.get("old_log_probs")
         if field in single and "rollout_weights" not in update.inputs:
             raise ValueError(
                 "a recipe that takes old_log_probs as the rollout made them, or has a correction "

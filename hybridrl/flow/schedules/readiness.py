@@ -4,12 +4,29 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.executor import Executor, Phase
-from hybridrl.flow.graph import Graph, Kind, Stage
+from hybridrl.flow.graph import (
+    ByBatchStage,
+    ByGroupStage,
+    ComputeStage,
+    FilterStage,
+    Graph,
+    JoinStage,
+    MergeStage,
+    PairStage,
+    PromptsStage,
+    SourceStage,
+    Stage,
+    TakeStage,
+)
 from hybridrl.flow.ledger import Ledger, phase_of, ready
 from hybridrl.flow.sample import Sample
 
-MAKERS = (Kind.GENERATE, Kind.ANSWERS)
-_CHOOSERS = (Kind.FILTER, Kind.JOIN)  # they take groups of one prompt and may leave some out
+_CHOOSERS = (
+    FilterStage,
+    JoinStage,
+    PairStage,
+    MergeStage,
+)  # they take groups of one prompt and may leave some out
 
 
 class ReadyTracker:
@@ -30,8 +47,8 @@ class ReadyTracker:
 
     def __init__(self, graph: Graph, makers: Sequence[Stage], early: Sequence[Stage]) -> None:
         self.graph = graph
-        self.computes = [stage for stage in early if stage.kind is Kind.COMPUTE]
-        self._choosers = [stage for stage in early if stage.kind in _CHOOSERS]
+        self.computes = [stage for stage in early if isinstance(stage, ComputeStage)]
+        self._choosers = [stage for stage in early if isinstance(stage, _CHOOSERS)]
         self._makers = list(makers)
         self._order = list(early)
         self._made: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
@@ -130,31 +147,31 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
     early: list[Stage] = []
     late_chooser = False  # none may overtake another: the first reason counts
     for stage in stages:
-        if stage.kind in MAKERS:
+        if isinstance(stage, SourceStage):
             known[stage.name] = set(stage.outputs)
             continue
         upstream = [known.get(name) for name in stage.upstream]
-        if stage.kind is Kind.PROMPTS or any(fields is None for fields in upstream):
-            late_chooser |= stage.kind in _CHOOSERS
+        if isinstance(stage, PromptsStage) or any(fields is None for fields in upstream):
+            late_chooser |= isinstance(stage, _CHOOSERS)
             continue
         fields, *others = (set(found or ()) for found in upstream)
         known[stage.name] = fields
-        if stage.kind is Kind.COMPUTE:
+        if isinstance(stage, ComputeStage):
             phase = phase_of(stage, executor.scope(stage))
             able = phase in (None, Phase.GENERATE) and fields.issuperset(stage.inputs)
-        elif stage.kind in _CHOOSERS:
+        elif isinstance(stage, _CHOOSERS):
             able = fields.issuperset(_read(stage)) and all(
                 o.issuperset(lent(stage)) for o in others
             )
         else:
             # What is across prompts chooses nothing but `take`; what it makes comes too late.
-            if stage.kind not in (Kind.BY_GROUP, Kind.BY_BATCH):
+            if not isinstance(stage, ByGroupStage | ByBatchStage):
                 del known[stage.name]
             continue
         if able:
             early.append(stage)
             known[stage.name] |= set(stage.outputs)
-        elif stage.kind in _CHOOSERS:
+        elif isinstance(stage, _CHOOSERS):
             late_chooser = True
             del known[stage.name]
     return early
@@ -162,15 +179,16 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
 
 def gate_of(graph: Graph, stage: Stage) -> str:
     """The last maker, filter, join or take before what leaves `stage`, itself included."""
-    while stage.kind not in (*MAKERS, *_CHOOSERS, Kind.TAKE):
+    while not isinstance(stage, (SourceStage, *_CHOOSERS, TakeStage)):
         stage = graph.stages[stage.upstream[0]]
     return stage.name
 
 
 def lent(stage: Stage) -> list[str]:
     """The scalars that a join reads on its second stream."""
-    prefix = stage.options.get("prefix")
-    return [name.removeprefix(prefix) for name in stage.outputs] if prefix else []
+    if not isinstance(stage, JoinStage):
+        return []
+    return [name.removeprefix(stage.prefix) for name in stage.outputs]
 
 
 def done(stage: Stage, sample: Sample) -> bool:
@@ -179,7 +197,7 @@ def done(stage: Stage, sample: Sample) -> bool:
 
 
 def _read(stage: Stage) -> Sequence[str]:
-    return stage.inputs if stage.kind is Kind.FILTER else ()
+    return stage.inputs if isinstance(stage, FilterStage) else ()
 
 
 def _finished(sample: Sample) -> bool:

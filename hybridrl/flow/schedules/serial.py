@@ -6,7 +6,7 @@ It is the specification: the batch that it trains on is what every on-policy sch
 from collections.abc import Sequence
 
 from hybridrl.flow.executor import Advanced, Phase, Submit, TargetsLoaded, WorkerDied
-from hybridrl.flow.graph import Kind, Stage
+from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import record_finished, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Schedule, learn
@@ -20,21 +20,21 @@ class SerialSchedule(Schedule):
     """
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
-        for stage, *more in with_updates_together(stages):
-            match stage.kind:
-                case Kind.UPDATE:
-                    self._update([stage, *more], batch)
-                case Kind.GENERATE:
+        for stage in with_updates_together(stages):
+            match stage:
+                case list():
+                    self._update(stage, batch)
+                case GenerateStage():
                     self._enter(Phase.GENERATE)
                     with self._span(stage.name):
                         batch[stage.name] = self._generate(stage, batch)
-                case Kind.ANSWERS:
+                case AnswersStage():
                     with self._span(stage.name):
                         batch[stage.name] = self._place(stage, batch)
                 case _:
                     self._run(stage, batch)
 
-    def _generate(self, stage: Stage, batch: Batch) -> list[Sample]:
+    def _generate(self, stage: GenerateStage, batch: Batch) -> list[Sample]:
         """Submit every group to its instance, then let the instances run until all is finished."""
         sampling = sampling_of(stage, self.settings.sampling)
         made = self._begin_samples(stage, self._pulled, batch)
@@ -63,7 +63,7 @@ class SerialSchedule(Schedule):
         assert not lost, f"instances stopped without finishing {lost}"
         return self._whole(samples.values())
 
-    def _place(self, stage: Stage, batch: Batch) -> list[Sample]:
+    def _place(self, stage: AnswersStage, batch: Batch) -> list[Sample]:
         """Make the dataset's targets samples."""
         made = self._begin_samples(stage, self._pulled, batch)
         samples = {sample.id: sample for _, (sample,) in made}

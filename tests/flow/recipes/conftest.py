@@ -154,7 +154,7 @@ class Trained:
         of_role = ((self.graph.stages[name], seen) for name, seen in self.updates)
         *_, (stage, seen) = (found for found in of_role if found[0].role == role)
         assert [id for id, _ in seen] == [r.id for r in responses]
-        names = stage.options["fields"]
+        names = stage.fields
         if "advantages" in names:
             fields["advantages"] = [r.advantage for r in responses]
         for name, wanted in fields.items():
@@ -169,7 +169,7 @@ class Trained:
 
     def loss_of(self, stage: Stage, seen: Iterable[Any], now: Sequence[Tensor]) -> Tensor:
         """The batch's loss, as `TrainEngine.update` makes it of the recipe's."""
-        loss, names = stage.options["loss"], stage.options["fields"]
+        loss, names = stage.loss, stage.fields
         sequences = []
         for id, found in seen:
             fields = {name: found[field] for name, field in names.items()}
