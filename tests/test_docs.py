@@ -1,0 +1,44 @@
+"""What the pages name is there: files, and the functions of docs/architecture.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|sh|yaml|sbatch|txt)\b")
+PLACES = ("", "hybridrl", "docs", "recipes")
+"""What a path in a page may be relative to, besides the page's own folder."""
+MADE = ("my/", "runs/", "DIR/", "RUN/", "path/")
+"""What the first folder of a reader's own file is."""
+STEP = re.compile(r"^\| \d+ \| `([\w/.]+)` \| (`.*?) \|", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """A path as `runtime/launchers.py`, with or without the package's name before it."""
+    text = page.read_text()
+    named = {match[0] for match in FILE.finditer(text) if text[match.start() - 1] not in "/:."}
+    missing = [
+        name
+        for name in named
+        if not name.startswith(MADE)
+        and not any((ROOT / place / name).exists() for place in (*PLACES, page.parent))
+    ]
+    assert not missing
+
+
+def test_functions_that_the_architecture_names_exist() -> None:
+    steps = STEP.findall(ARCHITECTURE)
+    assert len(steps) > 35
+    missing = []
+    for file, opened in steps:
+        code = (ROOT / "hybridrl" / file).read_text()
+        missing += [
+            f"{file}: {name}"
+            for name in re.findall(r"`(\w+)`", opened)
+            if not re.search(rf"\b(?:def|class) {name}\b", code)
+        ]
+    assert not missing
