@@ -1,0 +1,108 @@
+"""docs/customize.md: each row's key is there, its example composes and changes it, hooks run."""
+
+import functools
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.algorithms import KL_ESTIMATORS, NORMALISATIONS, resolve
+from hybridrl.config import Config, RewardKind
+from hybridrl.config.compose import check, parse_arguments, register, take_recipe_paths
+from hybridrl.config.dotted import load_function
+from hybridrl.config.recipe_folder import new_recipe
+from hybridrl.controller.preflight import build_recipe
+from hybridrl.data.sources import rows
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import Kind
+from hybridrl.rewards import validate_reward
+
+PAGE = (Path(__file__).parents[1] / "docs/customize.md").read_text()
+FILE = re.compile(r"<!-- file: (.*?) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| ([^|`]+?)(?:,[^|]*)? \| .* \| `([\w.]+)` \| `([^`]+)` \|$", re.MULTILINE)
+ROWS = ROW.findall(PAGE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A working directory with the page's files, and a recipe folder."""
+    folder = tmp_path_factory.mktemp("customize")
+    for name, text in FILE.findall(PAGE):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    new_recipe("forked", "dapo", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
+    composed.cache_clear()
+
+
+@functools.cache
+def composed(example: str) -> Config:
+    register()
+    options = parse_arguments(take_recipe_paths(shlex.split(example)))
+    return check(options.overrides, options.config_dir)
+
+
+def value(config: Any, key: str) -> Any:
+    """The value at a dotted key of dataclasses and dicts; None where a dict has none."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+def test_every_row_of_the_table_is_read() -> None:
+    table = PAGE[PAGE.index("| hook |") : PAGE.index("Any config group")]
+    assert len(ROWS) == table.strip().count("\n") - 1 > 40
+
+
+@pytest.mark.parametrize(("hook", "key", "example"), ROWS, ids=[row[0] for row in ROWS])
+def test_an_example_composes_and_sets_its_key(hook: str, key: str, example: str) -> None:
+    config = composed(example)
+    assert value(config, key) != value(composed(""), key), hook
+    if "plugins.py" in example or "recipe" in key:
+        build_recipe(config.recipe)
+    if config.reward.kind is RewardKind.function:
+        validate_reward(config.reward, config.data.sources, "reward")
+
+
+def plugged() -> tuple[Graph, ModuleType]:
+    graph = build_recipe(composed("--config-dir my recipe=plugged").recipe)
+    return graph, sys.modules["hybridrl_user_plugins"]
+
+
+def test_the_functions_of_the_recipe_run() -> None:
+    graph, module = plugged()
+    stages = {stage.kind: stage for stage in graph.stages.values()}
+    advantages = stages[Kind.BY_GROUP].options["function"]([1.0, 0.0, 0.0, 0.5])
+    assert advantages == [0.5, -0.5, -0.5, 0.0]
+    assert module.surprise(torch.tensor([-1.0, -2.0])) == 3.0
+    assert not stages[Kind.FILTER].options["function"]([1.0, 1.0])
+    fields = {"advantages": torch.tensor([1.0, -1.0])}
+    loss, metrics = stages[Kind.UPDATE].options["loss"](torch.tensor([-2.0, -1.0]), None, fields)
+    assert loss.tolist() == [2.0, -1.0]
+    assert metrics["positive_share"].tolist() == [1.0, 0.0]
+
+
+def test_kl_and_weights_are_found_by_their_names() -> None:
+    kl = resolve(KL_ESTIMATORS, "recipe.kl", "my/plugins.py:absolute")
+    assert kl(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist() == [2.0]
+    weights = resolve(NORMALISATIONS, "recipe.normalize", "my/plugins.py:by_root")
+    assert weights(torch.tensor([4, 1]), 5, 2, 24).tolist() == [0.25, 0.5]
+
+
+def test_the_reward_and_the_generator_run() -> None:
+    score = load_function("reward.function", "my/plugins.py:score")
+    assert score(prompt="1+1=", response="2", answer="2", item={}) == 1.0
+    (example,) = (row[2] for row in ROWS if row[0] == "data generator")
+    source = composed(example).data.sources["main"]
+    made = list(itertools.islice(rows("data.sources.main", source, 0, 8), 8))
+    assert all({"question", "answer"} <= row.keys() for row in made)
+    assert len(made) == 8
