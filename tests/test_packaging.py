@@ -32,7 +32,7 @@ FOLDERS = {
 }
 TOP_LEVEL = {
     *("pyproject.toml", "hybridrl", "recipes", "conf", "kernels", "tests", "scripts", "Makefile"),
-    *("README.md", "docs", "LICENSE"),
+    *("README.md", "AGENTS.md", "docs", "LICENSE"),
 }
 
 
