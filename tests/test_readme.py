@@ -1,4 +1,6 @@
-"""README.md does what it says: its files are written and its commands run, in its order.
+"""README.md and the pages that continue it do what they say: files are written, commands run.
+
+In the order of PAGES, since a command may use what an earlier one has made.
 
 A comment above a fenced block says how (a ```bash block without one runs in the fast tests):
 
@@ -22,6 +24,8 @@ from _pytest.mark.structures import ParameterSet
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+PAGES = [README, ROOT / "docs/start.md", ROOT / "docs/write.md"]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 BLOCK = re.compile(
     r"^(?:<!-- (?P<kind>test|file): (?P<note>.*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -69,7 +73,7 @@ def files(markdown: str) -> dict[str, str]:
     return {block["note"]: block["text"] for block in blocks if block["kind"] == "file"}
 
 
-COMMANDS = commands(README.read_text())
+COMMANDS = commands(TEXT)
 
 
 def parameters(mode: str) -> list[ParameterSet]:
@@ -95,12 +99,12 @@ def clone(
     copy_tree: Callable[[Path], Path],
     install_into: Callable[..., None],
 ) -> Path:
-    """The tree with the README's files, in which `make` finds nothing left to install.
+    """The tree with the pages' files, in which `make` finds nothing left to install.
 
     The commands share it, as a reader's would: later ones use what earlier ones made.
     """
     folder = copy_tree(tmp_path_factory.mktemp("readme"))
-    for name, text in files(README.read_text()).items():
+    for name, text in files(TEXT).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     install_into(folder / ".venv", "-e", folder)
@@ -119,14 +123,13 @@ def test_commands(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", parameters("slow"))
 def test_runs(command: Command, clone: Path) -> None:
     if command.needs and importlib.util.find_spec(command.needs) is None:
-        pytest.skip(f"{command.needs} is not installed (a make target of the README installs it)")
+        pytest.skip(f"{command.needs} is not installed (a make target installs it)")
     run(command, clone, clone / ".venv/bin")
 
 
 def test_every_command_is_found() -> None:
-    text = README.read_text()
-    assert len(COMMANDS) == text.count("```bash") > 5
-    assert len(BLOCK.findall(text)) * 2 == text.count("```")
+    assert len(COMMANDS) == TEXT.count("```bash") > 15
+    assert len(BLOCK.findall(TEXT)) * 2 == TEXT.count("```")
     assert any("make train" in command.text for command in COMMANDS)
 
 
@@ -139,6 +142,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     index = LINK.findall((ROOT / "docs/README.md").read_text())
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} <= set(index)
+
+
+def test_the_readme_is_short_and_lists_every_recipe() -> None:
+    text = README.read_text()
+    recipes = {path.parent.name for path in ROOT.glob("recipes/*/config.yaml")}
+    assert set(re.findall(r"\[`(\w+)`\]\(recipes/\w+/README.md\)", text)) == recipes
+    assert len(text.splitlines()) < 200
 
 
 def test_the_table_of_recipes_counts_their_lines() -> None:
