@@ -21,7 +21,7 @@ from hybridrl.config.recipe_folder import new_recipe
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.data.sources import rows
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import Kind
+from hybridrl.flow.graph import ByGroupStage, FilterStage, UpdateStage
 from hybridrl.rewards import validate_reward
 
 PAGE = (Path(__file__).parents[1] / "docs/customize.md").read_text()
@@ -80,13 +80,13 @@ def plugged() -> tuple[Graph, ModuleType]:
 
 def test_the_functions_of_the_recipe_run() -> None:
     graph, module = plugged()
-    stages = {stage.kind: stage for stage in graph.stages.values()}
-    advantages = stages[Kind.BY_GROUP].options["function"]([1.0, 0.0, 0.0, 0.5])
+    stages: dict[type, Any] = {type(stage): stage for stage in graph.stages.values()}
+    advantages = stages[ByGroupStage].function([1.0, 0.0, 0.0, 0.5])
     assert advantages == [0.5, -0.5, -0.5, 0.0]
     assert module.surprise(torch.tensor([-1.0, -2.0])) == 3.0
-    assert not stages[Kind.FILTER].options["function"]([1.0, 1.0])
+    assert not stages[FilterStage].function([1.0, 1.0])
     fields = {"advantages": torch.tensor([1.0, -1.0])}
-    loss, metrics = stages[Kind.UPDATE].options["loss"](torch.tensor([-2.0, -1.0]), None, fields)
+    loss, metrics = stages[UpdateStage].loss(torch.tensor([-2.0, -1.0]), None, fields)
     assert loss.tolist() == [2.0, -1.0]
     assert metrics["positive_share"].tolist() == [1.0, 0.0]
 
