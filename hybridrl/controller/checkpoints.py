@@ -17,7 +17,7 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.schedules.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.workers.pending_samples import Carry
+from hybridrl.workers.pending_samples import PendingRecord
 
 MAY_CHANGE = (
     "cluster", "eval", "telemetry", "run.dir",
@@ -175,7 +175,7 @@ class DriverState:
     """
 
     record: dict[str, Any]
-    carried: tuple[PendingSample, ...] = ()
+    pending: tuple[PendingSample, ...] = ()
 
 
 class Checkpoints:
@@ -216,8 +216,8 @@ class Checkpoints:
             resume = str(hidden / folder.RESUME) if saves else None
             progress = self.group.save(str(hidden), resume)
             if resume is not None:
-                if state.carried:
-                    self.group.save_carried(resume, self._shares(state.carried))
+                if state.pending:
+                    self.group.save_pending(resume, self._shares(state.pending))
                 roles = {role: asdict(found) for role, found in progress.items()}
                 record = {**state.record, "step": step, "time": time.time(), "roles": roles}
                 record |= {"settings": self.settings, "scores": self.scores}
@@ -239,28 +239,28 @@ class Checkpoints:
             raise OSError(0, "the checkpoint cannot be read", wrong)
 
     def load_samples(self, point: Point, schedule: Schedule) -> None:
-        """Have the ranks take up what `schedule` carries, and say where what is parked lies."""
-        carried = schedule.carried()
-        if not carried:
+        """Load the pending samples on the ranks; `schedule` gets references to the parked."""
+        pending = schedule.pending()
+        if not pending:
             return
-        references = self.group.load_carried(str(point.tensors), self._shares(carried))
-        parked = [sample.id for sample in carried if sample.parked is not None]
+        references = self.group.load_pending(str(point.tensors), self._shares(pending))
+        parked = [sample.id for sample in pending if sample.parked is not None]
         if parked:
             places = range(len(self.group.instances[0]))
             of_place = dict.fromkeys(parked, references[_PARKED_ON])
             schedule.restore_parked(dict.fromkeys(places, of_place))
 
-    def _shares(self, carried: Sequence[PendingSample]) -> list[tuple[Carry, ...]]:
-        """Who writes, or takes up, which samples: those that are parked are the first rank's."""
-        shares: list[list[Carry]] = [[] for _ in self.group.home.ranks]
-        for sample in carried:
+    def _shares(self, pending: Sequence[PendingSample]) -> list[tuple[PendingRecord, ...]]:
+        """Each rank's share of the samples to write or load; the first rank has all parked ones."""
+        shares: list[list[PendingRecord]] = [[] for _ in self.group.home.ranks]
+        for sample in pending:
             if sample.parked is None:
-                shares[sample.rank].append(Carry(sample.id, sample.prompt))
+                shares[sample.rank].append(PendingRecord(sample.id, sample.prompt))
                 continue
             state = sample.parked.state
             reference = state[0][sample.id] if state is not None else None
-            carry = Carry(sample.id, sample.prompt, sample.sampling, reference)
-            shares[_PARKED_ON].append(carry)
+            record = PendingRecord(sample.id, sample.prompt, sample.sampling, reference)
+            shares[_PARKED_ON].append(record)
         return [tuple(share) for share in shares]
 
     def _of(self, step: int) -> Path:

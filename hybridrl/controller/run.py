@@ -364,7 +364,9 @@ class Run:
     def _close(self, schedule: Schedule) -> None:
         left = schedule.close()
         if left:
-            self.telemetry.event("unfinished", samples=len(left), reason=next(iter(left.values())))
+            self.telemetry.event(
+                "unfinished", samples=len(left), reason=next(iter(left.values())).text
+            )
 
     # -- stopping and resuming -----------------------------------------------------------------
 
@@ -399,7 +401,7 @@ class Run:
             "recipe": schedule.graph.state_dict(),
             "schedule": schedule.state_dict(),
         }
-        return DriverState(record, schedule.carried())
+        return DriverState(record, schedule.pending())
 
     def _resume_driver(self, point: Point, damaged: Sequence[str]) -> None:
         """Be where the driver was at `point`; ranks and schedule follow with their phase."""

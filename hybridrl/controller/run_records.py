@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from hybridrl.flow.ledger import DropReason
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.system.memory import MemoryReading
@@ -145,7 +146,8 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
     samples = result.dispatched
     metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
-    chosen = [reason.startswith(("filter", "take", "unused")) for reason in result.dropped.values()]
+    by_choice = (DropReason.FILTER, DropReason.TAKE, DropReason.UNUSED)
+    chosen = [drop.reason in by_choice for drop in result.dropped.values()]
     metrics |= {
         "step_s": seconds,
         "filtered": float(sum(chosen)),

@@ -6,9 +6,15 @@ from hybridrl.config import Config, ParkedKV, Ranker, ScheduleKind
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Executor, Sampling
-from hybridrl.flow.lengths import LearnedRanker, LengthRanker, PromptKey, RunningRanker
+from hybridrl.flow.lengths import (
+    LearnedRanker,
+    LengthModel,
+    LengthRanker,
+    PromptKey,
+    RunningRanker,
+)
 from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
+from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.partial import PartialSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -42,19 +48,19 @@ def make_schedule(
         migration=rollout.migration,
         stale_kv=rollout.parked_kv is ParkedKV.keep,
     )
-    knowledge = LengthModel(key_of=key_of, ranker=_RANKERS[rollout.length_ranker]())
+    length_model = LengthModel(key_of=key_of, ranker=_RANKERS[rollout.length_ranker]())
     if name is ScheduleKind.partial:
         return PartialSchedule(
             *step,
             limits=limits,
-            knowledge=knowledge,
+            length_model=length_model,
             over_provision=rollout.over_provision,
             max_staleness=rollout.max_staleness,
         )
     return FusedSchedule(
         *step,
         limits=limits,
-        knowledge=knowledge,
+        length_model=length_model,
         migration_threshold=rollout.migration_threshold,
     )
 

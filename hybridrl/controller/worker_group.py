@@ -15,7 +15,7 @@ from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.base_worker import Reply, TimeSpan
-from hybridrl.workers.pending_samples import Carry
+from hybridrl.workers.pending_samples import PendingRecord
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.worker_factory import make_worker
 
@@ -217,13 +217,13 @@ class WorkerGroup:
             wrong += self.gather(pool.group.load(path, dict(progress)), pool.ranks[0])
         return next(filter(None, wrong), "")
 
-    def save_carried(self, path: str, shares: list[tuple[Carry, ...]]) -> None:
+    def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
         """Have the ranks where samples live write their shares of what a step has left."""
-        self.gather(self.home.group.save_carried([path] * len(shares), shares))
+        self.gather(self.home.group.save_pending([path] * len(shares), shares))
 
-    def load_carried(self, path: str, shares: list[tuple[Carry, ...]]) -> list[Any]:
+    def load_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> list[Any]:
         """Have them take up their shares; a reference to the parked ones of each, or None."""
-        return self.gather(self.home.group.load_carried([path] * len(shares), shares))
+        return self.gather(self.home.group.load_pending([path] * len(shares), shares))
 
     def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
         """Prompt and response texts of samples, by the rank that holds them."""

@@ -17,7 +17,7 @@ from hybridrl.flow.graph import (
     PairStage,
     Stage,
 )
-from hybridrl.flow.ledger import Ledger, groups
+from hybridrl.flow.ledger import DropReason, Ledger, groups
 from hybridrl.flow.sample import Sample
 
 
@@ -68,7 +68,7 @@ def _filter(stage: FilterStage, samples: list[Sample], ledger: Ledger) -> list[S
         if _call(stage, group):
             kept += group
         else:
-            ledger.leave(group, f"filter: {stage.name}")
+            ledger.leave(group, DropReason.FILTER, f"filter: {stage.name}")
     return kept
 
 
@@ -79,17 +79,17 @@ def _join(
     partners = {group[0].id.prompt: group for group in groups(others)}
     kept = []
     for group in groups(samples):
-        found = partners.get(group[0].id.prompt, [])
-        by_k = {partner.id.k: partner for partner in found}
+        theirs = partners.get(group[0].id.prompt, [])
+        by_k = {partner.id.k: partner for partner in theirs}
         for sample in group:
-            partner = by_k.get(sample.id.k) if len(found) != 1 else found[0]
+            partner = by_k.get(sample.id.k) if len(theirs) != 1 else theirs[0]
             if partner is None:
-                ledger.leave([sample], f"join: no partner in {stage.name}")
+                ledger.leave([sample], DropReason.JOIN, f"join: no partner in {stage.name}")
                 continue
             for name in stage.outputs:
                 sample.scalars[name] = partner.scalars[name.removeprefix(stage.prefix)]
             kept.append(sample)
-    ledger.leave(others, f"join: lent its scalars to {stage.name}")
+    ledger.leave(others, DropReason.JOIN, f"join: lent its scalars to {stage.name}")
     return kept
 
 
@@ -103,11 +103,11 @@ def _pair(
     for sample in samples:
         partner = partners.pop((sample.id.prompt, sample.id.k), None)
         if partner is None:
-            ledger.leave([sample], f"pair: no partner in {stage.name}")
+            ledger.leave([sample], DropReason.JOIN, f"pair: no partner in {stage.name}")
             continue
         sample.scalars["side"], partner.scalars["side"] = first, second
         kept += [sample, partner]
-    ledger.leave(partners.values(), f"pair: no partner in {stage.name}")
+    ledger.leave(partners.values(), DropReason.JOIN, f"pair: no partner in {stage.name}")
     return kept
 
 
@@ -120,7 +120,7 @@ def _merge(
     for group in groups(samples):
         kept += group + more.pop(group[0].id.prompt, [])
     for group in more.values():
-        ledger.leave(group, f"merge: no such prompt before {stage.name}")
+        ledger.leave(group, DropReason.JOIN, f"merge: no such prompt before {stage.name}")
     return kept
 
 

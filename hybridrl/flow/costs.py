@@ -205,8 +205,8 @@ class CostMeter:
             return robust_fit(work, seconds, per_call=True)
         together = np.delete(work, 3, axis=1)
         together[:, 1] += work[:, 3]
-        found = robust_fit(together, seconds, per_call=True)
-        return [*found[:3], found[1], *found[3:]]
+        fitted = robust_fit(together, seconds, per_call=True)
+        return [*fitted[:3], fitted[1], *fitted[3:]]
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         """Plain numbers: for each kind of call [seconds, what it did ...]."""
@@ -243,12 +243,12 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[fl
     weight = 1 / np.sqrt(np.maximum(seconds, 1e-9))
     scale = np.maximum(np.abs(work).max(axis=0), 1e-30)
     rows, wanted = work / scale * weight[:, None], seconds * weight
-    found = _non_negative(rows, wanted, per_call)
+    fitted = _non_negative(rows, wanted, per_call)
     for _ in range(20):
-        residuals = np.abs(wanted - rows @ found)
+        residuals = np.abs(wanted - rows @ fitted)
         closeness = 1 / np.sqrt(np.maximum(residuals, 1e-3 * np.median(wanted) + 1e-12))
-        found = _non_negative(rows * closeness[:, None], wanted * closeness, per_call)
-    residuals = wanted - rows @ found
+        fitted = _non_negative(rows * closeness[:, None], wanted * closeness, per_call)
+    residuals = wanted - rows @ fitted
     deviation = 1.4826 * np.median(np.abs(residuals))
     near = np.abs(residuals) <= 3 * deviation + 1e-9 * np.abs(wanted)
     return [float(x) for x in _non_negative(rows[near], wanted[near], per_call) / scale]
@@ -264,27 +264,27 @@ def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.nd
     if per_call:
         gram[-1, -1] *= 1 + _DOUBT
     right = rows.T @ wanted
-    found = np.zeros(len(gram))
-    used = found > 0
+    solution = np.zeros(len(gram))
+    used = solution > 0
     for _ in range(4 * len(gram)):  # ends sooner but for rounding
-        slope = np.where(used, -np.inf, right - gram @ found)
+        slope = np.where(used, -np.inf, right - gram @ solution)
         if slope.max() <= 1e-12 * np.abs(right).max():
             break
         used[slope.argmax()] = True
         while True:
             kinds = np.flatnonzero(used)
-            best = np.zeros_like(found)
+            best = np.zeros_like(solution)
             best[kinds] = np.linalg.solve(gram[np.ix_(kinds, kinds)], right[kinds])
             negative = used & (best <= 0)
             if not negative.any():
-                found = best
+                solution = best
                 break
             # As far towards the best as none is below 0; what gets there is left out.
             # What is best at 0 exactly, and was there, stops at once.
-            distance = np.maximum(found[negative] - best[negative], np.finfo(float).tiny)
-            share = found[negative] / distance
-            found = found + share.min() * (best - found)
+            distance = np.maximum(solution[negative] - best[negative], np.finfo(float).tiny)
+            share = solution[negative] / distance
+            solution = solution + share.min() * (best - solution)
             stopped = np.flatnonzero(negative)[share <= share.min()]
-            found[stopped] = 0.0
+            solution[stopped] = 0.0
             used[stopped] = False
-    return found
+    return solution

@@ -1,7 +1,8 @@
-"""Bookkeeping that every schedule shares: which samples there are, and what became of them."""
+"""Bookkeeping that every schedule shares: the samples, their status, the order of the stages."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 
 from hybridrl.flow.executor import Computed, Finished, Phase, Sampling, Scope
 from hybridrl.flow.graph import (
@@ -13,68 +14,207 @@ from hybridrl.flow.graph import (
     TakeStage,
     UpdateStage,
 )
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import NO_RANK, Sample, SampleId
+
+
+class SampleStatus(Enum):
+    """Where a sample is in its life; `Ledger` has the table of transitions."""
+
+    QUEUED = "queued"  # no token yet; waits for a call of an instance
+    DECODING = "decoding"  # an instance has it
+    PARKED = "parked"  # stopped with its tokens so far; waits to resume
+    FINISHED = "finished"  # has its last token, and tensors on a rank
+    USED = "used"  # an update or a collect has read it
+    DROPPED = "dropped"  # left without being used
+
+
+class DropReason(Enum):
+    """Why a sample was not used."""
+
+    FILTER = "filter"  # a filter did not pass its group
+    TAKE = "take"  # past the groups that the step wants
+    JOIN = "join"  # without a partner, or a partner that lent its scalars
+    ABORTED = "aborted"  # the rollout engine gave up
+    UNUSED = "unused"  # no update reads its stream
+    STEP_FAILED = "step_failed"  # an error ended its step
+    RUN_ENDED = "run_ended"  # unfinished when the run ended
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A reason, and `text` for people: which stage, for example."""
+
+    reason: DropReason
+    text: str
+
+
+UNUSED = Drop(DropReason.UNUSED, "unused: no update reads it")
+STEP_FAILED = Drop(DropReason.STEP_FAILED, "an error ended its step")
+
+_Q, _D, _P = SampleStatus.QUEUED, SampleStatus.DECODING, SampleStatus.PARKED
+_F, _USED, _DROPPED = SampleStatus.FINISHED, SampleStatus.USED, SampleStatus.DROPPED
+_NEXT: dict[SampleStatus, tuple[SampleStatus, ...]] = {
+    _Q: (_D, _F, _DROPPED),
+    _D: (_Q, _P, _F, _DROPPED),
+    _P: (_Q, _D, _DROPPED),
+    _F: (_Q, _USED, _DROPPED),
+    _USED: (_Q,),
+    _DROPPED: (),
+}
+_UNFINISHED = (_Q, _D, _P)
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """A sample, its status, and why it left its first stream, if it has, or was dropped."""
+
+    sample: Sample
+    status: SampleStatus = SampleStatus.QUEUED
+    left: Drop | None = None
 
 
 class Ledger:
-    """What became of every sample of a step.
+    """Every sample that was dispatched and not yet released, and its status.
 
-    States of a sample: dispatched -> used (trained on or collected) or dropped with a reason.
-    Leaving a stream is not the end, since another stream may hold the sample: `leave` notes the
-    reason, and `settle` drops what nothing has used by then.
+    The life of a sample. A new one is queued; one from a checkpoint is queued, parked or finished.
 
-    Invariants: an id is dispatched once; `settle` accounts for every id exactly once; a sample is
-    never both used and dropped.
+    | from     | to       | when                                                           |
+    |----------|----------|----------------------------------------------------------------|
+    | queued   | decoding | a call takes it to an instance                                 |
+    | queued   | finished | it is the dataset's own answer, which is loaded                |
+    | queued   | dropped  | the run ends, or its step fails                                |
+    | decoding | parked   | its instance has stopped it, for another instance or step      |
+    | decoding | finished | it has its last token                                          |
+    | decoding | queued   | its instance died, or the tokens it was to resume from         |
+    | decoding | dropped  | its step fails                                                 |
+    | parked   | decoding | a call resumes it                                              |
+    | parked   | queued   | the instance that was to resume it died                        |
+    | parked   | dropped  | the run ends, or its step fails                                |
+    | finished | used     | an update or a collect reads it                                |
+    | finished | dropped  | its step ends and nothing has read it                          |
+    | finished | queued   | its rank died                                                  |
+    | used     | queued   | its rank died, and a later stage of the step may still read it |
 
-    Example: samples a, b are dispatched, a filter lets b go, the update reads a. Then `settle`
-    gives a as used and {b: "filter: has_spread"} as dropped.
+    Leaving a stream does not change the status, since another stream may hold the sample: `leave`
+    notes the reason, and `settle` drops what nothing has used by then. Which stage may start on a
+    sample follows from its fields, not from its status.
+
+    Invariants: an id is dispatched once; a status changes by this table alone; what has been used
+    once is used when its step ends; after `forget` each sample was used or dropped with a reason.
+
+    Example: a and b are dispatched (queued), submitted (decoding) and finished. A filter lets b go,
+    the update reads a (used). Then `settle` gives a as used, and b as dropped with the filter's
+    reason. c, long, is parked, and decodes again in the next step.
     """
 
     def __init__(self) -> None:
-        self._samples: dict[SampleId, Sample] = {}
-        self._used: dict[SampleId, Sample] = {}
-        self._reasons: dict[SampleId, str] = {}
+        self._records: dict[SampleId, SampleRecord] = {}
+        self._in_order_of_use: dict[SampleId, Sample] = {}
+        self._num_unfinished = 0
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Every sample that was dispatched, in that order."""
-        return tuple(self._samples.values())
+        """Every sample, in order of dispatch."""
+        return tuple(record.sample for record in self._records.values())
 
     @property
-    def ids(self) -> tuple[SampleId, ...]:
-        """Every sample that was dispatched, in that order."""
-        return tuple(self._samples)
+    def num_unfinished(self) -> int:
+        """Samples that are queued, decoding or parked."""
+        return self._num_unfinished
 
-    def dispatch(self, samples: Iterable[Sample]) -> None:
-        """Samples begin."""
+    def status(self, id: SampleId) -> SampleStatus:
+        """The status of a sample that was dispatched."""
+        assert id in self._records, f"sample {id} was never dispatched"
+        return self._records[id].status
+
+    def is_finished(self, id: SampleId) -> bool:
+        """Whether a sample has its last token and its tensors."""
+        return self.status(id) in (_F, _USED)
+
+    def dispatch(
+        self, samples: Iterable[Sample], status: SampleStatus = SampleStatus.QUEUED
+    ) -> None:
+        """Samples begin, or come from a checkpoint with a `status`."""
+        assert status in (_Q, _P, _F), f"no sample begins as {status.value}"
         for sample in samples:
-            assert sample.id not in self._samples, f"sample {sample.id} was dispatched twice"
-            self._samples[sample.id] = sample
+            assert sample.id not in self._records, f"sample {sample.id} was dispatched twice"
+            self._records[sample.id] = SampleRecord(sample, status)
+            self._num_unfinished += status in _UNFINISHED
+
+    def move(self, id: SampleId, status: SampleStatus) -> None:
+        """Change a sample's status; what the table does not have is a bug."""
+        before = self.status(id)
+        assert status in _NEXT[before], f"sample {id} cannot be {status.value}: {before.value}"
+        self._records[id].status = status
+        self._num_unfinished += (status in _UNFINISHED) - (before in _UNFINISHED)
+
+    def finish(self, stage: Stage, event: Finished) -> Sample:
+        """Write a finished response, made by `stage`, into its sample's metadata."""
+        self.move(event.id, _F)
+        sample = self._records[event.id].sample
+        sample.rank = event.rank
+        sample.prompt_tokens = event.prompt_tokens
+        sample.response_tokens = event.response_tokens
+        sample.spans = event.spans
+        sample.scalars["finish"] = event.finish
+        sample.tensors.update(set(stage.outputs) - set(stage.scalars))
+        return sample
+
+    def restart(self, id: SampleId) -> None:
+        """A sample begins anew; its scalars stand, since they follow from its identity too."""
+        if self.status(id) is not _Q:
+            self.move(id, _Q)
+        sample = self._records[id].sample
+        sample.rank, sample.spans = NO_RANK, ()
+        sample.tensors.clear()
 
     def use(self, samples: Iterable[Sample]) -> None:
         """An update or a collect has read these; actor and critic may read the same."""
         for sample in samples:
-            assert sample.id in self._samples, f"sample {sample.id} was never dispatched"
-            self._used[sample.id] = sample
+            if self.status(sample.id) is not _USED:
+                self.move(sample.id, _USED)
+            self._in_order_of_use[sample.id] = sample
 
-    def leave(self, samples: Iterable[Sample], reason: str) -> None:
+    def leave(self, samples: Iterable[Sample], reason: DropReason, text: str) -> None:
         """These left a stream; the first reason counts."""
         for sample in samples:
-            assert sample.id in self._samples, f"sample {sample.id} was never dispatched"
-            self._reasons.setdefault(sample.id, reason)
+            assert sample.id in self._records, f"sample {sample.id} was never dispatched"
+            record = self._records[sample.id]
+            record.left = record.left or Drop(reason, text)
 
     def settle(
-        self, unfinished: Collection[SampleId] = ()
-    ) -> tuple[list[Sample], dict[SampleId, str]]:
+        self, pending: Collection[SampleId] = ()
+    ) -> tuple[list[Sample], dict[SampleId, Drop]]:
         """Close the step: the used samples in the order of use, the dropped ones with reasons.
 
-        `unfinished` ones do neither yet: they belong to the next step.
+        `pending` ones are neither yet: they belong to a later step.
         """
+        used = list(self._in_order_of_use.values())
+        self.use(used)  # some were made anew meanwhile
         dropped = {}
-        for id, sample in self._samples.items():
-            if id not in self._used and id not in unfinished:
-                sample.dropped = dropped[id] = self._reasons.get(id, "unused: no update reads it")
-        return list(self._used.values()), dropped
+        for id, record in self._records.items():
+            if record.status is not _USED and id not in pending:
+                dropped[id] = record.left or UNUSED
+                self.drop([id], dropped[id])
+        return used, dropped
+
+    def drop(self, ids: Iterable[SampleId], reason: Drop) -> None:
+        """Nothing will use these."""
+        for id in ids:
+            self.move(id, _DROPPED)
+            self._records[id].left = reason
+
+    def forget(self, pending: Collection[SampleId] = ()) -> list[SampleId]:
+        """Forget all but the `pending`, which a later step trains on; gives what is forgotten.
+
+        What a step that failed has left is dropped.
+        """
+        gone = [id for id in self._records if id not in pending]
+        self.drop((id for id in gone if self.status(id) not in (_USED, _DROPPED)), STEP_FAILED)
+        for id in gone:
+            del self._records[id]
+        self._in_order_of_use.clear()
+        return gone
 
 
 def phase_of(stage: Stage, scope: Scope | None) -> Phase | None:
@@ -102,17 +242,17 @@ def generation_first(stages: Sequence[Stage]) -> list[Stage]:
     Nothing moves across an update, since it changes the weights.
     """
     order: list[Stage] = []
-    made: list[Stage] = []
+    makers: list[Stage] = []
     rest: list[Stage] = []
     for stage in stages:
         if isinstance(stage, PromptsStage | SourceStage) and not stage.makes_more:
-            made.append(stage)
+            makers.append(stage)
         else:
             rest.append(stage)
         if isinstance(stage, UpdateStage):
-            order += made + rest
-            made, rest = [], []
-    return order + made + rest
+            order += makers + rest
+            makers, rest = [], []
+    return order + makers + rest
 
 
 def before_take(graph: Graph) -> tuple[TakeStage | None, frozenset[str]]:
@@ -125,13 +265,13 @@ def sections(stages: Iterable[Stage]) -> list[list[Stage]]:
     """Stretches whose samples are made together: each ends with updates or before a stage that
     makes more samples for those there are.
     """
-    found: list[list[Stage]] = [[]]
+    stretches: list[list[Stage]] = [[]]
     for stage in stages:
-        trained = bool(found[-1]) and isinstance(found[-1][-1], UpdateStage)
-        if found[-1] and (stage.makes_more or (trained and not isinstance(stage, UpdateStage))):
-            found.append([])
-        found[-1].append(stage)
-    return [section for section in found if section]
+        trained = bool(stretches[-1]) and isinstance(stretches[-1][-1], UpdateStage)
+        if stretches[-1] and (stage.makes_more or (trained and not isinstance(stage, UpdateStage))):
+            stretches.append([])
+        stretches[-1].append(stage)
+    return [section for section in stretches if section]
 
 
 def with_updates_together(stages: Iterable[Stage]) -> list[Stage | list[UpdateStage]]:
@@ -180,17 +320,6 @@ def sampling_of(stage: GenerateStage, default: Sampling) -> Sampling:
     return replace(default, **{name: x for name, x in overrides.items() if x is not None})
 
 
-def record_finished(stage: Stage, sample: Sample, event: Finished) -> None:
-    """Write a finished response into the sample's metadata."""
-    assert sample.rank < 0, f"sample {sample.id} finished twice"
-    sample.rank = event.rank
-    sample.prompt_tokens = event.prompt_tokens
-    sample.response_tokens = event.response_tokens
-    sample.spans = event.spans
-    sample.scalars["finish"] = event.finish
-    sample.tensors.update(set(stage.outputs) - set(stage.scalars))
-
-
 def record_computed(stage: Stage, samples: dict[SampleId, Sample], event: Computed) -> None:
     """Write what a per-sample stage has made into the metadata of `event.ids`."""
     assert event.stage == stage.name, f"an event of {event.stage!r} while {stage.name!r} runs"
@@ -206,7 +335,7 @@ def record_computed(stage: Stage, samples: dict[SampleId, Sample], event: Comput
 
 def groups(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Samples by prompt, prompts and samples in the order they come."""
-    found: dict[int, list[Sample]] = {}
+    by_prompt: dict[int, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(sample.id.prompt, []).append(sample)
-    return list(found.values())
+        by_prompt.setdefault(sample.id.prompt, []).append(sample)
+    return list(by_prompt.values())

@@ -7,8 +7,8 @@ and in which order; so a resumed run dispatches as the uninterrupted one.
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -202,7 +202,7 @@ class LearnedRanker:
         named += [(1, token, place, 0) for place, token in enumerate(tail)]
         named += [(2, token, place, bucket) for place, token in enumerate(tail)]
         named += [(3, token, before, 0) for token, before in pairwise(tail)]
-        return sorted({_mix(parts) % self.num_features for parts in named}), size
+        return sorted({_mix(feature) % self.num_features for feature in named}), size
 
     def _rows(self, seen: Sequence[tuple[list[int], float, float]]) -> np.ndarray:
         """[prompts, features + 2]: hashed ones, log length, 1."""
@@ -213,11 +213,11 @@ class LearnedRanker:
         return rows
 
 
-def _mix(parts: Sequence[int]) -> int:
+def _mix(numbers: Sequence[int]) -> int:
     """A hash that is the same in every process and version, unlike Python's own."""
     mixed = 0
-    for part in parts:
-        mixed = ((mixed ^ part) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & (2**64 - 1)
+    for number in numbers:
+        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & (2**64 - 1)
         mixed ^= mixed >> 29
     return mixed
 
@@ -253,6 +253,18 @@ class Forecast:
         """Go on from `state`."""
         self._steps.clear()
         self._steps.extend(list(step) for step in state["steps"])
+
+
+@dataclass(kw_only=True)
+class LengthModel:
+    """What a schedule learns of lengths over its steps; it changes when and where, never what.
+
+    `key_of` gives what `ranker` may know of a prompt.
+    """
+
+    key_of: Callable[[Any], PromptKey]
+    ranker: LengthRanker = field(default_factory=RunningRanker)
+    forecast: Forecast = field(default_factory=Forecast)
 
 
 def dispatch(

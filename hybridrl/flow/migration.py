@@ -1,4 +1,4 @@
-"""When to gather the long tail: the migration threshold from a small model of a step.
+"""When the long tail migrates: the migration threshold from a small model of a step.
 
 RLHFuse (arXiv 2409.13221, section 4): once few samples are left they move to few instances, and
 the freed ones run the forward-only stages of the samples that are done. Too soon and the gathered
@@ -16,15 +16,18 @@ _EXACT = 64  # every threshold up to here is tried; above it 64 of each further 
 
 
 class MigrationPlan(NamedTuple):
-    """When to gather the tail, and how densely; (0, 0) is never."""
+    """When the tail migrates, and how densely; (0, 0) is never."""
 
     threshold: int
-    """Unfinished samples at which it is gathered."""
+    """Unfinished samples at which it migrates."""
     cap: int
     """Most samples that an instance keeps."""
 
 
-def best_gathering(
+NO_MIGRATION = MigrationPlan(0, 0)
+
+
+def best_migration_plan(
     lengths: Sequence[int],
     num_instances: int,
     costs: Costs,
@@ -33,24 +36,24 @@ def best_gathering(
     prompt_tokens: float = 0.0,
     threshold: int | None = None,
 ) -> MigrationPlan:
-    """When and how densely to gather, so that generation and inference end soonest.
+    """When and how densely the tail migrates, so that generation and inference end soonest.
 
     RLHFuse keeps a decode step flat (`Costs.flat_rows`); that is the smallest cap tried, and its
     doublings up to `max_held` (samples that an instance has memory for) the others, since where
     rows are not free a slower tail may still pay for a freed instance. (0, 0) when nothing is
     sooner than inference after all samples are done. Of equal choices the smallest threshold, then
-    the smallest cap. A given `threshold` is taken as it is, and only the cap chosen. The other
+    the smallest cap. With `threshold` only the cap is chosen. The other
     parameters as in `expected_seconds`.
     """
     if num_instances < 2 or len(lengths) < 2 or threshold == 0:
-        return MigrationPlan(0, 0)
+        return NO_MIGRATION
     tail = prompt_tokens + max(lengths)
     caps = [min(max_held, costs.flat_rows(cached_per_row=tail))]
     while caps[-1] < max_held:
         caps.append(min(max_held, 2 * caps[-1]))
     model = (num_instances, costs, inference_s_per_token)
     least = serial_seconds(lengths, *model, prompt_tokens) * (1 - 1e-9)
-    blocks, best = _blocks(len(lengths)), MigrationPlan(0, 0)
+    blocks, best = _blocks(len(lengths)), NO_MIGRATION
     if threshold is not None:
         least, blocks = np.inf, [np.array([min(threshold, len(lengths) - 1)])]
     for tried in blocks:
@@ -124,19 +127,19 @@ def expected_seconds(
     gathered = alive[start:] <= tried[:, None]
     decoding = np.where(gathered, keepers[:, None], num_instances)
     taken, left = np.zeros(len(tried)), np.zeros(len(tried))
-    for part, on in (
+    for span, on in (
         (slice(start), np.full((1, start), num_instances)),
         (slice(start, num), decoding),
     ):
-        rows = np.maximum(1.0, alive[part] / on)
-        seconds = steps[part] * (
-            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[part])
+        rows = np.maximum(1.0, alive[span] / on)
+        seconds = steps[span] * (
+            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[span])
         )
-        if part.start:
+        if span.start:
             moving = _moving(tried, keepers, tokens, num_instances, costs)
             seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
-        capacity = seconds * (num_instances - np.minimum(on, alive[part]))
-        work = inference_s_per_token * (done[part] + prompt_tokens)
+        capacity = seconds * (num_instances - np.minimum(on, alive[span]))
+        work = inference_s_per_token * (done[span] + prompt_tokens)
         left = _left(left, work, capacity)
         taken = taken + seconds.sum(axis=1)
     return np.asarray(taken + left / num_instances)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+NO_RANK = -1  # of a sample that is not finished
+
 
 class SampleId(NamedTuple):
     """Identity of a sample, fixed by prompt position and never by time.
@@ -44,20 +46,19 @@ class TokenSpan:
 class Sample:
     """Metadata of one sample. Tensors stay on `rank`; only scalars travel to the driver.
 
-    `scalars` holds numbers and short strings by field name (`reward`, `advantage`, `finish`, ...);
-    `tensors` names the fields that exist on the sample's rank (`tokens`, `log_probs`, ...). What a
-    stage may start on is decided by these two. A sample leaves exactly once: trained, or with
-    `dropped` set to the reason.
+    `rank` is that of a finished sample. `scalars` holds numbers and short strings by field name
+    (`reward`, `advantage`, `finish`, ...); `tensors` names the fields that exist on the sample's
+    rank (`tokens`, `log_probs`, ...). These two decide which stages may start on it. Its status is
+    in the `Ledger`.
     """
 
     id: SampleId
-    rank: int = -1
+    rank: int = NO_RANK
     prompt_tokens: int = 0
     response_tokens: int = 0
     spans: tuple[TokenSpan, ...] = ()
     scalars: dict[str, float | int | str] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
-    dropped: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, which `from_json` takes back."""
@@ -66,9 +67,15 @@ class Sample:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Sample":
         """A sample as it was written."""
-        spans = tuple(TokenSpan(**span) for span in values["spans"])
-        made = {"id": SampleId(*values["id"]), "spans": spans, "tensors": set(values["tensors"])}
-        return cls(**{**values, **made})
+        return cls(
+            id=SampleId(*values["id"]),
+            rank=values["rank"],
+            prompt_tokens=values["prompt_tokens"],
+            response_tokens=values["response_tokens"],
+            spans=tuple(TokenSpan(**span) for span in values["spans"]),
+            scalars=dict(values["scalars"]),
+            tensors=set(values["tensors"]),
+        )
 
     @property
     def tokens(self) -> int:

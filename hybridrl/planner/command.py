@@ -73,18 +73,18 @@ class Measured:
     has_costs: bool
 
 
-def run(args: Sequence[str], tell: Progress) -> Printed:
+def run(args: Sequence[str], on_progress: Progress) -> Printed:
     """The table (a header, then lines), remarks below it, and all of it for a program.
 
-    `tell` hears how many replays of how many are done. Raises `ConfigError`.
+    `on_progress` gets the replays that are done, and how many there are. Raises `ConfigError`.
     """
     if "--paper" in args:
         if len(args) > 1:
             raise ConfigError("--paper", " ".join(args), "nothing else")
-        compared = published.rlhfuse(tell)
+        compared = published.rlhfuse(on_progress)
         return paper_table(compared), paper_remarks(), {"rlhfuse": [asdict(c) for c in compared]}
     setting, measured = read_setting(args)
-    outcomes = what_if(setting, tell)
+    outcomes = what_if(setting, on_progress)
     return table(outcomes), remarks(setting, measured), record(setting, outcomes, measured)
 
 

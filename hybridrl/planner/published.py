@@ -49,12 +49,12 @@ class Compared:
     """Share of the batch that is left where the tail is gathered."""
 
 
-def rlhfuse(tell: Callable[[int, int], None] = lambda done, of: None) -> list[Compared]:
-    """Every pair, limit and share; `tell` hears how many are done."""
+def rlhfuse(on_progress: Callable[[int, int], None] = lambda done, of: None) -> list[Compared]:
+    """Every pair, limit and share; `on_progress` gets the cases done, and how many there are."""
     cases = [(pair, limit) for pair in PAIRS for limit in LIMITS]
     found = []
     for done, ((actor, critic), limit) in enumerate(cases, 1):
-        tell(done, len(cases))
+        on_progress(done, len(cases))
         setting = paper_setting(actor, critic, limit)
         for share in SHARES:
             found.append(_compare(setting, actor, critic, limit, share))

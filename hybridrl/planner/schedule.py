@@ -12,10 +12,10 @@ from hybridrl.config import ConfigError
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, PromptsStage, Stage, UpdateStage
-from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
+from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.partial import PartialSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -89,18 +89,18 @@ class Outcome:
 
 
 def what_if(
-    setting: Setting, tell: Callable[[int, int], None] = lambda done, of: None
+    setting: Setting, on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Outcome]:
     """Every schedule; fused without gathering, as the model chooses, and at the best threshold.
 
     The best is found by trying: powers of two and halves between them, and what the model chose.
-    `tell` hears how many replays of how many are done.
+    `on_progress` gets the replays that are done, and how many there are.
     """
     fused = replay(setting, "fused", None)
     tried = sorted({0, *_thresholds(setting.num_samples), fused.threshold or 0})
     outcomes = []
     for done, threshold in enumerate(tried, 1):
-        tell(done, len(tried) + 3)
+        on_progress(done, len(tried) + 3)
         outcomes.append(replay(setting, "fused", threshold))
     best = min(outcomes, key=lambda outcome: outcome.front_s)
     named = [
@@ -206,7 +206,7 @@ def _schedule(
         return SerialSchedule(graph, executor, prompts, settings)
     tokens_of = setting.workload.prompt_tokens_of
     limits = RoundLimits(max_held=setting.max_held, chunk_tokens=setting.chunk_tokens)
-    knowledge = LengthModel(key_of=lambda p: PromptKey(p, "", range(tokens_of(p))))
+    length_model = LengthModel(key_of=lambda p: PromptKey(p, "", range(tokens_of(p))))
     if name == "fused":
         return FusedSchedule(
             graph,
@@ -214,7 +214,7 @@ def _schedule(
             prompts,
             settings,
             limits=limits,
-            knowledge=knowledge,
+            length_model=length_model,
             migration_threshold=threshold,
         )
     return PartialSchedule(
@@ -223,7 +223,7 @@ def _schedule(
         prompts,
         settings,
         limits=limits,
-        knowledge=knowledge,
+        length_model=length_model,
         over_provision=setting.over_provision,
         max_staleness=setting.max_staleness,
     )

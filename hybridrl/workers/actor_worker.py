@@ -27,7 +27,7 @@ from hybridrl.workers.base_worker import BaseWorker, Reply, TimeSpan
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.dispatch import Dispatch, dispatch
-from hybridrl.workers.pending_samples import Carry, load_carried, save_carried
+from hybridrl.workers.pending_samples import PendingRecord, load_pending, save_pending
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.roles import Verifier, run_map
 from hybridrl.workers.scorers import ReferenceScorer
@@ -294,17 +294,17 @@ class ActorWorker(BaseWorker):
     # -- checkpoints -------------------------------------------------------------------------
 
     @dispatch(Dispatch.PER_RANK)
-    def save_carried(self, path: str, carries: tuple[Carry, ...]) -> Reply:
+    def save_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply:
         """Write what a step has left to the next one: this rank's share."""
         with self._span("save"):
-            save_carried(Path(path), self.rank, carries, self.store, self.data_plane)
+            save_pending(Path(path), self.rank, share, self.store, self.data_plane)
         return self._reply(None)
 
     @dispatch(Dispatch.PER_RANK)
-    def load_carried(self, path: str, carries: tuple[Carry, ...]) -> Reply:
+    def load_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply:
         """Take up what a step has left to this one; answers with a reference to what is parked."""
         with self._span("load"):
-            parked = load_carried(Path(path), carries, self.store, self.actor)
+            parked = load_pending(Path(path), share, self.store, self.actor)
         return self._reply(self.data_plane.put(parked) if parked else None)
 
     def _kept(self, role: str) -> distributed.Tensors:

@@ -1,4 +1,4 @@
-"""Samples that a step has left to the next one, written by the ranks that have them."""
+"""Checkpoints of pending samples, written by the ranks that have their tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -17,11 +17,11 @@ from hybridrl.workers.store import SampleStore, StoredSample
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
-    """One sample that a rank has to write or to take up: its identity, and what it came from.
+class PendingRecord:
+    """One pending sample in a rank's share, to be written or loaded.
 
-    `sampling` of one that is parked, whose tokens so far are behind `reference`; None of one that
-    is finished. To take it up, no reference is needed.
+    `sampling` is None for a finished sample. `reference` leads to the tokens of a parked one;
+    loading needs none.
     """
 
     id: SampleId
@@ -30,48 +30,50 @@ class Carry:
     reference: Any = None
 
 
-def save_carried(
-    folder: Path, rank: int, carries: Sequence[Carry], store: SampleStore, plane: DataPlane
+def save_pending(
+    folder: Path, rank: int, share: Sequence[PendingRecord], store: SampleStore, plane: DataPlane
 ) -> None:
     """Write a rank's share. Keys and values are left out: they are computed again.
 
     Raises OSError with the file's path.
     """
-    references = {id(c.reference): c.reference for c in carries if c.reference is not None}
-    parked = {key: s for part in plane.get(list(references.values())) for key, s in part.items()}
-    found = [
-        _parked_record(parked[carry.id])
-        if carry.reference is not None
-        else _record(store, carry.id)
-        for carry in carries
+    references = {id(c.reference): c.reference for c in share if c.reference is not None}
+    parked = {
+        key: s for samples in plane.get(list(references.values())) for key, s in samples.items()
+    }
+    records = [
+        _parked_record(parked[pending.id])
+        if pending.reference is not None
+        else _record(store, pending.id)
+        for pending in share
     ]
     file = folder / f"samples_{rank}.pt"
     try:
-        torch.save(found, file)
+        torch.save(records, file)
         note_sum(file)
     except RuntimeError as error:  # a full disk
         raise OSError(0, f"the checkpoint could not be written: {error}", str(file)) from error
 
 
-def load_carried(
-    folder: Path, carries: Iterable[Carry], store: SampleStore, actor: Actor
+def load_pending(
+    folder: Path, share: Iterable[PendingRecord], store: SampleStore, actor: Actor
 ) -> dict[SampleId, ParkedSample]:
-    """Take up a rank's share: finished samples go into the store; answers with the parked ones."""
+    """Load a rank's share: finished samples go into the store; gives the parked ones."""
     files = sorted(folder.glob("samples_*.pt"))
-    found = {
+    records = {
         SampleId(*record["id"]): record
         for file in files
         for record in torch.load(file, weights_only=True)
     }
     parked = {}
-    for carry in carries:
-        record = found[carry.id]
-        if carry.sampling is None:
-            made = StoredSample(record["response_tokens"], carry.item, record["tensors"])
-            store.add(carry.id, made)
+    for pending in share:
+        record = records[pending.id]
+        if pending.sampling is None:
+            sample = StoredSample(record["response_tokens"], pending.item, record["tensors"])
+            store.add(pending.id, sample)
         else:
-            request = actor.request(carry.id, carry.item, carry.sampling, record["shares"])
-            parked[carry.id] = _as_parked(request, carry.item, record)
+            request = actor.request(pending.id, pending.item, pending.sampling, record["shares"])
+            parked[pending.id] = _as_parked(request, pending.item, record)
     return parked
 
 
@@ -95,5 +97,5 @@ def _parked_record(sample: ParkedSample) -> dict[str, Any]:
 
 
 def _as_parked(request: Request, item: Any, record: Mapping[str, Any]) -> ParkedSample:
-    made = replace(request, response_ids=record["response_ids"], log_probs=record["log_probs"])
-    return ParkedSample(made, item, tuple(TokenSpan(*span) for span in record["spans"]))
+    request = replace(request, response_ids=record["response_ids"], log_probs=record["log_probs"])
+    return ParkedSample(request, item, tuple(TokenSpan(*span) for span in record["spans"]))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from hybridrl.flow import Flow, SampleId, recipe
 from hybridrl.flow.executor import Sampling, Scope
-from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.ledger import SampleStatus
+from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
+from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_round import RoundLimits, gather
 from hybridrl.flow.schedules.readiness import early_stages
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -93,7 +94,7 @@ def make(
         stream,
         settings,
         limits=RoundLimits(max_held=max_held, chunk_tokens=chunk),
-        knowledge=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
+        length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         migration_threshold=threshold,
     )
 
@@ -169,7 +170,13 @@ def check(
         )  # fmt: skip
         results, error = [], None
         try:
-            results = [outcome(schedule.run_step(step)) for step in range(2)]
+            for step in range(2):
+                result = schedule.run_step(step)
+                statuses = {id: schedule._ledger.status(id) for id in result.dropped}
+                statuses |= {s.id: schedule._ledger.status(s.id) for s in result.samples}
+                assert statuses.keys() == {s.id for s in result.dispatched}
+                assert {*statuses.values()} <= {SampleStatus.USED, SampleStatus.DROPPED}
+                results.append(outcome(result))
         except ValueError as raised:  # the take gave up, and says why
             error = str(raised)
         except RuntimeError:  # in stages that wait for the whole batch: behind a take or a merge
@@ -177,6 +184,7 @@ def check(
             assert len(executor.alive) < num_instances[True]
             return
         schedule.release()
+        assert schedule._ledger.samples == ()
         submitted = [id for _, submit in executor.submits for id in submit.ids]
         assert not executor.parked
         assert executor.stale_resumes == 0

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.flow.costs import Costs
-from hybridrl.flow.migration import MigrationPlan, best_gathering, expected_seconds, serial_seconds
+from hybridrl.flow.migration import (
+    MigrationPlan,
+    best_migration_plan,
+    expected_seconds,
+    serial_seconds,
+)
 
 
 def simulate(
@@ -86,7 +91,7 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     }
     found = expected_seconds(lengths, *model, *zip(*simulated, strict=True), prompt)
     assert found.tolist() == pytest.approx([*simulated.values()], rel=1e-6)
-    best = best_gathering(lengths, *model, max_held, prompt)
+    best = best_migration_plan(lengths, *model, max_held, prompt)
     serial = serial_seconds(lengths, *model, prompt)
     least = min(simulated.values())
     if best.threshold:
@@ -96,7 +101,7 @@ def test_seconds_and_choice_are_those_of_the_simulation(
         assert best == (0, 0)
         assert least >= serial * (1 - 1e-6)
     for n in thresholds:
-        fixed = best_gathering(lengths, *model, max_held, prompt, threshold=n)
+        fixed = best_migration_plan(lengths, *model, max_held, prompt, threshold=n)
         assert fixed.threshold == n
         assert simulated[fixed] <= min(simulated[n, cap] for cap in caps) * (1 + 1e-6)
 
@@ -107,33 +112,35 @@ NEVER = MigrationPlan(0, 0)
 
 @given(num=st.integers(0, 40), length=st.integers(0, 50), num_instances=st.integers(1, 8))
 def test_equal_lengths_leave_nothing_to_gather(num: int, length: int, num_instances: int) -> None:
-    assert best_gathering([length] * num, num_instances, COSTS, 1e-3, 8, 10) == NEVER
+    assert best_migration_plan([length] * num, num_instances, COSTS, 1e-3, 8, 10) == NEVER
 
 
 @given(lengths=st.lists(st.integers(0, 500), max_size=40))
 def test_one_instance_gathers_nothing(lengths: list[int]) -> None:
-    assert best_gathering(lengths, 1, COSTS, 1e-3, 64, 10) == NEVER
+    assert best_migration_plan(lengths, 1, COSTS, 1e-3, 64, 10) == NEVER
 
 
 @given(num=st.integers(2, 100), num_instances=st.integers(2, 8), times=st.integers(2, 100))
 def test_one_long_response_is_gathered(num: int, num_instances: int, times: int) -> None:
     lengths = [20] * (num - 1) + [20 * times]
-    assert best_gathering(lengths, num_instances, COSTS, 1e-4, 64, 10).threshold >= 1
+    assert best_migration_plan(lengths, num_instances, COSTS, 1e-4, 64, 10).threshold >= 1
 
 
 def test_without_inference_there_is_nothing_to_gain() -> None:
-    assert best_gathering([1, 2, 3, 400], 4, COSTS, 0.0, 64, 10) == NEVER
+    assert best_migration_plan([1, 2, 3, 400], 4, COSTS, 0.0, 64, 10) == NEVER
 
 
 def test_a_batch_is_as_dense_as_it_pays() -> None:
     """Sixteen long ones on four instances: flat rows first, denser where inference is worth it."""
     lengths = [5] * 200 + [100] * 16
     cheap = Costs(step_s=0.01, row_s=1e-5)
-    assert best_gathering(lengths, 4, cheap, 2e-3, 64) == (16, 64), "as many as ride along for free"
+    assert best_migration_plan(lengths, 4, cheap, 2e-3, 64) == (16, 64), (
+        "as many as ride along for free"
+    )
     dear = Costs(step_s=0.01, row_s=3e-3)
     assert dear.flat_rows() == 2
-    assert best_gathering(lengths, 4, dear, 1e-6, 64) == NEVER, "spread they are soonest done"
-    gathered = best_gathering(lengths, 4, dear, 1e-2, 64)
+    assert best_migration_plan(lengths, 4, dear, 1e-6, 64) == NEVER, "spread they are soonest done"
+    gathered = best_migration_plan(lengths, 4, dear, 1e-2, 64)
     assert (gathered.threshold, gathered.cap) == (16, 8), "slower steps, but two instances freed"
 
 
@@ -142,15 +149,15 @@ def test_two_instances_with_dear_rows_still_free_one() -> None:
     costs = Costs(step_s=2e-3, row_s=6e-4, prefill_token_s=1e-4, call_s=3e-3)
     assert costs.flat_rows() < 4
     lengths = [20] * 56 + [300] * 8
-    best = best_gathering(lengths, 2, costs, 1e-3, 256, 10)
+    best = best_migration_plan(lengths, 2, costs, 1e-3, 256, 10)
     assert best.threshold == 8
     assert best.cap >= 8
 
 
 def test_memory_bounds_what_an_instance_keeps() -> None:
     lengths = [5] * 200 + [100] * 16
-    assert best_gathering(lengths, 4, Costs(step_s=0.01), 2e-3, 16) == (16, 16)
-    assert best_gathering(lengths, 4, Costs(step_s=0.01), 2e-3, 4).cap <= 4
+    assert best_migration_plan(lengths, 4, Costs(step_s=0.01), 2e-3, 16) == (16, 16)
+    assert best_migration_plan(lengths, 4, Costs(step_s=0.01), 2e-3, 4).cap <= 4
 
 
 def test_a_thousand_samples_take_milliseconds() -> None:
@@ -159,7 +166,7 @@ def test_a_thousand_samples_take_milliseconds() -> None:
     took = []
     for _ in range(5):
         start = time.perf_counter()
-        best = best_gathering(lengths, 64, COSTS, 1e-3, 256, 100)
+        best = best_migration_plan(lengths, 64, COSTS, 1e-3, 256, 100)
         took.append(time.perf_counter() - start)
     assert 0 < best.threshold < 1024
     # 13 ms on one core of a quiet machine; the room is for a busy one.

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
 from hybridrl.flow.executor import Sampling
-from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.ledger import SampleStatus
+from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import LengthModel
 from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.partial import ENDED, PartialSchedule, check_partial
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -51,7 +51,7 @@ def make(
             prompts_per_step=prompts,
         ),
         limits=RoundLimits(max_held=held, chunk_tokens=50, stale_kv=stale_kv),
-        knowledge=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
+        length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         over_provision=over,
         max_staleness=staleness,
     )
@@ -87,6 +87,18 @@ cases = given(
 )
 
 
+def assert_settled(schedule, result):
+    """Every sample of the step is used, or dropped with a reason; pending ones are neither."""
+    status_of = schedule._ledger.status
+    assert all(status_of(sample.id) is SampleStatus.USED for sample in result.samples)
+    assert all(
+        status_of(id) is SampleStatus.DROPPED and drop.text for id, drop in result.dropped.items()
+    )
+    pending = {s.id for s in schedule._ledger.samples} - {s.id for s in result.dispatched}
+    waits = (SampleStatus.QUEUED, SampleStatus.PARKED, SampleStatus.FINISHED)
+    assert all(status_of(id) in waits for id in pending)
+
+
 def check(
     virtual_executor, seed, num_instances, decode_steps, k, prompts, staleness, extra, held,
     stale_kv, kind, lengths, rewards, finishes, hangs, deaths,
@@ -119,6 +131,7 @@ def check(
         assert not set(used) & set(dropped)
         assert used == sorted(used)
         assert sorted(used + dropped) == sorted(s.id for s in result.dispatched)
+        assert_settled(schedule, result)
         left += used + dropped
         assert result.metrics["samples/staleness"] <= staleness
         if kind != "take":
@@ -133,6 +146,7 @@ def check(
         event("some are of two versions" if any(len(s.spans) > 1 for s in result.samples) else "-")
     unfinished = schedule.close()
     assert set(unfinished.values()) <= {ENDED}
+    assert schedule._ledger.samples == ()
     left += unfinished
     submitted = {id for _, submit in executor.submits for id in submit.ids}
     assert len(left) == len(set(left))
@@ -191,13 +205,13 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
             schedule.run_step(step)
             if resumes:
                 schedule.release()
-                state, before = json.loads(json.dumps(schedule.state_dict())), schedule.carried()
+                state, before = json.loads(json.dumps(schedule.state_dict())), schedule.pending()
                 pulled = next(schedule.prompts)[0]
                 schedule = make(executor, cfg, **settings, first_prompt=pulled)
                 schedule.load_state_dict(
                     state, prompt_at=lambda i: f"prompt {i}", num_ranks=num_instances
                 )
-                after = schedule.carried()
+                after = schedule.pending()
                 assert [replace(c, parked=None) for c in after] == [
                     replace(c, parked=None) for c in before
                 ]
@@ -310,7 +324,7 @@ def test_recipes_that_cannot_be_parked_are_refused(virtual_executor, kind, messa
         PartialSchedule(
             flow.graph, virtual_executor(), iter(()),
             StepSettings(sampling=Sampling(4), decode_steps=1, prompts_per_step=1),
-            limits=RoundLimits(max_held=1, chunk_tokens=1), knowledge=LengthModel(key_of=str),
+            limits=RoundLimits(max_held=1, chunk_tokens=1), length_model=LengthModel(key_of=str),
             over_provision=1.0, max_staleness=1,
         )  # fmt: skip
 

@@ -186,7 +186,9 @@ def test_remax(virtual_executor):
     temperatures = {s.ids[0].branch: s.sampling.temperature for _, s in executor.submits}
     assert temperatures == {"": 1.0, "greedy": 0.0}
     assert {id.branch for id in result.dropped} == {"greedy"}
-    assert set(result.dropped.values()) == {"join: lent its scalars to join_greedy"}
+    assert {drop.text for drop in result.dropped.values()} == {
+        "join: lent its scalars to join_greedy"
+    }
     by_prompt = {id.prompt: executor.reward_of(id)[0] for id in result.dropped}
     for sample in result.samples:
         reward = executor.reward_of(sample.id)[0]
@@ -213,7 +215,7 @@ def test_dapo_takes_the_first_groups_that_pass(virtual_executor):
     result = run(dapo.build(None), executor)
     assert sorted({s.id.prompt for s in result.samples}) == [1, 4, 7, 10]
     assert result.metrics["samples/prompts"] == 12
-    assert set(result.dropped.values()) == {"filter: has_spread"}
+    assert {drop.text for drop in result.dropped.values()} == {"filter: has_spread"}
 
 
 @recipe("more_of_the_hard")
@@ -387,4 +389,4 @@ def test_evaluation_collects_without_training(virtual_executor):
     result = run(evaluate.build(None), executor)
     assert len(result.samples) == 4
     assert not executor.updates
-    assert all(s.dropped is None and s.id.branch == "eval" for s in result.samples)
+    assert all(s.id.branch == "eval" for s in result.samples)

@@ -314,8 +314,8 @@ def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
 
 
 def test_what_if_tries_every_schedule() -> None:
-    told: list[tuple[int, int]] = []
-    found = what_if(setting(), lambda done, of: told.append((done, of)))
+    progress: list[tuple[int, int]] = []
+    found = what_if(setting(), lambda done, of: progress.append((done, of)))
     assert [outcome.schedule.split(",")[0] for outcome in found] == ["serial"] + ["fused"] * 3 + [
         "partial"
     ]
@@ -323,8 +323,8 @@ def test_what_if_tries_every_schedule() -> None:
     assert best.front_s <= min(never.front_s, found[0].front_s) + 1e-9
     assert never.threshold == 0
     assert chosen.threshold is not None
-    assert told[0][0] == 1
-    assert told[-1][0] < told[-1][1]
+    assert progress[0][0] == 1
+    assert progress[-1][0] < progress[-1][1]
 
 
 def test_a_verifier_stands_in_where_no_model_judges() -> None:

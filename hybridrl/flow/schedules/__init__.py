@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import Sample, SampleId
 
 
@@ -27,6 +28,6 @@ class StepResult:
     step: int
     samples: tuple[Sample, ...]
     dispatched: tuple[Sample, ...]
-    dropped: dict[SampleId, str]
+    dropped: dict[SampleId, Drop]
     metrics: dict[str, float]
     spans: tuple[StageSpan, ...]

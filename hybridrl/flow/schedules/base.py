@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, final
 
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.costs import CostMeter
@@ -30,6 +30,8 @@ from hybridrl.flow.graph import (
     UpdateStage,
 )
 from hybridrl.flow.ledger import (
+    Drop,
+    DropReason,
     Ledger,
     before_take,
     generation_first,
@@ -43,7 +45,6 @@ from hybridrl.flow.ledger import (
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
 
-ABORTED = "aborted by the rollout engine"
 Prompt = tuple[int, Any]  # position in the run's prompt stream, and what schedules do not look into
 Batch = dict[str, list[Sample]]  # the samples that have left each stage, in training order
 
@@ -62,7 +63,7 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class PendingSample:
-    """A sample that the next step goes on with: its tensors on `rank`, or what was parked of it.
+    """A sample for a later step: its tensors are on `rank`, or its tokens in `parked`.
 
     `prompt` and `sampling` are those of its `Submit`.
     """
@@ -98,7 +99,7 @@ class Schedule(ABC):
         self._take, self._in_rounds = before_take(graph)
         self._ledger = Ledger()
         self._steps_done = 0
-        self._begin(0)
+        self._clear(0)
 
     def run_step(self, step: int) -> StepResult:
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
@@ -108,11 +109,11 @@ class Schedule(ABC):
         dies while a stage runs that waits for the whole batch.
         """
         self.release()
-        self._begin(step)
+        self._begin_step(step)
         batch = self._run_rounds() if self._take else self._pull(self.settings.prompts_per_step)
         self._run_stages([s for s in self._order if s.name not in batch], batch)
-        unfinished = self._unfinished()
-        used, dropped = self._ledger.settle(unfinished)
+        pending = self._pending_ids()
+        used, dropped = self._ledger.settle(pending)
         self._steps_done += 1
         if self._train_costs:  # of every role that the step trains
             seconds, tokens = zip(*self._train_costs, strict=True)
@@ -120,7 +121,7 @@ class Schedule(ABC):
         return StepResult(
             step,
             tuple(used),
-            tuple(s for s in self._ledger.samples if s.id not in unfinished),
+            tuple(s for s in self._ledger.samples if s.id not in pending),
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
@@ -128,15 +129,10 @@ class Schedule(ABC):
 
     def release(self) -> None:
         """Let the ranks forget the last step's samples; the next step does it by itself."""
-        unfinished = self._unfinished()
-        left = [id for id in self._ledger.ids if id not in unfinished]
-        if left:
-            self.executor.release(left)
-        carried = [sample for sample in self._ledger.samples if sample.id in unfinished]
-        self._ledger = Ledger()
-        self._ledger.dispatch(carried)
+        if gone := self._ledger.forget(self._pending_ids()):
+            self.executor.release(gone)
 
-    def close(self) -> dict[SampleId, str]:
+    def close(self) -> dict[SampleId, Drop]:
         """End the run: release everything; gives what was still unfinished, with the reason."""
         self.release()
         return {}
@@ -150,33 +146,39 @@ class Schedule(ABC):
     ) -> None:
         """Go on from there, before the first step. The prompts must be where they were.
 
-        `prompt_at` gives the prompt at a position. Of what is `carried` then, the tensors must come
-        to be on its rank, one of `num_ranks`, or where `restore_parked` is told.
+        `prompt_at` gives the prompt at a position. The tensors of the samples that are `pending`
+        then must be on their ranks, `num_ranks` in all, or where `restore_parked` says.
         """
         self._steps_done = state["steps_done"]
         self.meter.load_state_dict(state["meter"])
 
-    def carried(self) -> tuple[PendingSample, ...]:
-        """Samples of which there is something that `state_dict` does not have: tensors."""
+    def pending(self) -> tuple[PendingSample, ...]:
+        """Samples for a later step that have tensors, which `state_dict` does not hold."""
         return ()
 
     def restore_parked(self, state: Any) -> None:
-        """After `load_state_dict`: all that is parked is behind `state` (`Parked.state`)."""
+        """After `load_state_dict`: `state` refers to all parked tokens (`Parked.state`)."""
         raise AssertionError("nothing is parked")
 
-    def _unfinished(self) -> Collection[SampleId]:
-        """Samples that the next step goes on with."""
+    def _pending_ids(self) -> Collection[SampleId]:
+        """Samples that a later step trains on."""
         return ()
 
     # -- prompts and rounds --------------------------------------------------------------------
 
-    def _begin(self, step: int) -> None:
+    @final
+    def _clear(self, step: int) -> None:
+        """Nothing of `step` has run yet. The constructor calls it, so no subclass overrides it."""
         self._step = step
         self._spans: list[StageSpan] = []
         self._metrics: dict[str, float] = {}
         self._phase: Phase | None = None
         self._pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
+
+    def _begin_step(self, step: int) -> None:
+        """A step begins; a subclass resets here what it counts or keeps for one step."""
+        self._clear(step)
 
     def _pull(self, num: int) -> Batch:
         """The next prompts; a round's batch begins with none but them."""
@@ -210,8 +212,9 @@ class Schedule(ABC):
                 f"max_rounds={take.max_rounds} rounds, wanted {wanted}; raise max_rounds or "
                 "round_prompts, or loosen the filter before it"
             )
+        past = f"take: past the first {wanted} groups of {take.name}"
         for group in passed[wanted:]:
-            self._ledger.leave(group, f"take: past the first {wanted} groups of {take.name}")
+            self._ledger.leave(group, DropReason.TAKE, past)
         merged[take.name] = [sample for group in passed[:wanted] for sample in group]
         self._pulled = all_pulled
         return merged
@@ -260,15 +263,15 @@ class Schedule(ABC):
         """Dispatch the samples that a stage makes: prompts with one or more each."""
         (upstream,) = stage.upstream
         numbers = wanted(stage, (position for position, _ in pulled), batch[upstream])
-        made = new_samples(stage, numbers)
-        self._ledger.dispatch(sample for group in made for sample in group)
-        return [(prompt, group) for prompt, group in zip(pulled, made, strict=True) if group]
+        dispatched = new_samples(stage, numbers)
+        self._ledger.dispatch(sample for group in dispatched for sample in group)
+        return [(prompt, group) for prompt, group in zip(pulled, dispatched, strict=True) if group]
 
     def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
         """Those that the engine has finished; aborted ones leave."""
         samples = list(samples)
         aborted = [s for s in samples if s.scalars["finish"] == "abort"]
-        self._ledger.leave(aborted, ABORTED)
+        self._ledger.leave(aborted, DropReason.ABORTED, "aborted by the rollout engine")
         return [s for s in samples if s.scalars["finish"] != "abort"]
 
     def _compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
@@ -335,7 +338,7 @@ class Schedule(ABC):
                 self._metrics[f"{stage.role}/{name}"] = value
 
     def _wait(self) -> list[Event]:
-        return telling_events(self.executor)
+        return next_events(self.executor)
 
     # -- the record ----------------------------------------------------------------------------
 
@@ -357,7 +360,7 @@ class Schedule(ABC):
 
 
 def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample] = ()) -> None:
-    """Tell the meter of a call; `samples` are those of a `Computed`."""
+    """Let the meter learn from a call; `samples` are those of a `Computed`."""
     if isinstance(event, Computed):
         meter.saw_compute(event.stage, event.seconds, sum(sample.tokens for sample in samples))
         return
@@ -374,10 +377,7 @@ def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample
         meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)
 
 
-def telling_events(executor: Executor) -> list[Event]:
-    """Wait for events; a rank that took part without samples answers emptily, which tells nothing.
-
-    May give none.
-    """
+def next_events(executor: Executor) -> list[Event]:
+    """Wait for events, without the empty answers of ranks that had no sample. May give none."""
     events = executor.wait()
     return [e for e in events if not isinstance(e, Computed) or e.ids or e.instance is not None]

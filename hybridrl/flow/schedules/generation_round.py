@@ -1,4 +1,4 @@
-"""Samples being made while early stages run on those that are done; the tail's moves; deaths."""
+"""One round: samples are generated while early stages run on finished ones; migration; deaths."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,11 +20,11 @@ from hybridrl.flow.executor import (
     WorkerDied,
 )
 from hybridrl.flow.graph import AnswersStage, SourceStage
-from hybridrl.flow.ledger import record_finished
+from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import dispatch
 from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import learn, telling_events
+from hybridrl.flow.schedules.base import learn, next_events
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 
 
@@ -69,18 +69,18 @@ class GenerationRound:
     arrival until it is finished or parked. Then it passes through the streamed stages
     (`StreamedStages`), for which an instance that holds no sample has time.
 
-    Migration: when at most `gathering.threshold` samples are left, `gather` names the instances
-    that keep theirs. The others are `leaving`: the next call parks what they hold, and each parked
-    sample resumes on the keeper with the most room. This happens once in a round, as the model
-    that chooses the threshold has it: to gather ever denser would slow the tail for instances that
-    have nothing left to do.
+    Migration: when at most `migration_plan.threshold` samples are left, `gather` names the
+    instances that keep theirs. The others are `leaving`: the next call parks their samples, and
+    each parked sample resumes on the keeper with the most room. This happens once in a round, as
+    the model behind the threshold has it: a denser tail would be slower, and the instances that it
+    frees would have nothing left to do.
 
-    Death: what an instance held, and what lay on it, is made again on the others. Its tokens are
-    the same, since they follow from the sample's identity.
+    Death: samples that an instance held, and finished ones on its ranks, are made again on the
+    others. Their tokens are the same, since they follow from the sample's identity.
 
-    Invariants: an instance has one call in flight, if any; a sample is unmade, held, parked on its
-    way, or finished; `inbox` are the commands of an instance's next call, whose samples it holds
-    already.
+    Invariants: an instance has one call in flight, if any; `inbox` are the commands of its next
+    call. A queued or parked sample waits in the driver's queue, or in the inbox of the instance
+    that holds it; one that decodes is held by one instance (`Ledger` has the statuses).
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
     keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
@@ -92,14 +92,15 @@ class GenerationRound:
         stages: StreamedStages,
         limits: RoundLimits,
         decode_steps: int,
-        gathering: MigrationPlan,
+        migration_plan: MigrationPlan,
     ) -> None:
         self.stages, self.executor, self.meter = stages, stages.executor, stages.meter
-        self.limits, self.decode_steps, self.gathering = limits, decode_steps, gathering
+        self.ledger = stages.tracker.ledger
+        self.limits, self.decode_steps, self.migration_plan = limits, decode_steps, migration_plan
         self.num_migrated = self.num_restarted = 0
         self._alive = list(self.executor.instances)
-        self._jobs: dict[SampleId, GenerationTask] = {}
-        self._num_unmade = 0
+        self._tasks: dict[SampleId, GenerationTask] = {}
+        self._num_stopped = 0  # left for a later round
         self._queue: list[SampleId] = []
         self._held: dict[int, dict[SampleId, None]] = defaultdict(dict)
         self._inbox: dict[int, list[Command]] = defaultdict(list)
@@ -108,35 +109,34 @@ class GenerationRound:
         self._keepers: frozenset[int] = frozenset()
         self._longest = 0
         self._equal_rounds = False
-        self._stopped: dict[SampleId, Parked | None] | None = None  # once all are to stop
+        self._parking = False
 
     # -- what is to be made --------------------------------------------------------------------
 
-    def make(self, jobs: Sequence[GenerationTask]) -> None:
-        """Deal jobs to the instances: longest first, balanced by predicted tokens."""
-        for job in jobs:
-            self._expect(job)
-        self._queue += [job.sample.id for job in jobs]
+    def make(self, tasks: Sequence[GenerationTask]) -> None:
+        """Deal tasks to the instances: longest first, balanced by predicted tokens."""
+        for task in tasks:
+            self._expect(task)
+        self._queue += [task.sample.id for task in tasks]
         self._deal()
 
-    def submit_targets(self, jobs: Sequence[GenerationTask]) -> None:
-        """Have the dataset's answers made samples; jobs are all of one stage."""
-        for job in jobs:
-            self._expect(job)
-        ids, prompts = [job.sample.id for job in jobs], [job.prompt for job in jobs]
-        stage = jobs[0].stage
+    def submit_targets(self, tasks: Sequence[GenerationTask]) -> None:
+        """Load the dataset's answers as samples; the tasks are all of one stage."""
+        for task in tasks:
+            self._expect(task)
+        ids, prompts = [task.sample.id for task in tasks], [task.prompt for task in tasks]
+        stage = tasks[0].stage
         assert isinstance(stage, AnswersStage), stage
         self.executor.load_targets(stage, ids, prompts)
 
-    def adopt(self, jobs: Sequence[GenerationTask]) -> None:
-        """Know of samples that an earlier round has made: stages may still run on them."""
-        self._jobs |= {job.sample.id: job for job in jobs}
+    def adopt(self, tasks: Sequence[GenerationTask]) -> None:
+        """Add samples of an earlier round, on which stages may still run."""
+        self._tasks |= {task.sample.id: task for task in tasks}
 
-    def _expect(self, job: GenerationTask) -> None:
-        assert job.sample.rank < 0, f"{job.sample.id} is made already"
-        self.adopt([job])
-        self._num_unmade += 1
-        self.stages.stamp(job.stage)
+    def _expect(self, task: GenerationTask) -> None:
+        assert self.ledger.status(task.sample.id) in (SampleStatus.QUEUED, SampleStatus.PARKED)
+        self.adopt([task])
+        self.stages.stamp(task.stage)
 
     def _deal(self) -> None:
         """Give instances of what waits in the driver, as far as they have room.
@@ -150,18 +150,18 @@ class GenerationRound:
             return
         groups: dict[tuple[str, int], list[SampleId]] = {}
         for id in self._queue:
-            groups.setdefault((self._jobs[id].stage.name, id.prompt), []).append(id)
+            groups.setdefault((self._tasks[id].stage.name, id.prompt), []).append(id)
         units = list(groups.values())
         if len(units) < len(able):
             units = [[id] for id in self._queue]
         self._queue = []
-        for parts in (units, None):  # what does not fit as a whole is dealt one by one
-            units = parts or [[id] for unit in units for id in unit]
-            tokens = [sum(self._jobs[id].tokens for id in unit) for unit in units]
-            loads = [sum(self._jobs[id].tokens for id in self._held[i]) for i in able]
+        for whole in (units, None):  # what does not fit as a whole is dealt one by one
+            units = whole or [[id] for unit in units for id in unit]
+            tokens = [sum(self._tasks[id].tokens for id in unit) for unit in units]
+            loads = [sum(self._tasks[id].tokens for id in self._held[i]) for i in able]
             room = [max(0, self.limits.max_held - len(self._held[i])) for i in able]
-            given, left = dispatch(tokens, len(able), room, loads, [len(unit) for unit in units])
-            for instance, mine in zip(able, given, strict=True):
+            dealt, left = dispatch(tokens, len(able), room, loads, [len(unit) for unit in units])
+            for instance, mine in zip(able, dealt, strict=True):
                 self._give(instance, [id for i in mine for id in units[i]])
             units = [units[i] for i in left]
         self._queue = [id for unit in units for id in unit]
@@ -172,17 +172,17 @@ class GenerationRound:
         parked: dict[int, list[SampleId]] = defaultdict(list)
         for number in ids:
             self._held[instance][number] = None
-            job = self._jobs[number]
-            if job.parked is None:
-                fresh[job.stage.name, number.prompt].append(number)
+            task = self._tasks[number]
+            if self.ledger.status(number) is SampleStatus.QUEUED:
+                fresh[task.stage.name, number.prompt].append(number)
             else:
-                parked[id(job.parked)].append(number)
+                parked[id(task.parked)].append(number)
         for group in fresh.values():
-            job = self._jobs[group[0]]
-            assert job.sampling is not None
-            self._inbox[instance].append(Submit(tuple(group), job.prompt, job.sampling))
+            task = self._tasks[group[0]]
+            assert task.sampling is not None
+            self._inbox[instance].append(Submit(tuple(group), task.prompt, task.sampling))
         for group in parked.values():
-            state = self._jobs[group[0]].parked
+            state = self._tasks[group[0]].parked
             assert state is not None
             self._inbox[instance].append(Resume(tuple(group), state, self.limits.stale_kv))
 
@@ -193,14 +193,14 @@ class GenerationRound:
         self._gather()
         self._decode()
         self._use_spare()
-        while self._num_unmade or self._in_flight or self.stages.running:
+        while self._num_to_make or self._in_flight or self.stages.running:
             touched = self._events()
             # Decoding goes first: it is what the step waits for.
             self._gather()
             self._decode()
             self.stages.start(touched)
             self._use_spare()
-        assert not self.stages.waiting, "forward passes wait for ever"
+        assert not self.stages.waiting, "forward passes still wait"
 
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
@@ -214,33 +214,47 @@ class GenerationRound:
             while self._in_flight:
                 self.stages.start(self._events())
 
-    def park(self, with_kv: bool) -> dict[SampleId, Parked | None]:
-        """Stop all that is unfinished; what had not begun is not parked.
+    def park(self, with_kv: bool) -> list[GenerationTask]:
+        """Stop what is queued or decodes, for a later round; gives it as it is to go on.
 
         When this returns nothing is in flight. What a death on the way has taken waits for `run`.
         """
         assert not self._in_flight, "parked in the middle of a round"
-        sent = [c for commands in self._inbox.values() for c in commands]
-        unbegun = [*self._queue, *(id for command in sent for id in command.ids)]
-        self._stopped = {id: self._jobs[id].parked for id in unbegun}
-        self._queue = []
+        self._parking = True
+        # What has not reached its instance only leaves the queue.
+        self._queue.clear()
         self._inbox.clear()
-        for held in self._held.values():
-            for id in unbegun:
-                held.pop(id, None)
         for instance in self._alive:
-            if self._held[instance]:
-                self._inbox[instance].append(Park(tuple(self._held[instance]), with_kv))
+            decoding = [id for id in self._held[instance] if self._decodes(id)]
+            self._held[instance] = dict.fromkeys(decoding)
+            if decoding:
+                self._inbox[instance].append(Park(tuple(decoding), with_kv))
         self._decode()
         while self._in_flight or self.stages.running:
             self.stages.start(self._events())
-        stopped, self._stopped = self._stopped, None
-        self._num_unmade -= len(stopped)
+        self._parking = False
+        restarted = {*self._queue}
+        stopped = [
+            task
+            for id, task in self._tasks.items()
+            if task.sampling and not self.ledger.is_finished(id) and id not in restarted
+        ]
+        for task in stopped:
+            del self._tasks[task.sample.id]
+        self._num_stopped = len(stopped)
         return stopped
+
+    @property
+    def _num_to_make(self) -> int:
+        """Samples that this round has still to make."""
+        return self.ledger.num_unfinished - self._num_stopped
+
+    def _decodes(self, id: SampleId) -> bool:
+        return self.ledger.status(id) is SampleStatus.DECODING
 
     def _decode(self) -> None:
         """Keep every instance decoding that holds samples."""
-        if self._stopped is None:
+        if not self._parking:
             self._deal()
         for instance in self._alive:
             self._go(instance)
@@ -248,7 +262,7 @@ class GenerationRound:
     def _events(self) -> Iterable[int]:
         """Wait for events and take them in; the prompts on which stages may be able to start."""
         touched: dict[int, None] = {}
-        for event in telling_events(self.executor):
+        for event in next_events(self.executor):
             match event:
                 case Advanced():
                     touched |= self._advanced(event)
@@ -267,7 +281,7 @@ class GenerationRound:
         for instance in self._alive:
             if instance in self._in_flight or self._held[instance]:
                 continue
-            if self.stages.take_up(instance, len(self._alive), self._num_unmade > 0):
+            if self.stages.start_waiting(instance, len(self._alive), self._num_to_make > 0):
                 self._in_flight[instance] = self.executor.clock.now()
 
     # -- events --------------------------------------------------------------------------------
@@ -283,9 +297,8 @@ class GenerationRound:
             self._parked(instance, parked)
         for id in event.lost:
             del self._held[instance][id]
-            self._restart(self._jobs[id].sample)
-        arriving = sum(len(c.ids) for c in self._inbox[instance] if not isinstance(c, Park))
-        assert event.running == len(self._held[instance]) - arriving, event
+            self._restart(id)
+        assert event.running == sum(map(self._decodes, self._held[instance])), event
         if not self._held[instance]:
             self._leaving.discard(instance)
         return self._finish(event.finished)
@@ -293,9 +306,8 @@ class GenerationRound:
     def _finish(self, events: Iterable[Finished]) -> dict[int, None]:
         prompts: dict[int, None] = {}
         for event in events:
-            maker, sample = self._jobs[event.id].stage, self._jobs[event.id].sample
-            record_finished(maker, sample, event)
-            self._num_unmade -= 1
+            maker = self._tasks[event.id].stage
+            sample = self.ledger.finish(maker, event)
             self._longest = max(self._longest, sample.tokens)
             self.stages.stamp(maker)
             prompts[event.id.prompt] = None
@@ -306,6 +318,10 @@ class GenerationRound:
         if instance in self._in_flight or not self._held[instance]:
             return
         commands = self._inbox.pop(instance, [])
+        for command in commands:
+            if not isinstance(command, Park):
+                for id in command.ids:
+                    self.ledger.move(id, SampleStatus.DECODING)
         if instance in self._leaving:
             commands.append(Park(tuple(self._held[instance]), self._with_kv()))
         self._in_flight[instance] = self.executor.clock.now()
@@ -329,8 +345,8 @@ class GenerationRound:
         held = {instance: len(ids) for instance, ids in self._held.items() if ids}
         if self._keepers or self._queue or any(self._inbox.values()):
             return
-        if sum(held.values()) <= self.gathering.threshold:
-            most = min(self.limits.max_held, self.gathering.cap)
+        if sum(held.values()) <= self.migration_plan.threshold:
+            most = min(self.limits.max_held, self.migration_plan.cap)
             keepers = gather(held, most)
             if len(keepers) < len(held):
                 self._keepers, self._leaving = keepers, held.keys() - keepers
@@ -339,8 +355,9 @@ class GenerationRound:
         """Resume what `source` has parked on the instances that keep theirs, or put it by."""
         for id in parked.ids:
             del self._held[source][id]
-        if self._stopped is not None:
-            self._stopped |= dict.fromkeys(parked.ids, parked)
+            self.ledger.move(id, SampleStatus.PARKED)
+            self._tasks[id] = replace(self._tasks[id], parked=parked)
+        if self._parking:
             return
         self.num_migrated += len(parked.ids)
         arriving: dict[int, list[SampleId]] = defaultdict(list)
@@ -355,7 +372,6 @@ class GenerationRound:
                 self._held[keeper][id] = None
                 arriving[keeper].append(id)
             else:  # a keeper has died: whoever has room
-                self._jobs[id] = replace(self._jobs[id], parked=parked)
                 self._queue.append(id)
         for keeper, ids in arriving.items():
             self._inbox[keeper].append(Resume(tuple(ids), parked))
@@ -376,26 +392,25 @@ class GenerationRound:
         self._in_flight.pop(instance, None)
         self._leaving.discard(instance)
         self._inbox.pop(instance, None)
-        gone = [self._jobs[id].sample for id in self._held.pop(instance, {})]
-        made = [job.sample for job in self._jobs.values() if job.sample.rank >= 0]
-        lay = [sample for sample in made if self.stages.lies(sample, instance)]
-        for sample in lay:
-            self.stages.forget(sample)
-            sample.rank, sample.spans = -1, ()
-            sample.tensors.clear()
-            self._num_unmade += 1
-        for sample in (*gone, *lay):
-            self._restart(sample)
+        lost = [*self._held.pop(instance, {})]
+        finished = [task.sample for id, task in self._tasks.items() if self.ledger.is_finished(id)]
+        for sample in finished:
+            if self.stages.is_on(sample, instance):
+                self.stages.forget(sample)
+                lost.append(sample.id)
+        for id in lost:
+            self._restart(id)
 
-    def _restart(self, sample: Sample) -> None:
-        """Begin a sample anew; its scalars stand, since they follow from its identity too."""
-        job = replace(self._jobs[sample.id], parked=None)
-        job = self._jobs[sample.id] = replace(job, tokens=job.total)
+    def _restart(self, id: SampleId) -> None:
+        """Begin a sample anew."""
+        self.ledger.restart(id)
+        task = self._tasks[id]
+        task = self._tasks[id] = replace(task, parked=None, tokens=task.total)
         self.num_restarted += 1
-        if isinstance(job.stage, AnswersStage):
-            self.executor.load_targets(job.stage, [sample.id], [job.prompt])
+        if isinstance(task.stage, AnswersStage):
+            self.executor.load_targets(task.stage, [id], [task.prompt])
         else:
-            self._queue.append(sample.id)
+            self._queue.append(id)
 
 
 def gather(held: Mapping[int, int], max_held: int) -> frozenset[int]:

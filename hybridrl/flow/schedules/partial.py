@@ -12,26 +12,28 @@ from typing import Any
 
 from hybridrl.flow.executor import Executor, Parked
 from hybridrl.flow.graph import Graph, SourceStage, UpdateStage
-from hybridrl.flow.migration import MigrationPlan
+from hybridrl.flow.ledger import Drop, DropReason, SampleStatus
+from hybridrl.flow.lengths import LengthModel
+from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule, LengthModel
 from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
+from hybridrl.flow.schedules.streaming import StreamingSchedule
 
-ENDED = "unfinished when the run ended"
+ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
 
 
 @dataclass(slots=True)
-class _Open:
+class _PendingGroup:
     """A prompt that is not trained on yet; `step` is the one in which its samples began."""
 
     prompt: Any
     step: int
-    jobs: dict[SampleId, GenerationTask]
+    tasks: dict[SampleId, GenerationTask]
 
 
-class PartialSchedule(FusedSchedule):
+class PartialSchedule(StreamingSchedule):
     """Trains on the groups that are complete first, and leaves the long ones for later steps.
 
     A step begins with `over_provision` times the prompts that it wants, those of earlier steps
@@ -63,195 +65,224 @@ class PartialSchedule(FusedSchedule):
         settings: StepSettings,
         *,
         limits: RoundLimits,
-        knowledge: LengthModel,
+        length_model: LengthModel,
         over_provision: float,
         max_staleness: int,
     ) -> None:
         check_partial(graph)
         assert 1 <= over_provision <= 1 + max_staleness
-        self._open: dict[int, _Open] = {}
-        self._wanted = self._version = 0
+        step = (graph, executor, prompts, settings)
+        super().__init__(*step, limits=limits, length_model=length_model)
         self.over_provision, self.max_staleness = over_provision, max_staleness
-        super().__init__(
-            graph,
-            executor,
-            prompts,
-            settings,
-            limits=limits,
-            knowledge=knowledge,
-            migration_threshold=0,
-        )
+        self._pending: dict[int, _PendingGroup] = {}  # by position
+        self._wanted = self._version = 0
+        self._began: dict[int, int] = {}  # the step in which each trained prompt's samples began
+
+    # -- between steps -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """With the prompts that are open, and their samples as far as they are."""
-        return super().state_dict() | {
-            "open": [
-                {
-                    "position": position,
-                    "step": group.step,
-                    "jobs": [_job_to_json(job) for job in group.jobs.values()],
-                }
-                for position, group in self._open.items()
-            ]
+        """With the pending prompts and their samples."""
+        groups = [
+            {
+                "position": position,
+                "step": group.step,
+                "jobs": [self._task_to_json(task) for task in group.tasks.values()],
+            }
+            for position, group in self._pending.items()
+        ]
+        return super().state_dict() | {"open": groups}
+
+    def _task_to_json(self, task: GenerationTask) -> dict[str, Any]:
+        """`parked` counts the tokens, of prompt and response, of a parked sample."""
+        parked = self._parked(task)
+        return {
+            "sample": task.sample.to_json(),
+            "stage": task.stage.name,
+            "total": task.total,
+            "tokens": task.tokens,
+            "parked": None if parked is None else parked.tokens[parked.ids.index(task.sample.id)],
         }
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
-        """Go on from there, with the open prompts' samples."""
+        """Go on from there, with the pending prompts' samples."""
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
-        records = [job for group in state["open"] for job in group["jobs"] if job["parked"]]
-        ids = tuple(SampleId(*record["sample"]["id"]) for record in records)
-        parked = Parked(ids, tuple(record["parked"] for record in records), -1, None)
+        records = [task for group in state["open"] for task in group["jobs"]]
+        tokens = {
+            SampleId(*record["sample"]["id"]): record["parked"]
+            for record in records
+            if record["parked"] is not None
+        }
+        parked = Parked(tuple(tokens), tuple(tokens.values()), -1, None)
         for group in state["open"]:
             position = group["position"]
-            prompt, jobs = prompt_at(position), dict[SampleId, GenerationTask]()
-            for record in group["jobs"]:
-                stage = self.graph.stages[record["stage"]]
-                assert isinstance(stage, SourceStage), stage
-                sample = Sample.from_json(record["sample"])
-                sample.rank = sample.rank % num_ranks if sample.rank >= 0 else -1
-                predicted = (record["total"], record["tokens"])
-                state_of = parked if record["parked"] else None
-                sampling = self._sampling(stage)
-                jobs[sample.id] = GenerationTask(
-                    sample, stage, prompt, sampling, *predicted, state_of
-                )
-            self._open[position] = _Open(prompt, group["step"], jobs)
-            self._expect(position, list(jobs.values()))
+            prompt = prompt_at(position)
+            tasks = [self._load_task(r, prompt, parked, num_ranks) for r in group["jobs"]]
+            by_id = {task.sample.id: task for task in tasks}
+            self._pending[position] = _PendingGroup(prompt, group["step"], by_id)
+            self._expect(position, tasks)
 
-    def _expect(self, position: int, jobs: Sequence[GenerationTask]) -> None:
-        """Have ledger and dataflow know an open prompt's samples, as when they were dispatched."""
-        self._ledger.dispatch(job.sample for job in jobs)
+    def _load_task(
+        self, record: Mapping[str, Any], prompt: Any, parked: Parked, num_ranks: int
+    ) -> GenerationTask:
+        """A task as it was written; the ledger takes its sample with the status that it had."""
+        sample, stage = Sample.from_json(record["sample"]), self.graph.stages[record["stage"]]
+        assert isinstance(stage, SourceStage), stage
+        task = GenerationTask(
+            sample, stage, prompt, self._sampling(stage), record["total"], record["tokens"]
+        )
+        if record["parked"] is not None:
+            status, task = SampleStatus.PARKED, replace(task, parked=parked)
+        elif sample.tensors:
+            status = SampleStatus.FINISHED
+            sample.rank %= num_ranks  # the run may go on with fewer
+        else:
+            status = SampleStatus.QUEUED
+        self._ledger.dispatch([sample], status)
+        return task
+
+    def _expect(self, position: int, tasks: Sequence[GenerationTask]) -> None:
+        """Let the trackers know a restored prompt's samples, as when they were dispatched."""
         groups: dict[str, list[GenerationTask]] = {}
-        for job in jobs:
-            groups.setdefault(job.stage.name, []).append(job)
+        for task in tasks:
+            groups.setdefault(task.stage.name, []).append(task)
         for same in groups.values():
-            dataflow = self._dataflow_of(same[0].stage)
-            dataflow.expect(same[0].stage, [job.sample for job in same])
-        dataflow.choose(position, self._ledger)
+            tracker = self._tracker_of(same[0].stage)
+            tracker.expect(same[0].stage, [task.sample for task in same])
+        tracker.choose(position)
 
-    def carried(self) -> tuple[PendingSample, ...]:
-        """Of the open prompts' samples those that are parked, and those that are finished."""
-        jobs = [job for group in self._open.values() for job in group.jobs.values()]
+    def pending(self) -> tuple[PendingSample, ...]:
+        """Of the pending prompts' samples those that are parked or finished."""
         return tuple(
-            PendingSample(job.sample.id, job.prompt, job.sampling, job.sample.rank, _parked(job))
-            for job in jobs
-            if _parked(job) is not None or job.sample.rank >= 0
+            PendingSample(
+                task.sample.id, task.prompt, task.sampling, task.sample.rank, self._parked(task)
+            )
+            for task in self._pending_tasks()
+            if self._ledger.status(task.sample.id) is not SampleStatus.QUEUED
         )
 
     def restore_parked(self, state: Any) -> None:
-        """Know where what is parked lies."""
-        before = next(sample.parked for sample in self.carried() if sample.parked is not None)
+        """Set the reference to the parked tokens."""
+        before = next(sample.parked for sample in self.pending() if sample.parked is not None)
         parked = replace(before, state=state)
-        for group in self._open.values():
-            for id, job in group.jobs.items():
-                if _parked(job) is not None:
-                    group.jobs[id] = replace(job, parked=parked)
+        for group in self._pending.values():
+            for id, task in group.tasks.items():
+                if self._parked(task) is not None:
+                    group.tasks[id] = replace(task, parked=parked)
 
-    def close(self) -> dict[SampleId, str]:
+    def close(self) -> dict[SampleId, Drop]:
         """End the run: what is unfinished is dropped."""
-        dropped = dict.fromkeys(self._unfinished(), ENDED)
-        for group in self._open.values():
-            for job in group.jobs.values():
-                job.sample.dropped = ENDED
-        self._open.clear()
+        dropped = dict.fromkeys(self._pending_ids(), ENDED)
+        self._ledger.drop(dropped, ENDED)
+        self._pending.clear()
         self.release()
         return dropped
 
-    def _unfinished(self) -> Collection[SampleId]:
-        return {id for group in self._open.values() for id in group.jobs}
+    def _pending_ids(self) -> Collection[SampleId]:
+        return {id for group in self._pending.values() for id in group.tasks}
 
-    def _begin(self, step: int) -> None:
-        super()._begin(step)
-        self._began: dict[int, int] = {}  # the step in which each trained prompt's samples began
+    def _pending_tasks(self) -> list[GenerationTask]:
+        return [task for group in self._pending.values() for task in group.tasks.values()]
+
+    def _parked(self, task: GenerationTask) -> Parked | None:
+        """A parked sample's tokens."""
+        parked = self._ledger.status(task.sample.id) is SampleStatus.PARKED
+        return task.parked if parked else None
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _begin_step(self, step: int) -> None:
+        super()._begin_step(step)
+        self._began = {}
         for name in ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness"):
             self._metrics[f"samples/{name}"] = 0.0
-
-    def _forget(self) -> None:
-        dataflows = getattr(self, "_dataflows", {})
-        for dataflow in dataflows.values():
-            dataflow.forget({job.sample.id.prompt for job in self._made})
-        self._dataflows, self._made = dataflows, []
+        for tracker in self._trackers.values():
+            tracker.forget({task.sample.id.prompt for task in self._step_tasks})
+        self._step_tasks = []
 
     def _pull(self, num: int) -> Batch:
         """Prompts are pulled as they are needed; `num` groups are wanted."""
         self._wanted, self._pulled = num, []
         return {"prompts": []}
 
-    def _gathering(self, dataflow: ReadyTracker, num_samples: int) -> MigrationPlan:
-        return MigrationPlan(0, 0)
-
-    def _make(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
+    def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Go on until enough groups are complete, park the rest, run the early stages."""
-        dataflow = self._dataflow_of(makers[0])
-        carried = [job for group in self._open.values() for job in group.jobs.values()]
-        waiting = [job for job in carried if job.sample.rank < 0]
-        fresh = self._top_up(makers, dataflow, batch)
-        self._metrics["samples/resumed"] += sum(job.parked is not None for job in waiting)
-        self._enter_for([*makers, *dataflow.computes])
+        # Pending samples go on, and new prompts join them.
+        tracker = self._tracker_of(makers[0])
+        pending = self._pending_tasks()
+        waiting = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
+        fresh = self._top_up(makers, tracker, batch)
+        self._metrics["samples/resumed"] += self._num_parked(waiting)
+        self._enter_for([*makers, *tracker.computes])
         self._version = self.executor.version
-        overlap = self._overlap(dataflow, len(waiting) + len(fresh))
-        overlap.adopt([*carried, *self._made])
-        self._submit(overlap, [*waiting, *fresh])
-        overlap.run_until(lambda: self._enough(dataflow))
-        stopped = overlap.park(with_kv=self.limits.stale_kv)
-        self._metrics["samples/parked"] += sum(parked is not None for parked in stopped.values())
-        overlap.run()
-        for id, parked in stopped.items():
-            open_jobs = self._open[id.prompt].jobs
-            open_jobs[id] = self._put_by(open_jobs[id], parked)
-        positions = self._complete(dataflow)[: self._wanted]
-        assert not (waiting_for := dataflow.open_stages(positions)), f"{waiting_for} wait for ever"
-        taken = {position: self._open.pop(position) for position in positions}
-        self._pulled = [(position, group.prompt) for position, group in taken.items()]
-        jobs = [job for group in taken.values() for job in group.jobs.values()]
-        self._made += jobs
-        self._note(overlap, [job.sample for job in jobs])
-        self._began |= {position: group.step for position, group in taken.items()}
-        return self._taken(dataflow, positions)
+        generation_round = self._new_round(tracker, NO_MIGRATION)
+        generation_round.adopt([*pending, *self._step_tasks])
+        self._submit(generation_round, [*waiting, *fresh])
+        # Decode until enough is complete, then stop; forward passes run with all ranks free.
+        generation_round.run_until(lambda: self._enough(tracker))
+        stopped = generation_round.park(with_kv=self.limits.stale_kv)
+        self._metrics["samples/parked"] += self._num_parked(stopped)
+        generation_round.run()
+        for task in stopped:
+            self._pending[task.sample.id.prompt].tasks[task.sample.id] = self._expected(task)
+        # The oldest complete groups are trained on.
+        positions = self._complete(tracker)[: self._wanted]
+        groups = {position: self._pending.pop(position) for position in positions}
+        self._pulled = [(position, group.prompt) for position, group in groups.items()]
+        self._began |= {position: group.step for position, group in groups.items()}
+        tasks = [task for group in groups.values() for task in group.tasks.values()]
+        return self._end_round(generation_round, tracker, tasks, positions)
 
-    def _put_by(self, job: GenerationTask, parked: Parked | None) -> GenerationTask:
-        """A job as it goes on in the next step."""
+    def _num_parked(self, tasks: Sequence[GenerationTask]) -> int:
+        return sum(self._parked(task) is not None for task in tasks)
+
+    def _expected(self, task: GenerationTask) -> GenerationTask:
+        """A stopped task with the tokens that are still expected."""
+        parked = self._parked(task)
         if parked is None:
-            return replace(job, parked=None)
-        made = parked.tokens[parked.ids.index(job.sample.id)]
-        made -= len(self.knowledge.key_of(job.prompt).prompt_ids)
-        return replace(job, parked=parked, tokens=max(1.0, job.total - made))
+            return task
+        done = parked.tokens[parked.ids.index(task.sample.id)]
+        done -= len(self.length_model.key_of(task.prompt).prompt_ids)
+        return replace(task, tokens=max(1.0, task.total - done))
 
     def _top_up(
-        self, makers: Sequence[SourceStage], dataflow: ReadyTracker, batch: Batch
+        self, makers: Sequence[SourceStage], tracker: ReadyTracker, batch: Batch
     ) -> list[GenerationTask]:
-        """Begin as many prompts as are missing; those that are open are the oldest."""
-        num = math.ceil(self._wanted * self.over_provision) - len(self._open)
+        """Begin as many prompts as are missing; those that are pending are the oldest."""
+        num = math.ceil(self._wanted * self.over_provision) - len(self._pending)
         pulled = list(islice(self.prompts, max(0, num)))
-        if len(self._open) + len(pulled) < self._wanted:
+        if len(self._pending) + len(pulled) < self._wanted:
             raise ValueError(
-                f"the prompts have ended: got {len(self._open) + len(pulled)}, "
+                f"the prompts have ended: got {len(self._pending) + len(pulled)}, "
                 f"wanted {self._wanted}"
             )
-        fresh = [job for stage in makers for job in self._jobs(stage, dataflow, pulled, batch)]
+        fresh = [
+            task for stage in makers for task in self._new_tasks(stage, tracker, pulled, batch)
+        ]
         for position, prompt in pulled:
-            mine = {job.sample.id: job for job in fresh if job.sample.id.prompt == position}
-            self._open[position] = _Open(prompt, self._step, mine)
+            mine = {task.sample.id: task for task in fresh if task.sample.id.prompt == position}
+            self._pending[position] = _PendingGroup(prompt, self._step, mine)
         return fresh
 
-    def _complete(self, dataflow: ReadyTracker) -> list[int]:
+    def _complete(self, tracker: ReadyTracker) -> list[int]:
         """Positions whose samples are all finished, the oldest first."""
-        return [position for position in sorted(self._open) if dataflow.whole(position)]
+        return [position for position in sorted(self._pending) if tracker.whole(position)]
 
-    def _enough(self, dataflow: ReadyTracker) -> bool:
+    def _enough(self, tracker: ReadyTracker) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.
 
         The oldest complete ones are trained now, `wanted` in every later step; so h steps from now
         at most h times as many may have reached their last step.
         """
-        complete = self._complete(dataflow)
-        lost = any(job.sample.rank < 0 for job in self._made)  # of an earlier round, by a death
-        if lost or len(complete) < self._wanted:
+        complete = self._complete(tracker)
+        finished = self._ledger.is_finished
+        # A death may have taken samples of an earlier round of this step.
+        whole = all(finished(task.sample.id) for task in self._step_tasks)
+        if not whole or len(complete) < self._wanted:
             return False
-        taken = {*complete[: self._wanted]}
-        last = [g.step + self.max_staleness for p, g in self._open.items() if p not in taken]
+        chosen = {*complete[: self._wanted]}
+        last = [g.step + self.max_staleness for p, g in self._pending.items() if p not in chosen]
         return all(
             sum(step <= self._step + later for step in last) <= self._wanted * later
             for later in range(self.max_staleness + 1)
@@ -260,30 +291,13 @@ class PartialSchedule(FusedSchedule):
     def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:
         """With the tokens of older weights among those trained, and the oldest sample's age."""
         spans = [span for sample in used for span in sample.spans if span.trained]
-        made = [span for span in spans if span.version >= 0]  # not the dataset's own
-        old = sum(s.stop - s.start for s in made if s.version < self._version)
+        generated = [span for span in spans if span.version >= 0]  # not the dataset's own
+        old = sum(s.stop - s.start for s in generated if s.version < self._version)
         self._metrics["samples/off_policy_tokens"] = float(old)
         self._metrics["samples/trained_tokens"] = float(sum(s.stop - s.start for s in spans))
         ages = [self._step - self._began[sample.id.prompt] for sample in used]
         self._metrics["samples/staleness"] = float(max(ages, default=0))
         return super()._summary(used, num_dropped)
-
-
-def _parked(job: GenerationTask) -> Parked | None:
-    """What there is of a sample that has begun and is not finished."""
-    return job.parked if job.sample.rank < 0 else None
-
-
-def _job_to_json(job: GenerationTask) -> dict[str, Any]:
-    """`parked` is the number of tokens, of prompt and response, that were parked, if they were."""
-    parked = _parked(job)
-    return {
-        "sample": job.sample.to_json(),
-        "stage": job.stage.name,
-        "total": job.total,
-        "tokens": job.tokens,
-        "parked": None if parked is None else parked.tokens[parked.ids.index(job.sample.id)],
-    }
 
 
 def check_partial(graph: Graph) -> None:

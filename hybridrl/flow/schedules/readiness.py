@@ -45,8 +45,10 @@ class ReadyTracker:
     3.1 is scored too, the filter keeps both; then both wait for the reference.
     """
 
-    def __init__(self, graph: Graph, makers: Sequence[Stage], early: Sequence[Stage]) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, makers: Sequence[Stage], early: Sequence[Stage], ledger: Ledger
+    ) -> None:
+        self.graph, self.ledger = graph, ledger
         self.computes = [stage for stage in early if isinstance(stage, ComputeStage)]
         self._choosers = [stage for stage in early if isinstance(stage, _CHOOSERS)]
         self._makers = list(makers)
@@ -60,9 +62,10 @@ class ReadyTracker:
 
     def whole(self, prompt: int) -> bool:
         """Whether every sample of a prompt is finished."""
-        return all(_finished(s) for made in self._made.values() for s in made.get(prompt, ()))
+        finished = self.ledger.is_finished
+        return all(finished(s.id) for groups in self._made.values() for s in groups.get(prompt, ()))
 
-    def choose(self, prompt: int, ledger: Ledger) -> None:
+    def choose(self, prompt: int) -> None:
         """Run every chooser that can run for `prompt` now; in the recipe's order.
 
         A sample that two of them leave out has the first one's reason.
@@ -78,7 +81,7 @@ class ReadyTracker:
             if missing or any(not s.has(x) for other in others for s in other for x in lent(stage)):
                 return
             self._chosen[stage.name][prompt] = run_barrier(
-                stage, samples, others[0] if others else [], ledger
+                stage, samples, others[0] if others else [], self.ledger
             )
 
     def startable(self, prompt: int) -> Iterator[tuple[Stage, list[Sample]]]:
@@ -86,10 +89,10 @@ class ReadyTracker:
         for stage in self.computes:
             gate = gate_of(self.graph, stage)
             if gate in self._made:
-                came = [s for s in self._made[gate].get(prompt, ()) if _entered(s)]
+                came = [s for s in self._made[gate].get(prompt, ()) if self._entered(s)]
             else:
                 came = self._chosen[gate].get(prompt, [])
-            todo = [s for s in came if _entered(s) and ready(stage, s) and not done(stage, s)]
+            todo = [s for s in came if self._entered(s) and ready(stage, s) and not done(stage, s)]
             if todo:
                 yield stage, todo
 
@@ -108,14 +111,14 @@ class ReadyTracker:
 
         All of it must be there.
         """
-        found: dict[str, list[Sample]] = {}
+        taken: dict[str, list[Sample]] = {}
         for stage in (*self._makers, *self._order):
-            found[stage.name] = []
+            taken[stage.name] = []
             for prompt in prompts:
                 left = self._left(stage.name, prompt)
                 assert left is not None, (stage.name, prompt)
-                found[stage.name] += left
-        return found
+                taken[stage.name] += left
+        return taken
 
     def forget(self, prompts: Iterable[int]) -> None:
         """These prompts' samples have left."""
@@ -129,9 +132,13 @@ class ReadyTracker:
         if gate not in self._made:
             return self._chosen[gate].get(prompt)
         group = self._made[gate].get(prompt, [])
-        if not all(_finished(sample) for sample in group):
+        if not all(self.ledger.is_finished(sample.id) for sample in group):
             return None
-        return [sample for sample in group if _entered(sample)]
+        return [sample for sample in group if self._entered(sample)]
+
+    def _entered(self, sample: Sample) -> bool:
+        """Whether the engine has finished a sample and not given it up."""
+        return self.ledger.is_finished(sample.id) and sample.scalars["finish"] != "abort"
 
 
 def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> list[Stage]:
@@ -154,7 +161,7 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
         if isinstance(stage, PromptsStage) or any(fields is None for fields in upstream):
             late_chooser |= isinstance(stage, _CHOOSERS)
             continue
-        fields, *others = (set(found or ()) for found in upstream)
+        fields, *others = (set(names or ()) for names in upstream)
         known[stage.name] = fields
         if isinstance(stage, ComputeStage):
             phase = phase_of(stage, executor.scope(stage))
@@ -198,11 +205,3 @@ def done(stage: Stage, sample: Sample) -> bool:
 
 def _read(stage: Stage) -> Sequence[str]:
     return stage.inputs if isinstance(stage, FilterStage) else ()
-
-
-def _finished(sample: Sample) -> bool:
-    return sample.rank >= 0
-
-
-def _entered(sample: Sample) -> bool:
-    return _finished(sample) and sample.scalars["finish"] != "abort"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hybridrl.flow.executor import Advanced, Phase, Submit, TargetsLoaded, WorkerDied
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
-from hybridrl.flow.ledger import record_finished, sampling_of, with_updates_together
+from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Schedule, learn
 
@@ -30,23 +30,27 @@ class SerialSchedule(Schedule):
                         batch[stage.name] = self._generate(stage, batch)
                 case AnswersStage():
                     with self._span(stage.name):
-                        batch[stage.name] = self._place(stage, batch)
+                        batch[stage.name] = self._load_targets(stage, batch)
                 case _:
                     self._run(stage, batch)
 
     def _generate(self, stage: GenerateStage, batch: Batch) -> list[Sample]:
         """Submit every group to its instance, then let the instances run until all is finished."""
         sampling = sampling_of(stage, self.settings.sampling)
-        made = self._begin_samples(stage, self._pulled, batch)
-        samples = {sample.id: sample for _, group in made for sample in group}
+        dispatched = self._begin_samples(stage, self._pulled, batch)
+        samples = {sample.id: sample for _, group in dispatched for sample in group}
         instances = self.executor.instances
         commands: dict[int, list[Submit]] = {}
-        for i, ((_, prompt), group) in enumerate(made):
+        for i, ((_, prompt), group) in enumerate(dispatched):
             submit = Submit(tuple(sample.id for sample in group), prompt, sampling)
             commands.setdefault(instances[i % len(instances)], []).append(submit)
         for instance, submits in commands.items():
+            for submit in submits:
+                for id in submit.ids:
+                    self._ledger.move(id, SampleStatus.DECODING)
             self.executor.advance(instance, submits, self.settings.decode_steps)
         running = set(commands)
+        # Each call ends with events; an instance that still has samples gets its next one.
         while running:
             for event in self._wait():
                 if isinstance(event, WorkerDied):
@@ -54,25 +58,25 @@ class SerialSchedule(Schedule):
                 assert isinstance(event, Advanced), event
                 learn(self.meter, event)
                 for finished in event.finished:
-                    record_finished(stage, samples[finished.id], finished)
+                    self._ledger.finish(stage, finished)
                 if event.running:
                     self.executor.advance(event.instance, (), self.settings.decode_steps)
                 else:
                     running.remove(event.instance)
-        lost = [str(sample.id) for sample in samples.values() if sample.rank < 0]
+        lost = [str(id) for id in samples if not self._ledger.is_finished(id)]
         assert not lost, f"instances stopped without finishing {lost}"
         return self._whole(samples.values())
 
-    def _place(self, stage: AnswersStage, batch: Batch) -> list[Sample]:
+    def _load_targets(self, stage: AnswersStage, batch: Batch) -> list[Sample]:
         """Make the dataset's targets samples."""
-        made = self._begin_samples(stage, self._pulled, batch)
-        samples = {sample.id: sample for _, (sample,) in made}
+        dispatched = self._begin_samples(stage, self._pulled, batch)
+        samples = {sample.id: sample for _, (sample,) in dispatched}
         self.executor.load_targets(stage, tuple(samples), [prompt for _, prompt in self._pulled])
         waiting = set(samples)
         while waiting:
             for event in self._wait():
                 assert isinstance(event, TargetsLoaded), event
                 for finished in event.finished:
-                    record_finished(stage, samples[finished.id], finished)
+                    self._ledger.finish(stage, finished)
                     waiting.remove(finished.id)
         return list(samples.values())

@@ -1,4 +1,4 @@
-"""The stages that run on samples while others are being made: what waits for them, what runs."""
+"""Stages that run on finished samples while others are generated."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from hybridrl.flow.costs import CostMeter
 from hybridrl.flow.executor import Computed, Executor, Scope
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.ledger import Ledger, record_computed
+from hybridrl.flow.ledger import record_computed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan
 from hybridrl.flow.schedules.base import learn
@@ -16,7 +16,7 @@ from hybridrl.flow.schedules.readiness import ReadyTracker
 class StreamedStages:
     """The early stages (`ReadyTracker`) of a round.
 
-    Those beside the ranks start at once where a sample lies. Forward passes wait until an instance
+    Stages of scope RANK start at once, on the sample's rank. Forward passes wait until an instance
     holds no sample, which takes a chunk of them of at most `chunk_tokens`, its own samples first.
     What a pool of ranks of its own runs (`Scope.POOL`) goes there while others decode, all that
     waits in one call.
@@ -27,12 +27,11 @@ class StreamedStages:
     def __init__(
         self,
         executor: Executor,
-        dataflow: ReadyTracker,
-        ledger: Ledger,
+        tracker: ReadyTracker,
         meter: CostMeter,
         chunk_tokens: int,
     ) -> None:
-        self.executor, self.dataflow, self.ledger, self.meter = executor, dataflow, ledger, meter
+        self.executor, self.tracker, self.meter = executor, tracker, meter
         self.chunk_tokens = chunk_tokens
         self._spare: dict[str, dict[SampleId, Sample]] = {}  # waits for an instance
         self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for a pool of its own
@@ -41,7 +40,7 @@ class StreamedStages:
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
         self._last_stage: dict[int, str] = {}
         self._times: dict[str, list[float]] = {}
-        for stage in dataflow.computes:
+        for stage in tracker.computes:
             waiting = self._pooled if executor.scope(stage) is Scope.POOL else self._spare
             waiting[stage.name], self._running[stage.name] = {}, {}
 
@@ -68,8 +67,8 @@ class StreamedStages:
         """Start, or keep for an instance with time to spare, what can run on these prompts now."""
         starting: dict[str, list[Sample]] = {}
         for prompt in prompts:
-            self.dataflow.choose(prompt, self.ledger)
-            for stage, samples in self.dataflow.startable(prompt):
+            self.tracker.choose(prompt)
+            for stage, samples in self.tracker.startable(prompt):
                 new = [s for s in samples if s.id not in self._running[stage.name]]
                 starting.setdefault(stage.name, []).extend(new)
         for name, samples in starting.items():
@@ -85,7 +84,7 @@ class StreamedStages:
                 self.executor.compute(stage, here)
         self._use_pools()
 
-    def take_up(self, instance: int, num_instances: int, decoding: bool) -> bool:
+    def start_waiting(self, instance: int, num_instances: int, decoding: bool) -> bool:
         """Let an instance that has time run a chunk of the forward passes that wait, if any do.
 
         `num_instances` share what waits, now or, while others are `decoding`, later.
@@ -97,7 +96,7 @@ class StreamedStages:
         for sample in samples:
             del self._spare[stage.name][sample.id]
         self._begin(stage, samples)
-        self._moving |= {sample.id for sample in samples if not self.lies(sample, instance)}
+        self._moving |= {sample.id for sample in samples if not self.is_on(sample, instance)}
         self._last_stage[instance] = stage.name
         self.executor.infer(stage, instance, samples)
         return True
@@ -125,8 +124,8 @@ class StreamedStages:
                 self._busy[sample.id] -= 1
         self._moving.discard(sample.id)
 
-    def lies(self, sample: Sample, instance: int) -> bool:
-        """Whether a sample lies on a rank of an instance."""
+    def is_on(self, sample: Sample, instance: int) -> bool:
+        """Whether a sample's tensors are on a rank of an instance."""
         return self.executor.instance_of(sample.rank) == instance
 
     def _use_pools(self) -> None:
@@ -168,7 +167,7 @@ class StreamedStages:
             least = min(least, 10 * call_s / per_token)
         wanted = max(least, min(self.chunk_tokens, share))
         chosen: list[Sample] = []
-        for sample in sorted(able, key=lambda s: (not self.lies(s, instance), -s.tokens, s.id)):
+        for sample in sorted(able, key=lambda s: (not self.is_on(s, instance), -s.tokens, s.id)):
             wanted -= sample.tokens
             if chosen and wanted < 0:
                 break
@@ -178,7 +177,7 @@ class StreamedStages:
     def _able(self, instance: int, name: str) -> list[Sample]:
         """What waits for a stage and may run there: nothing moves that a stage runs on."""
         waiting = self._spare[name].values()
-        return [s for s in waiting if not self._busy[s.id] or self.lies(s, instance)]
+        return [s for s in waiting if not self._busy[s.id] or self.is_on(s, instance)]
 
     def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
         self.stamp(stage)
@@ -187,4 +186,4 @@ class StreamedStages:
             self._busy[sample.id] += 1
 
     def _stage(self, name: str) -> Stage:
-        return self.dataflow.graph.stages[name]
+        return self.tracker.graph.stages[name]

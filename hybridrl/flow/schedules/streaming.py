@@ -1,0 +1,177 @@
+"""The common base of schedules whose per-sample stages overlap generation."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hybridrl.flow.executor import Executor, Phase, Sampling
+from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage
+from hybridrl.flow.ledger import phase_of, sampling_of, sections, with_updates_together
+from hybridrl.flow.lengths import LengthModel
+from hybridrl.flow.migration import MigrationPlan
+from hybridrl.flow.sample import Sample
+from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
+from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
+from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
+from hybridrl.flow.schedules.streamed_stages import StreamedStages
+
+
+class StreamingSchedule(Schedule):
+    """Runs each section of a graph as a generation round, then its other stages.
+
+    Stages of a section that make samples run together; samples go to instances by predicted length.
+    A stage that needs no training shards starts on a sample, a filter or join on a prompt, when its
+    fields are there. Stages across the batch, updates, and stages that need the training shards run
+    afterwards, in the recipe's order. A subclass says which prompts a round begins and when it
+    ends.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        executor: Executor,
+        prompts: Iterator[Prompt],
+        settings: StepSettings,
+        *,
+        limits: RoundLimits,
+        length_model: LengthModel,
+    ) -> None:
+        super().__init__(graph, executor, prompts, settings)
+        self.limits, self.length_model = limits, length_model
+        self._trackers: dict[str, ReadyTracker] = {}  # by the first stage of a section
+        self._step_tasks: list[GenerationTask] = []  # of the step's rounds so far
+
+    def state_dict(self) -> dict[str, Any]:
+        """With what was learned of lengths."""
+        model = self.length_model
+        learned = {"ranker": model.ranker.state_dict(), "forecast": model.forecast.state_dict()}
+        return super().state_dict() | learned
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Go on from there; another schedule may have learned nothing of lengths."""
+        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        if "ranker" in state:
+            self.length_model.ranker.load_state_dict(state["ranker"])
+            self.length_model.forecast.load_state_dict(state["forecast"])
+
+    def _begin_step(self, step: int) -> None:
+        super()._begin_step(step)
+        self._metrics |= {"samples/migrated": 0.0, "samples/restarted": 0.0}
+
+    def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
+        for section in sections(stages):
+            makers = [stage for stage in section if isinstance(stage, SourceStage)]
+            if makers:
+                streamed = self._run_round(makers, batch)
+                batch |= {s.name: streamed[s.name] for s in section if s.name in streamed}
+            left = [stage for stage in section if stage.name not in batch]
+            for stage in with_updates_together(left):
+                if isinstance(stage, list):
+                    self._update(stage, batch)
+                else:
+                    self._run(stage, batch)
+
+    @abstractmethod
+    def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
+        """Make samples and run the early stages on them; what has left these stages."""
+
+    # -- parts of a round ----------------------------------------------------------------------
+
+    def _tracker_of(self, maker: Stage) -> ReadyTracker:
+        """The early stages of a maker's section; one for all rounds."""
+        section = next(section for section in sections(self._order) if maker in section)
+        first = section[0].name
+        if first not in self._trackers:
+            makers = [stage for stage in section if isinstance(stage, SourceStage)]
+            early = early_stages(self.graph, section, self.executor)
+            self._trackers[first] = ReadyTracker(self.graph, makers, early, self._ledger)
+        return self._trackers[first]
+
+    def _enter_for(self, stages: Sequence[Stage]) -> None:
+        phases = {phase_of(stage, self._scope(stage)) for stage in stages}
+        if Phase.GENERATE in phases:
+            self._enter(Phase.GENERATE)
+
+    def _new_tasks(
+        self, stage: SourceStage, tracker: ReadyTracker, pulled: Sequence[Prompt], batch: Batch
+    ) -> list[GenerationTask]:
+        """Dispatch the samples of a maker for `pulled` prompts."""
+        sampling = self._sampling(stage)
+        key_of, ranker = self.length_model.key_of, self.length_model.ranker
+        dispatched = self._begin_samples(stage, pulled, batch)
+        predicted = [0.0] * len(dispatched)
+        if sampling is not None:
+            most = float(sampling.max_new_tokens)
+            lengths = ranker.predict([key_of(prompt) for (_, prompt), _ in dispatched])
+            predicted = [min(tokens, most) for tokens in lengths]
+        tasks = []
+        for ((_, prompt), group), tokens in zip(dispatched, predicted, strict=True):
+            tracker.expect(stage, group)
+            tasks += [
+                GenerationTask(sample, stage, prompt, sampling, tokens, tokens) for sample in group
+            ]
+        return tasks
+
+    def _sampling(self, stage: SourceStage) -> Sampling | None:
+        """How a maker draws; None where it places the dataset's own answers."""
+        if not isinstance(stage, GenerateStage):
+            return None
+        return sampling_of(stage, self.settings.sampling)
+
+    def _new_round(self, tracker: ReadyTracker, migration_plan: MigrationPlan) -> GenerationRound:
+        chunk = self.limits.chunk_tokens
+        stages = StreamedStages(self.executor, tracker, self.meter, chunk)
+        return GenerationRound(stages, self.limits, self.settings.decode_steps, migration_plan)
+
+    def _submit(self, generation_round: GenerationRound, tasks: Sequence[GenerationTask]) -> None:
+        generation_round.make([task for task in tasks if task.sampling is not None])
+        targets: dict[str, list[GenerationTask]] = {}
+        for task in tasks:
+            if task.sampling is None:
+                targets.setdefault(task.stage.name, []).append(task)
+        for of_stage in targets.values():
+            generation_round.submit_targets(of_stage)
+
+    def _end_round(
+        self,
+        generation_round: GenerationRound,
+        tracker: ReadyTracker,
+        tasks: Sequence[GenerationTask],
+        positions: Sequence[int],
+    ) -> Batch:
+        """Learn from a round and record it; what has left makers and early stages of `positions`.
+
+        `tasks` are those of the prompts at `positions`.
+        """
+        waiting = tracker.open_stages(positions)
+        assert not waiting, f"{waiting} still wait"
+        self._step_tasks += tasks
+        self._spans += generation_round.stages.spans
+        self._metrics["samples/migrated"] += generation_round.num_migrated
+        self._metrics["samples/restarted"] += generation_round.num_restarted
+        self._learn_lengths([task.sample for task in tasks])
+        return self._streamed(tracker, positions)
+
+    def _learn_lengths(self, samples: Sequence[Sample]) -> None:
+        by_prompt: dict[int, list[int]] = {}
+        for sample in samples:
+            if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
+                by_prompt.setdefault(sample.id.prompt, []).append(sample.response_tokens)
+        model = self.length_model
+        model.forecast.add([length for lengths in by_prompt.values() for length in lengths])
+        for position, prompt in self._pulled:
+            if position in by_prompt:
+                model.ranker.observe(model.key_of(prompt), by_prompt[position])
+
+    def _streamed(self, tracker: ReadyTracker, positions: Sequence[int]) -> Batch:
+        """What has left makers and early stages; aborted samples leave the step."""
+        batch = tracker.take(positions)
+        aborted = [
+            sample
+            for sample in self._ledger.samples
+            if sample.id.prompt in positions and sample.scalars.get("finish") == "abort"
+        ]
+        self._whole(aborted)
+        return batch
