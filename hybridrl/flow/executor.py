@@ -73,7 +73,7 @@ class Parked:
     """What a `Park` has stopped; `tokens` counts each sample's prompt and response so far.
 
     `version` is that of the weights that made the last tokens (and the keys and values, if kept).
-    `state` is opaque to schedules: references to what goes from rank to rank.
+    `state` is opaque to schedules: references to the parked tensors.
     """
 
     ids: tuple[SampleId, ...]
@@ -184,7 +184,7 @@ class UpdateDone:
 class WorkerDied:
     """An instance is gone, with its calls in flight, the samples it held and the tensors there.
 
-    Events that come later do not speak of these samples, but of their successors.
+    Later events with these ids are about the samples that are made anew.
     """
 
     instance: int
@@ -196,12 +196,12 @@ Event = Advanced | Computed | TargetsLoaded | UpdateDone | WorkerDied
 class Executor(Protocol):
     """The seam between a schedule and what runs it.
 
-    `advance`, `compute`, `infer`, `place` and `update` start work and return at once; `wait` blocks
-    until at least one piece has ended. `enter` and `release` are whole-group and block. At most one
-    `advance` or `infer` is in flight per instance, one `update` per pool and no other call to its
-    ranks beside it. Events of one call keep their order; schedules must not depend on the order of
-    different calls for anything that reaches the training batch. Between `enter(GENERATE)` and the
-    next `enter` no call needs two instances.
+    `advance`, `compute`, `infer`, `load_targets` and `update` start work and return at once; `wait`
+    blocks until at least one piece has ended. `enter` and `release` are whole-group and block. At
+    most one `advance` or `infer` is in flight per instance, one `update` per pool and no other call
+    to its ranks beside it. Events of one call keep their order; schedules must not depend on the
+    order of different calls for anything that reaches the training batch. Between `enter(GENERATE)`
+    and the next `enter` no call needs two instances.
     """
 
     clock: Clock

@@ -139,7 +139,7 @@ class GenerationRound:
         self.stages.stamp(task.stage)
 
     def _deal(self) -> None:
-        """Give instances of what waits in the driver, as far as they have room.
+        """Give the queued samples to instances that have room.
 
         Groups stay together where they can: their samples are about as long, so that spread over
         all instances each would decode as long as the longest, and they share a prompt.
@@ -217,7 +217,7 @@ class GenerationRound:
     def park(self, with_kv: bool) -> list[GenerationTask]:
         """Stop what is queued or decodes, for a later round; gives it as it is to go on.
 
-        When this returns nothing is in flight. What a death on the way has taken waits for `run`.
+        When this returns nothing is in flight. Samples lost to a death meanwhile wait for `run`.
         """
         assert not self._in_flight, "parked in the middle of a round"
         self._parking = True
@@ -260,7 +260,7 @@ class GenerationRound:
             self._go(instance)
 
     def _events(self) -> Iterable[int]:
-        """Wait for events and take them in; the prompts on which stages may be able to start."""
+        """Wait for events and record them; gives the prompts on which stages may start."""
         touched: dict[int, None] = {}
         for event in next_events(self.executor):
             match event:
@@ -277,7 +277,7 @@ class GenerationRound:
         return touched
 
     def _use_spare(self) -> None:
-        """Let every instance that holds no sample take up forward passes that wait."""
+        """Let every instance that holds no sample run forward passes that wait."""
         for instance in self._alive:
             if instance in self._in_flight or self._held[instance]:
                 continue
@@ -326,7 +326,7 @@ class GenerationRound:
             commands.append(Park(tuple(self._held[instance]), self._with_kv()))
         self._in_flight[instance] = self.executor.clock.now()
         stops = any(isinstance(command, Park) for command in commands)
-        # Under pipeline parallelizm what has its last token already is handed out by one more step;
+        # Under pipeline parallelism what has its last token already is handed out by one more step;
         # else nothing is left to decode.
         self.executor.advance(instance, commands, 1 if stops else self._steps(instance))
 

@@ -1,4 +1,4 @@
-"""The partial schedule: more prompts than a step needs; what is unfinished goes on in the next.
+"""The partial schedule: more prompts than a step needs; unfinished ones resume in the next.
 
 APRIL, active partial rollouts ("APRIL: Active Partial Rollouts in Reinforcement Learning to Tame
 Long-tail Generation").
@@ -42,7 +42,7 @@ class PartialSchedule(StreamingSchedule):
     of several versions, each with the log-probabilities of the version that made it.
 
     `max_staleness` bounds the steps between a sample's first token and its training: a step stops
-    only where all that stays open can still be trained in time, at so many groups a step
+    only where all pending groups can still be trained in time, at so many groups a step
     (`over_provision` at most 1 + `max_staleness`). So no token is thrown away.
 
     Which groups a step trains on follows from decode steps, not from time: instances decode in

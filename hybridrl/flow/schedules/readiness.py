@@ -1,4 +1,4 @@
-"""Which samples may enter which stage, prompt by prompt, while others are still being made."""
+"""When a sample may enter a stage, prompt by prompt, while others are still generated."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -18,10 +18,11 @@ class StreamedStages:
 
     Stages of scope RANK start at once, on the sample's rank. Forward passes wait until an instance
     holds no sample, which takes a chunk of them of at most `chunk_tokens`, its own samples first.
-    What a pool of ranks of its own runs (`Scope.POOL`) goes there while others decode, all that
-    waits in one call.
+    Stages of scope POOL run on their own ranks while others decode, one call at a time with all
+    samples that wait.
 
-    Invariant: nothing moves that a stage runs on, and nothing starts on what moves.
+    Invariant: a sample does not move while a stage runs on it, and no stage starts on a sample that
+    moves.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class StreamedStages:
         self.executor, self.tracker, self.meter = executor, tracker, meter
         self.chunk_tokens = chunk_tokens
         self._spare: dict[str, dict[SampleId, Sample]] = {}  # waits for an instance
-        self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for a pool of its own
+        self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for the role's own pool
         self._running: dict[str, dict[SampleId, Sample]] = {}
         self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
@@ -102,7 +103,7 @@ class StreamedStages:
         return True
 
     def computed(self, event: Computed) -> dict[int, None]:
-        """Record what a stage has made; the prompts of its samples."""
+        """Record a stage's outputs; gives the prompts of its samples."""
         running = self._running[event.stage]
         stage = self._stage(event.stage)
         record_computed(stage, running, event)
@@ -129,9 +130,9 @@ class StreamedStages:
         return self.executor.instance_of(sample.rank) == instance
 
     def _use_pools(self) -> None:
-        """Let every pool that is idle take all that waits for one of its stages; the first has it.
+        """Let every idle pool run all samples that wait for the first of its stages.
 
-        One call at a time: what comes meanwhile rides in the next one together.
+        One call at a time: samples that come meanwhile share the next one.
         """
         stages = [self._stage(name) for name in self._pooled]
         busy = {self.executor.pool(stage) for stage in stages if self._running[stage.name]}
@@ -175,7 +176,7 @@ class StreamedStages:
         return chosen
 
     def _able(self, instance: int, name: str) -> list[Sample]:
-        """What waits for a stage and may run there: nothing moves that a stage runs on."""
+        """Samples that wait for a stage and are on the instance or free to move there."""
         waiting = self._spare[name].values()
         return [s for s in waiting if not self._busy[s.id] or self.is_on(s, instance)]
 
