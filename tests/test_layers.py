@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": CORE,
     "checkpoint": CORE,
     "workers": WORKERS,
-    "compat": {"config", "workers"},
+    "compat": {"config", "telemetry", "workers"},
     "runtime": RUNTIME,
     "controller": RUNTIME | {"runtime", "planner"},
     "jobs": RUNTIME | {"runtime", "controller"},

@@ -4,11 +4,15 @@
 imports it lazily. See docs/controller.md for what we take from verl and what we do not.
 """
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from hybridrl.telemetry.log import logged
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
+
+logger = logging.getLogger(__name__)
 
 _CONCURRENT = "concurrent"  # Ray's name for the thread of what runs beside
 
@@ -57,7 +61,8 @@ _DISPATCH = {
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return getattr(self.worker, name)(*args, **kwargs)
+            with logged(logger, f"call {name}"):
+                return getattr(self.worker, name)(*args, **kwargs)
         except Exception:
             traceback.print_exc()  # into the rank's log; the driver gets one line
             raise

@@ -23,7 +23,14 @@ from hybridrl.config.lora import ActorConfig, LoraConfig
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import JudgeConfig, RewardConfig, RewardKind, RewardPartConfig
 from hybridrl.config.rollout import Engine, Migration, ParkedKV, Ranker, RolloutConfig
-from hybridrl.config.run import Deterministic, RunConfig, ScheduleKind, TelemetryConfig
+from hybridrl.config.run import (
+    Deterministic,
+    LogConfig,
+    LogLevel,
+    RunConfig,
+    ScheduleKind,
+    TelemetryConfig,
+)
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     EvalConfig,
@@ -78,6 +85,8 @@ class Config:
     """Ranks, and the machines that they are on."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """Records."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """The log."""
     run: RunConfig = field(default_factory=RunConfig)
     """Directory and seed."""
 
@@ -174,6 +183,8 @@ __all__ = [
     "Grouping",
     "JudgeConfig",
     "LRSchedule",
+    "LogConfig",
+    "LogLevel",
     "LoraConfig",
     "Migration",
     "ModelConfig",

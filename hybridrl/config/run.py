@@ -1,4 +1,4 @@
-"""Where a run lives, how its work is ordered, what it records."""
+"""Where a run lives, how its work is ordered, what it records and logs."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -33,6 +33,23 @@ class TelemetryConfig:
     """Responses per step that are written to samples.jsonl."""
     report: bool = True
     """Render report.html at the end."""
+
+
+class LogLevel(Enum):
+    """The least urgent lines that are logged."""
+
+    debug = "debug"  # every call of a rank, every stage
+    info = "info"  # phases, steps, evaluations, checkpoints
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(kw_only=True, slots=True)
+class LogConfig:
+    """The log of the driver and of the ranks, in the run's directory."""
+
+    level: LogLevel = LogLevel.info
+    """The least urgent lines that are logged; `debug` says what a run that hangs waits for."""
 
 
 @dataclass(kw_only=True, slots=True)

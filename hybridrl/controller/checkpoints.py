@@ -1,6 +1,7 @@
 """A run's checkpoints: which to go on from, what may have changed since, when one is written."""
 
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.pending_samples import PendingRecord
 
 MAY_CHANGE = (
-    "cluster", "eval", "telemetry", "run.dir",
+    "cluster", "eval", "telemetry", "log", "run.dir",
     "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch",
     "trainer.activation_checkpointing", "trainer.layout",
@@ -29,6 +30,8 @@ MAY_CHANGE = (
     "rollout.decode_steps", "rollout.migration_threshold", "rollout.migration",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, where and how fast, not what it learns from."""
+
+logger = logging.getLogger(__name__)
 
 _PARKED_ON = 0  # the rank that has to do with parked samples, which lie in the data plane
 
@@ -210,6 +213,7 @@ class Checkpoints:
         Raises OSError that names the path; what was at `path` is then whole.
         """
         self.telemetry.stage("saving")
+        logger.debug("writing %s after step %d", path, step)
         folder.clear(path)
         hidden, saves = folder.hidden(path), self.config.trainer.saves
         try:
@@ -229,12 +233,14 @@ class Checkpoints:
                 raise
             raise OSError(error.errno, error.strerror, str(path)) from error
         self.telemetry.event("checkpoint", step=step, path=str(path), **event)
+        logger.info("wrote %s after step %d", path, step)
 
     def load(self, point: Point) -> None:
         """Have the ranks go on from `point`; raises OSError for what cannot be read."""
         from hybridrl.checkpoint.distributed import Progress
 
         roles = {role: Progress(**found) for role, found in point.state["roles"].items()}
+        logger.info("loading %s", point.folder)
         if wrong := self.group.load(str(point.tensors), roles):
             raise OSError(0, "the checkpoint cannot be read", wrong)
 

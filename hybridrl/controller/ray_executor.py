@@ -1,6 +1,7 @@
 """The executor of real runs: worker groups and wall time behind the schedules' seam."""
 
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,24 @@ from hybridrl.controller.load_balance import assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
-from hybridrl.flow.executor import Advanced, Command, Computed, Event, Phase, Scope, UpdateDone
+from hybridrl.flow.executor import (
+    Advanced,
+    Command,
+    Computed,
+    Event,
+    Phase,
+    Scope,
+    TargetsLoaded,
+    UpdateDone,
+    WorkerDied,
+)
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
 from hybridrl.workers.training import UpdateShare
+
+logger = logging.getLogger(__name__)
 
 
 class Abandoned(Exception):
@@ -89,7 +102,9 @@ class RayExecutor:
 
     def enter(self, phase: Phase) -> None:
         """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
+        logger.debug("phase %s: all ranks change", phase.value)
         answers = self.group.enter(phase, self._check_asked)
+        logger.debug("phase %s: all ranks have changed", phase.value)
         self.version = answers[0]["version"]
         reports = [answer["switch"] for answer in answers]
         if any(reports):
@@ -97,6 +112,12 @@ class RayExecutor:
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Start a bounded generation call on an instance."""
+        logger.debug(
+            "instance %d: %d commands, at most %d decode steps",
+            instance,
+            len(commands),
+            num_decode_steps,
+        )
         self._rounds.begin(self._advance(instance, commands, num_decode_steps))
 
     def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> Work:
@@ -118,6 +139,7 @@ class RayExecutor:
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
     ) -> None:
         """Deal the dataset's targets to the ranks."""
+        logger.debug("stage %s begins on %d samples", stage.name, len(ids))
         ranks = self.group.home.ranks
         for rank in ranks:
             mine = slice(rank, None, len(ranks))
@@ -133,6 +155,7 @@ class RayExecutor:
         In another pool, on copies.
         """
         scope = self.scope(stage)
+        logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         if scope is Scope.POOL:
             self._rounds.begin(self._lend(stage, samples))
             return
@@ -213,6 +236,9 @@ class RayExecutor:
         What their ranks have published is fetched as it is. They export only the rest, when their
         present call ends.
         """
+        logger.debug(
+            "stage %s begins on instance %d, %d samples", stage.name, instance, len(samples)
+        )
         self._rounds.begin(self._infer(stage, instance, samples))
 
     def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> Work:
@@ -239,7 +265,10 @@ class RayExecutor:
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one; may raise `Abandoned`."""
-        return self._rounds.wait(self._check_asked)
+        events = self._rounds.wait(self._check_asked)
+        for event in events:
+            logger.debug("ended: %s", _described(event))
+        return events
 
     def _check_asked(self) -> None:
         if self.may_abandon and signals.asked():
@@ -253,6 +282,7 @@ class RayExecutor:
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
         self.may_abandon = False
+        logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         self._rounds.begin(self._update(stage, samples))
 
     def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> Work:
@@ -364,6 +394,21 @@ def _by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
     for sample in samples:
         found.setdefault(sample.rank, []).append(sample)
     return found
+
+
+def _described(event: Event) -> str:
+    """An event in a line of the log."""
+    match event:
+        case Advanced():
+            return f"a call of instance {event.instance}, {len(event.finished)} samples finished"
+        case Computed():
+            return f"stage {event.stage} on {len(event.ids)} samples"
+        case UpdateDone():
+            return f"stage {event.stage}"
+        case TargetsLoaded():
+            return "targets were loaded"
+        case WorkerDied():
+            return f"generation instance {event.instance}, whose ranks died"
 
 
 def _once(references: Iterable[Any]) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ What is recorded of it: `run_records.py`.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,10 +33,13 @@ from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
+from hybridrl.telemetry.log import driver_log
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.training import Training
 
 __all__ = ["RayStartError", "TrainingDiverged", "WorkerError", "evaluate_only", "train"]
+
+logger = logging.getLogger(__name__)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -98,16 +102,30 @@ def _running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[
         forget_later(origin.point)  # before the records, which say what is there, are cut
     with (
         Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
+        driver_log(config.log.level, run_dir / "logs" / "driver.log"),
+        _logged_end(),
         launched(config.cluster, run_dir / "logs") as launcher,
     ):
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
+        logger.info("starting %d ranks, rollout engine %s", ranks, engine)
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run
             run.group.close()
         finally:
             run.group.kill()
+
+
+@contextmanager
+def _logged_end() -> Iterator[None]:
+    """Log how the run ends."""
+    try:
+        yield
+    except BaseException as error:
+        logger.error("the run ends: %s: %s", type(error).__name__, error)
+        raise
+    logger.info("the run has finished")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +270,7 @@ class Run:
             )
             for role in dict.fromkeys(["actor", *graph.learned])
         }
+        logger.info("making the roles of phase %s", phase.name)
         graphs = graphs_of(graph, self.config)
         for role, described in self.group.begin(graphs, training, publishes).items():
             self.telemetry.event("role", role=role, **described)
@@ -286,6 +305,7 @@ class Run:
     def _run_steps(self, phase: RunPhase, schedule: Schedule) -> None:
         """Run the steps of a phase that are left: each is run, recorded, evaluated and saved."""
         self.telemetry.phase(phase.name, phase.num_steps, phase.first_step)
+        logger.info("phase %s begins, to step %d", phase.name, phase.last_step)
         if phase.first_step < self.step < phase.last_step:  # a signal may have ended the run before
             self._evaluate_due(phase)
         while self.step < phase.last_step:
@@ -293,7 +313,9 @@ class Run:
             before = self._state(phase, schedule) if self.config.trainer.resumes else None
             start = time.time()
             result = self._run_step(schedule, before)
-            metrics = self.records.record_step(result, time.time() - start, self.group.texts)
+            seconds = time.time() - start
+            logger.info("step %d ended after %.3f s", self.step, seconds)
+            metrics = self.records.record_step(result, seconds, self.group.texts)
             self._check_finite(metrics)
             self._record_costs(schedule)
             self._stop_if_requested(phase, schedule)
@@ -303,6 +325,7 @@ class Run:
     def _run_step(self, schedule: Schedule, before: DriverState | None) -> StepResult:
         """One step; `before` is the driver's state, which a signal may want to go back to."""
         self.step += 1
+        logger.info("step %d begins", self.step)
         self.executor.may_abandon = before is not None
         try:
             return schedule.run_step(self.step)
@@ -383,6 +406,7 @@ class Run:
 
     def _stop(self, state: DriverState) -> NoReturn:
         """Write the checkpoint of the last whole step, if there is none, and end the run."""
+        logger.info("stopping after step %d, as a signal asks", self.step)
         begun = self.origin.point.state["step"] if self.origin.point else 0
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
@@ -438,6 +462,7 @@ class Run:
         if self._evaluated[0] == self.step:
             return self._evaluated[1]
         self.telemetry.stage("evaluating")
+        logger.info("evaluation begins at step %d", self.step)
         start = time.time()
         metrics = evaluate(
             self.config,
@@ -449,6 +474,7 @@ class Run:
         )
         self.telemetry.log(self.step, metrics)
         self.telemetry.event("evaluation", step=self.step, seconds=time.time() - start, **metrics)
+        logger.info("evaluation ended")
         self._evaluated = (self.step, metrics)
         return metrics
 

@@ -1,5 +1,6 @@
 """The ranks as the driver sees them: typed calls, one error for a dead worker."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from hybridrl.workers.worker_factory import make_worker
 
 if TYPE_CHECKING:
     from hybridrl.checkpoint.distributed import Progress
+
+logger = logging.getLogger(__name__)
 
 OnSpan = Callable[[int, TimeSpan], None]
 OnMemory = Callable[[int, MemoryReading], None]
@@ -94,6 +97,8 @@ class WorkerGroup:
             reply: Reply = self.launcher.get(reference)
         except CallFailed as error:
             raise self._fail(rank, error) from error
+        done = ", ".join(span.name for span in reply.spans)
+        logger.debug("rank %d answered%s", rank, f": {done}" if done else "")
         for span in reply.spans:
             self.on_span(rank, span)
         for memory in reply.memory:
@@ -111,6 +116,7 @@ class WorkerGroup:
         `meanwhile` is called again and again, and may raise.
         """
         pending = {reference: rank for rank, reference in enumerate(references, first)}
+        logger.debug("waiting for ranks %d to %d", first, first + len(references) - 1)
         values: dict[int, Any] = {}
         while pending:
             meanwhile()
@@ -154,6 +160,8 @@ class WorkerGroup:
             (listening,) = self._ranks[pool.ranks[0]].listen()
             calls += pool.group.setup(*self.value_of(pool.ranks[0], listening))
         answers = self.gather(calls)
+        for rank, answer in enumerate(answers):
+            logger.info("rank %d is up on %s, pid %d", rank, answer["node"], answer["pid"])
         self._place = [
             (
                 f"{answer['node']} (pid {answer['pid']})",

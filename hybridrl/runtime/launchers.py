@@ -1,5 +1,6 @@
 """The launcher that a config asks for, up for as long as a run needs it."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.runtime.ray_cluster import ray_runtime
 from hybridrl.runtime.ray_launcher import RayLauncher
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
@@ -19,5 +22,8 @@ def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
         with ProcessLauncher(config) as plain:
             yield plain
     else:
+        logger.debug("Ray: starting, or joining a cluster")
         with ray_runtime(config, verl.environment(), logs) as ray:
+            logger.info("Ray is up, at %s", ray.get_runtime_context().gcs_address)
             yield RayLauncher(ray, config)
+        logger.info("Ray has ended")

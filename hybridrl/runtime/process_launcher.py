@@ -5,6 +5,7 @@ process. What Ray does not do here: many nodes, and methods beside others (they 
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -27,8 +28,11 @@ import psutil
 
 from hybridrl.config import ClusterConfig
 from hybridrl.runtime.launcher import POLL_S, WORKER_DEATH_TIMEOUT_S, CallFailed
+from hybridrl.telemetry.log import as_rank, logged
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 
@@ -83,6 +87,7 @@ class ProcessLauncher:
     ) -> None:
         for rank in self._ranks:
             rank.kill()
+        logger.debug("all ranks have ended")
         if error is not None:
             _end_fork_server()
 
@@ -96,7 +101,9 @@ class ProcessLauncher:
         for rank in range(1, size):
             made = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_Child(context, rank, made))
-        self._ranks.insert(0, _Here(make(0, size, *args)))
+        with as_rank(0):
+            self._ranks.insert(0, _Here(make(0, size, *args)))
+        logger.debug("%d ranks have been started, the first in this process", size)
         return ProcessGroup(worker, self._ranks)
 
     def subgroup(self, group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
@@ -157,14 +164,15 @@ class _Here:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = Call()
-        self.waiting.append((call, partial(getattr(self.worker, name), *args, **kwargs)))
+        self.waiting.append((call, partial(_run, self.worker, name, args, kwargs)))
         return call
 
     def step(self) -> None:
         """Run the oldest call."""
         call, method = self.waiting.popleft()
         try:
-            call.value = method()
+            with as_rank(0):
+                call.value = method()
         except Exception as error:
             traceback.print_exc()  # the driver's own message is one line
             call.failure = CallFailed(str(error), error)
@@ -278,11 +286,16 @@ def _serve(
             return
         value, cause = None, None
         try:
-            value = getattr(worker, name)(*args, **kwargs)
+            value = _run(worker, name, args, kwargs)
         except Exception as error:
             traceback.print_exc()
             cause = error
         done.put(_pickled((value, cause)))
+
+
+def _run(worker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with logged(logger, f"call {name}"):
+        return getattr(worker, name)(*args, **kwargs)
 
 
 def _end_with_driver() -> None:

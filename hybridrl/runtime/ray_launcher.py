@@ -1,5 +1,6 @@
 """Ranks as actors of Ray, through verl's worker groups."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from hybridrl.runtime.ray_cluster import ranks_placement
 from hybridrl.runtime.ray_data_plane import RayDataPlane
 from hybridrl.workers.data_plane import DataPlane
 
+logger = logging.getLogger(__name__)
+
 
 class RayLauncher:
     """Ranks as Ray's actors, one in each bundle of the placement groups."""
@@ -23,11 +26,13 @@ class RayLauncher:
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
         """See `Launcher`."""
         use_gpu = verl.has_gpu()
+        logger.debug("placing %d ranks", self.config.ranks)
         placements = ranks_placement(self.ray, self.config, use_gpu)
         env = verl.environment() | {
             "OMP_NUM_THREADS": str(self.config.threads_per_rank),
             "TOKENIZERS_PARALLELISM": "false",
         }
+        logger.debug("starting the ranks' actors")
         return verl.worker_group(verl.worker_class(worker, make, *args), placements, use_gpu, env)
 
     def subgroup(self, group: Any, ranks: Sequence[int]) -> Any:

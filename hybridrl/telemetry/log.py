@@ -1,0 +1,104 @@
+"""The log of a run: what each process begins and ends, to be read where a run hangs or fails.
+
+A line has time, process, level, room (the logger's name) and message:
+
+    2026-05-01 12:00:00,123 rank 1 DEBUG hybridrl.compat.verl: call update started
+
+The driver writes `RUN/logs/driver.log`. A rank writes to its standard error, which is its log file
+under Ray, or to `RUN/logs/rank-N.log` with `cluster=processes`, where rank 0 is the driver's own
+process and its lines are in the driver's log. A module logs by `logging.getLogger(__name__)`.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from hybridrl.config.run import LogLevel
+
+DRIVER = "driver"
+_FORMAT = "%(asctime)s %(process_name)s %(levelname)s %(name)s: %(message)s"
+_PACKAGE = "hybridrl"
+_process = ContextVar("process", default=DRIVER)
+
+
+@contextmanager
+def driver_log(level: LogLevel, file: Path) -> Iterator[None]:
+    """Within, the driver's lines from `level` on are appended to `file`.
+
+    Warnings are shown on standard error too, as they are without a log.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    logger, shown = logging.getLogger(_PACKAGE), logging.lastResort
+    assert shown is not None
+    before, handler = logger.level, _formatted(logging.FileHandler(file, encoding="utf-8"))
+    logger.setLevel(level.value.upper())
+    logger.addHandler(handler)
+    logger.addHandler(shown)
+    try:
+        yield
+    finally:
+        logger.removeHandler(shown)
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+
+def rank_log(rank: int, level: LogLevel, file: Path | None) -> None:
+    """Have this process, a rank's own, log from `level` on to `file`, or to standard error.
+
+    A rank in the driver's process stays with the driver's log: see `as_rank`.
+    """
+    logger = logging.getLogger(_PACKAGE)
+    if logger.handlers:
+        return
+    handler: logging.Handler = logging.StreamHandler()
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
+    _formatted(handler, f"rank {rank}")
+    logger.setLevel(level.value.upper())
+    logger.addHandler(handler)
+
+
+@contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """Within, what this thread of the driver's process logs is the rank's."""
+    token = _process.set(f"rank {rank}")
+    try:
+        yield
+    finally:
+        _process.reset(token)
+
+
+@contextmanager
+def logged(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Log at debug level that `what` has started, and that it has ended or failed, with seconds."""
+    logger.debug("%s started", what)
+    start = time.monotonic()
+    outcome = "failed"
+    try:
+        yield
+        outcome = "ended"
+    finally:
+        logger.debug("%s %s after %.3f s", what, outcome, time.monotonic() - start)
+
+
+class _ProcessName(logging.Filter):
+    """Gives every record `process_name`: that of the process, or of the rank that it acts as."""
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__()
+        self._name = name
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.process_name = self._name or _process.get()
+        return True
+
+
+def _formatted(handler: logging.Handler, process: str | None = None) -> logging.Handler:
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.addFilter(_ProcessName(process))
+    return handler

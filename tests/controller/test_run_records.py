@@ -1,0 +1,81 @@
+"""What runs leave behind besides checkpoints: the log."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.telemetry.records import read_lines
+
+KINDS = {
+    "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
+    " recipe.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
+    " warm_start.steps=1 trainer.steps=3 eval.num_samples=2 log.level=debug",
+    "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3",
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_run: list[str]) -> list[str]:
+    """Overrides of a run of seconds, with a recipe's own defaults."""
+    return [setting for setting in tiny_run if not setting.startswith("recipe")]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    train_here: Callable[..., Any], settings: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """The directories of one run of each kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        name: train_here(folder / name, *settings, *kind.split()).dir
+        for name, kind in KINDS.items()
+    }
+
+
+# The log
+
+
+def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -> None:
+    """Rank 0 is the driver's own process here; rank 1 has a file."""
+    logs = runs["fused"] / "logs"
+    driver, rank = (logs / "driver.log").read_text(), (logs / "rank-1.log").read_text()
+    room = "hybridrl.controller"
+    for who, line in [
+        ("driver INFO", f"{room}.run: phase rl begins, to step 4"),
+        ("driver INFO", f"{room}.run: step 2 begins"),
+        ("driver DEBUG", f"{room}.ray_executor: stage update_actor begins on"),
+        ("driver DEBUG", f"{room}.worker_group: rank 1 answered: "),
+        ("driver DEBUG", f"{room}.ray_executor: ended: stage update_actor"),
+        ("driver INFO", f"{room}.run: step 2 ended after"),
+        ("driver INFO", f"{room}.checkpoints: wrote {runs['fused'] / 'final'} after step 4"),
+        ("driver INFO", f"{room}.run: the run has finished"),
+    ]:
+        assert re.search(rf"^[\d-]{{10}} [\d:,]{{12}} {who} {re.escape(line)}", driver, re.M), line
+    for calls in (driver.replace(" rank 0 ", " rank 1 "), rank):
+        started = re.findall(r" rank 1 DEBUG \S+process_launcher: call (\w+) started\n", calls)
+        ended = re.findall(r" rank 1 DEBUG \S+process_launcher: call (\w+) ended after ", calls)
+        assert {"setup", "update"} <= set(started)
+        assert started == ended  # one after the other: each ends before the next
+
+
+def test_at_info_the_log_has_no_call(runs: dict[str, Path]) -> None:
+    text = (runs["partial"] / "logs" / "driver.log").read_text()
+    assert "driver INFO hybridrl.controller.run: step 2 begins" in text
+    assert "DEBUG" not in text
+    assert " call " not in text
+
+
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_under_ray_a_rank_logs_to_its_own_file(
+    train: Callable[..., Any], settings: list[str], tmp_path: Path, level: str
+) -> None:
+    kind = f"cluster.ranks=1 recipe=dpo trainer.steps=1 eval.every=0 log.level={level}"
+    run = train(tmp_path / "run", *settings, *kind.split())
+    (ranks,) = [e for e in read_lines(run.dir / "events.jsonl") if e["kind"] == "ranks"]
+    text = Path(ranks["log"]).read_text()
+    assert " rank 0 INFO hybridrl.models.packed_attention: " in text
+    for what in ("call update started", "call update ended after"):
+        assert (f" rank 0 DEBUG hybridrl.compat.verl: {what}" in text) == (level == "debug")
