@@ -146,12 +146,13 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
     samples = result.dispatched
     metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
+    reasons = [drop.reason for drop in result.dropped.values()]
     by_choice = (DropReason.FILTER, DropReason.TAKE, DropReason.UNUSED)
-    chosen = [drop.reason in by_choice for drop in result.dropped.values()]
     metrics |= {
         "step_s": seconds,
-        "filtered": float(sum(chosen)),
-        "dropped": float(len(chosen) - sum(chosen)),
+        "dropped": float(len(reasons)),
+        "filtered": float(sum(reason in by_choice for reason in reasons)),
+        "aborted": float(reasons.count(DropReason.ABORTED)),
         "migrated": result.metrics.get("samples/migrated", 0.0),
     }
     for name in ("migration_threshold", "parked", "resumed", "staleness"):

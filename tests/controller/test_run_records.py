@@ -1,4 +1,4 @@
-"""What runs leave behind besides checkpoints: the log."""
+"""What runs leave behind besides checkpoints: the metrics that docs/telemetry.md lists, the log."""
 
 import re
 from collections.abc import Callable
@@ -12,9 +12,16 @@ from hybridrl.telemetry.records import read_lines
 KINDS = {
     "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
     " recipe.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
-    " warm_start.steps=1 trainer.steps=3 eval.num_samples=2 log.level=debug",
+    " warm_start.steps=1 trainer.steps=3 rollout.decode_steps=1 eval.num_samples=2 log.level=debug",
     "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3",
+    "safe_rlhf": "cluster.ranks=1 recipe=safe_rlhf trainer.steps=1",
+    "dpo": "cluster.ranks=1 recipe=dpo trainer.steps=1",
+    "distill": "cluster.ranks=1 recipe=distill trainer.steps=1",
+    "rm": "cluster.ranks=1 recipe=rm trainer.steps=1",
 }
+"""Runs that write, all together, every metric that there is."""
+
+DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +40,47 @@ def runs(
         name: train_here(folder / name, *settings, *kind.split()).dir
         for name, kind in KINDS.items()
     }
+
+
+# Metrics
+
+
+def listed() -> list[str]:
+    """The keys in the table of docs/telemetry.md."""
+    table = DOCS.read_text().partition("## Keys of metrics.jsonl")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    return [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
+
+
+def pattern(key: str) -> str:
+    """What a key of the table matches: words in capitals stand for names."""
+    return re.sub(r"[A-Z]+", "[a-z0-9_@]+", key)
+
+
+def test_the_table_of_metrics_is_what_runs_write(runs: dict[str, Path]) -> None:
+    written = {
+        key for run in runs.values() for line in read_lines(run / "metrics.jsonl") for key in line
+    }
+    assert len(listed()) > 80
+    unwritten = [k for k in listed() if not any(re.fullmatch(pattern(k), w) for w in written)]
+    assert not unwritten, "the table has keys that no run writes"
+    unlisted = [w for w in written if not any(re.fullmatch(pattern(k), w) for k in listed())]
+    assert not unlisted, "runs write keys that the table lacks"
+
+
+def test_dropped_is_the_sum_over_all_reasons(
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """By a filter too: no response earns a reward here, so all of a prompt are alike."""
+    kind = "cluster.ranks=1 recipe=grpo trainer.steps=1 eval.every=0 reward=exact"
+    settings = [s for s in tiny_run if not s.startswith(("recipe", "reward"))]
+    run = train_here(tmp_path / "run", *settings, *kind.split())
+    (step,) = run.steps
+    (line,) = [x for x in read_lines(run.dir / "metrics.jsonl") if "dropped" in x]
+    assert line["dropped"] == line["samples/dropped"] == len(step.dropped) > 0
+    assert line["filtered"] == len(step.dropped)
+    assert line["aborted"] == 0
+    assert line["samples/used"] + line["dropped"] == len(step.dispatched)
 
 
 # The log

@@ -175,6 +175,13 @@ def test_a_step_whose_groups_are_all_dropped_trains_nothing(virtual_executor):
     assert len(result.dropped) == len(executor.released) == 8
 
 
+def test_a_schedule_that_miscounts_its_samples_is_caught(virtual_executor):
+    schedule = make(virtual_executor(), {})
+    schedule._pending_ids = lambda: {SampleId(10_000)}  # never dispatched
+    with pytest.raises(AssertionError, match="0 samples were pending and 8 dispatched"):
+        schedule.run_step(0)
+
+
 def test_stages_have_spans_in_order(virtual_executor):
     executor = virtual_executor(reward_of=lambda id: (float(id.k), "ok"))
     spans = make(executor, {}).run_step(0).spans

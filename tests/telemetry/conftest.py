@@ -65,8 +65,10 @@ def rl_metrics(rng: random.Random, step: int) -> dict[str, float]:
         "mismatch/kl": 6e-5,
         "mismatch/ess_token": 0.9999,
         "mismatch/ess_sequence": 0.999,
-        "clip_fraction": abs(rng.gauss(0.004, 0.002)),
-        "dropped": 0,
+        "clip_fraction_high": abs(rng.gauss(0.004, 0.002)),
+        "dropped": 16,
+        "filtered": 16,
+        "aborted": 0,
         "reward_error": 1 if step == 17 else 0,
         "reward_timeout": 0,
     }

@@ -109,11 +109,17 @@ class Schedule(ABC):
         dies while a stage runs that waits for the whole batch.
         """
         self.release()
+        num_before = len(self._ledger.samples)  # pending since earlier steps
         self._begin_step(step)
         batch = self._run_rounds() if self._take else self._pull(self.settings.prompts_per_step)
         self._run_stages([s for s in self._order if s.name not in batch], batch)
         pending = self._pending_ids()
         used, dropped = self._ledger.settle(pending)
+        num_dispatched = len(self._ledger.samples) - num_before
+        assert num_before + num_dispatched == len(used) + len(dropped) + len(pending), (
+            f"step {step}: {num_before} samples were pending and {num_dispatched} dispatched, but"
+            f" {len(used)} used, {len(dropped)} dropped, {len(pending)} are pending"
+        )
         self._steps_done += 1
         if self._train_costs:  # of every role that the step trains
             seconds, tokens = zip(*self._train_costs, strict=True)
