@@ -22,20 +22,20 @@ class _Round:
 
 
 class Rounds:
-    """Drives pieces of work side by side: each goes on when its own round is answered.
+    """Drives several pieces of work at once: each continues when its own round is answered.
 
-    Example: copies of samples are asked of two ranks; when both have sent theirs, a third is called
-    with them; its answer is the event. Meanwhile other ranks decode.
+    Example: two ranks export copies of samples; when both have answered, a third is called with
+    them; its answer is the event. Meanwhile other ranks decode.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self._pending: dict[Any, tuple[int, _Round]] = {}  # calls in flight, with their rank
-        self._told: list[Event] = []  # events that the next `wait` gives
+        self._ready: list[Event] = []  # events for the next `wait`
 
     def begin(self, work: Work) -> None:
         """Start the first round."""
-        self._told += self._go_on(work, None)
+        self._ready += self._start_next(work, None)
 
     def wait(self, meanwhile: Callable[[], None]) -> list[Event]:
         """Events of the work that has ended, of one piece at least.
@@ -43,7 +43,7 @@ class Rounds:
         `meanwhile` is called again and again, and may raise. Raises `RuntimeError` when nothing is
         in flight.
         """
-        events, self._told = self._told, []
+        events, self._ready = self._ready, []
         while not events:
             meanwhile()
             if not self._pending:
@@ -52,10 +52,10 @@ class Rounds:
                 rank, calls = self._pending.pop(reference)
                 calls.answers[reference] = self.group.value_of(rank, reference)
                 if len(calls.answers) == len(calls.calls):
-                    events += self._go_on(calls.work, [calls.answers[x] for x in calls.calls])
+                    events += self._start_next(calls.work, [calls.answers[x] for x in calls.calls])
         return events
 
-    def _go_on(self, work: Work, answers: list[Any] | None) -> list[Event]:
+    def _start_next(self, work: Work, answers: list[Any] | None) -> list[Event]:
         """Start the next round of `work`; its events where there is none."""
         try:
             calls = work.send(answers) if answers is not None else next(work)

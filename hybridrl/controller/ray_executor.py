@@ -121,19 +121,20 @@ class RayExecutor:
         self._rounds.begin(self._advance(instance, commands, num_decode_steps))
 
     def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> Work:
-        """One event for an instance: every rank's finished samples, every place's parked state."""
+        """One event for an instance: the finished samples and parked state of all its ranks."""
         published: list[Published] = yield self.group.call_advance(instance, commands, num_steps)
         answers: list[Advanced] = [answer.event for answer in published]
         for answer in published:
-            self._known(answer, [f.id for f in answer.event.finished], ("tokens", "log_probs"))
+            self._note_published(
+                answer, [f.id for f in answer.event.finished], ("tokens", "log_probs")
+            )
         finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
         parked = [
-            replace(same[0], state={place: state for p in same for place, state in p.state.items()})
+            replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
             for same in zip(*(a.parked for a in answers), strict=True)
         ]
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
-        told = replace(answers[0], finished=tuple(finished), parked=tuple(parked), work=slowest)
-        return [told]
+        return [replace(answers[0], finished=tuple(finished), parked=tuple(parked), work=slowest)]
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
@@ -157,7 +158,7 @@ class RayExecutor:
         scope = self.scope(stage)
         logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         if scope is Scope.POOL:
-            self._rounds.begin(self._lend(stage, samples))
+            self._rounds.begin(self._compute_in_pool(stage, samples))
             return
         by_rank = _by_rank(samples)
         for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(by_rank):
@@ -173,12 +174,12 @@ class RayExecutor:
                 call = self.group.call_local_stage(rank, stage, ids, fields)
             self._rounds.begin(single(call, rank))
 
-    def _lend(self, stage: Stage, samples: Sequence[Sample]) -> Work:
-        """Copies to the stage's pool, the stage there, and home what it has made."""
+    def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> Work:
+        """Export copies to the stage's pool, compute there, and import the new tensors at home."""
         ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks))]
         fields = {name for name in stage.inputs if name in samples[0].tensors}
-        parcels = yield from self._borrow(samples, receivers, fields)
+        parcels = yield from self._export_copies(samples, receivers, fields)
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
         for sample, rank in zip(samples, receivers, strict=True):
             ids[rank].append(sample.id)
@@ -186,25 +187,25 @@ class RayExecutor:
             self.group.call_compute(rank, stage, ids[rank], _once(parcels[rank])): rank
             for rank in ranks
         }
-        told = _as_one([answer.event for answer in published])
+        event = _as_one([answer.event for answer in published])
         for answer in published:
-            self._known(answer, answer.event.ids, told.tensors)
-        if told.tensors:
+            self._note_published(answer, answer.event.ids, event.tensors)
+        if event.tensors:
             assert stage.role is not None
-            self._made_by[stage.role].update(told.tensors)
-            made = told.tensors[0]
+            self._made_by[stage.role].update(event.tensors)
+            field = event.tensors[0]
             calls = {}
             for rank, mine in _by_rank(samples).items():
-                references = _once(self._published[sample.id][made] for sample in mine)
+                references = _once(self._published[sample.id][field] for sample in mine)
                 ids_here = [sample.id for sample in mine]
                 calls[self.group.call_import_samples(rank, ids_here, references)] = rank
             yield calls
-        return [told]
+        return [event]
 
-    def _borrow(
+    def _export_copies(
         self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
     ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
-        """References of `fields` of samples that stay where they are, by receiver."""
+        """References to `fields` of samples that stay on their ranks, by receiver."""
         parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
         exported = yield self._export(moves, sorted(fields), keep=True)
         _add(parcels, exported)
@@ -260,7 +261,7 @@ class RayExecutor:
             calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
         published: list[Published] = yield calls
         for answer in published:
-            self._known(answer, answer.event.ids, answer.event.tensors)
+            self._note_published(answer, answer.event.ids, answer.event.tensors)
         return [_as_one([answer.event for answer in published])]
 
     def wait(self) -> list[Event]:
@@ -274,7 +275,9 @@ class RayExecutor:
         if self.may_abandon and signals.asked():
             raise Abandoned
 
-    def _known(self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]) -> None:
+    def _note_published(
+        self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]
+    ) -> None:
         if published.reference is not None:
             for sample in ids:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
@@ -295,7 +298,7 @@ class RayExecutor:
             ranks = [pool.ranks[i] for i in deal(samples, len(pool.ranks), samples_per_row)]
             common = set.intersection(*(sample.tensors for sample in samples))
             fields = common & {*stage.inputs, *self._made_by[stage.role or ""]}
-            parcels = yield from self._borrow(samples, ranks, fields)
+            parcels = yield from self._export_copies(samples, ranks, fields)
         shares = self._shares(stage, samples, ranks, samples_per_row)
         metrics = yield self.group.call_update(
             pool,
@@ -311,7 +314,7 @@ class RayExecutor:
         ranks: Sequence[int],
         samples_per_row: int,
     ) -> dict[int, UpdateShare]:
-        """Every rank's part of an update, without what must come to it."""
+        """Every rank's share of an update, without parcels."""
         wanted = {
             sample.id: {
                 field: float(sample.scalars[field])
@@ -390,10 +393,10 @@ def _as_one(answers: Sequence[Computed]) -> Computed:
 
 
 def _by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
-    found: dict[int, list[Sample]] = {}
+    by_rank: dict[int, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(sample.rank, []).append(sample)
-    return found
+        by_rank.setdefault(sample.rank, []).append(sample)
+    return by_rank
 
 
 def _described(event: Event) -> str:

@@ -45,9 +45,9 @@ from hybridrl.workers.training import Fields, UpdateShare, train
 
 @dataclass(frozen=True, slots=True)
 class ParkedSample:
-    """All that another instance needs to go on with a sample, and to have it judged.
+    """All that another instance needs to continue a sample and to score it.
 
-    `spans` are the versions of its tokens so far.
+    `spans` are the policy versions of its tokens so far.
     """
 
     request: Request
@@ -106,7 +106,7 @@ class Actor:
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
 
     def _plan_switch(self, num_layers: int) -> Switch:
-        """The way of the weights into generation."""
+        """Plan the weight switch."""
         rollout, engine = self.config.rollout, self.train_engine
         return plan_switch(
             engine.parameters,
@@ -119,7 +119,7 @@ class Actor:
         )
 
     def _load_base(self) -> AdapterSwitch | None:
-        """The way of adapters into generation, once the weights themselves are there."""
+        """The switch of the adapters, with the base weights loaded; None without adapters."""
         if self.train_engine.lora is None:
             return None
         kind: torch.dtype = getattr(torch, self.config.rollout.dtype.value)
@@ -128,7 +128,7 @@ class Actor:
         return switch
 
     def _adapter_switch(self, base: Plan, dtype: torch.dtype) -> AdapterSwitch:
-        """Between the layouts of `base`, which moves the weights."""
+        """A switch of the adapters between the layouts of `base`, which moves the weights."""
         engine, layers = self.train_engine, self.train_engine.model.config.num_hidden_layers
         assert engine.lora is not None
         stages, gen_tp = engine.dims.stage_of_layer(layers), self.config.rollout.layout.tp
@@ -136,21 +136,22 @@ class Actor:
         dst = gen_layout(engine.adapters, base.dst.mesh, layers)
         pairs = {name: pair for name in base.src.shapes if (pair := pair_of(name))[0] in src.shapes}
         bucket = round(self.config.rollout.layout.bucket_mb * 2**20)
-        place = (dist.get_rank(), dtype, bucket)
-        return AdapterSwitch(base, plan(src, dst), pairs, engine.lora.scaling, *place)
+        return AdapterSwitch(
+            base, plan(src, dst), pairs, engine.lora.scaling, dist.get_rank(), dtype, bucket
+        )
 
     def _move_weights(self) -> SwitchStats:
-        """Give the rollout engine what training has now."""
+        """Reshard the training weights into the rollout engine."""
         shards = self.train_engine.named_shards()
         if self.adapters is None:
             return self.rollout.update_weights(self.switch_plan.plan, shards)
         return self.adapters.switch(shards, self.rollout.write_weights, self.device)
 
     def base_weights(self, dtype: DType) -> Mapping[str, torch.Tensor] | None:
-        """What the model is without its adapters, as a `local_model` at this rank's place has it.
+        """The weights without adapters, as a `local_model` on this rank holds them.
 
-        In host memory, not to be changed. None where that is not the actor as it is now, and where
-        it is not kept in `dtype` or so.
+        They are in host memory and must not change. None once the adapters have been trained, and
+        where no base is kept in `dtype`.
         """
         same = dtype is self.config.rollout.dtype and isinstance(self.rollout, NativeEngine)
         if self.adapters is None or self.train_engine.version or not same:
@@ -163,9 +164,9 @@ class Actor:
         dtype: DType,
         shards: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Fill a `local_model` at this rank's place with the present weights. Collective.
+        """Fill the `parameters` of a `local_model` on this rank. Collective.
 
-        Or with `shards`, that lie as the present ones do.
+        With the present weights, or with `shards`, which have the layout of the training weights.
         """
         layout = gen_layout(
             self.train_engine.parameters,
@@ -186,7 +187,7 @@ class Actor:
             switch.switch(present, lambda fill: fill(parameters), self.device)
 
     def describe(self) -> dict[str, Any]:
-        """What is worth logging about the actor; `instance` is the one that this rank is of."""
+        """What the run logs about the actor; `instance` is the rollout instance of this rank."""
         axes = self.train_engine.dims.axes
         return {
             "parameters": self.train_engine.num_parameters,
@@ -228,9 +229,9 @@ class Actor:
     def advance(
         self, commands: Sequence[Command], num_decode_steps: int
     ) -> tuple[list[Finished], list[Parked], Work]:
-        """Obey commands, then decode; returns finished samples, parked ones and what it took.
+        """Obey commands, then decode; returns finished samples, parked ones and the work done.
 
-        The state of parked samples is a dict of `ParkedSample` by id, of a resumed command too.
+        The state of `Parked` and of `Resume` is a dict of `ParkedSample` by id.
         """
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.rollout.stats(), 0.0, 0
         parked: list[Parked] = []
@@ -299,7 +300,7 @@ class Actor:
         return [self.request(id, item, command.sampling, shares) for id in command.ids]
 
     def request(self, id: SampleId, item: Item, sampling: Sampling, shares: bool) -> Request:
-        """A response to be drawn from its beginning; `shares` what is cached of its prompt."""
+        """The request of a new response; with `shares` it reads its prompt's cached prefix."""
         return Request(
             id=id,
             prompt_ids=item.prompt_ids,
@@ -309,7 +310,7 @@ class Actor:
         )
 
     def _finish(self, output: Output) -> Finished | None:
-        """Keep a finished sample, or leave it to another rank of the instance: all have it."""
+        """Store a finished sample, or leave it to another rank: all of the instance have it."""
         id = cast(SampleId, output.id)
         item, spans = self._items.pop(id)
         if self._peers[(id.prompt + id.k) % len(self._peers)] != dist.get_rank():
@@ -366,14 +367,17 @@ class Actor:
 ENGINE_GAPS = {"rollout_log_probs": "mismatch", "stale_log_probs": "staleness"}
 """Reserved fields of an update's sequences, and the metrics that they are compared under.
 
-A sample whose tokens are all of the present weights shows how far the two engines are apart. In one
-with older tokens (schedule=partial) the weights differ too, also behind these where keys and values
-were kept: it is counted apart, whole.
+A sample that the present weights made alone shows how far the two engines are apart. A sample with
+older tokens (schedule=partial) is counted apart, whole: its weights differ, too, and later tokens
+may read the older weights' KV cache.
 """
 
 
 def _sampled(sample: StoredSample, version: int, present: int) -> Fields:
-    """What the rollout engine gave the tokens, the oldest of them of `version`, if it made them."""
+    """Log-probabilities of the rollout engine, if it made the sample.
+
+    `version` is the policy version of the oldest token, `present` that of the weights now.
+    """
     if "log_probs" not in sample.tensors:
         return {}
     name = "rollout_log_probs" if version == present else "stale_log_probs"
@@ -396,7 +400,7 @@ def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[
 def log_probs_stage(
     engine: TrainEngine, store: SampleStore, stage: Stage, ids: Sequence[SampleId]
 ) -> tuple[Scalars, tuple[str, ...]]:
-    """Score responses with a train engine and keep the result as the stage's output field."""
+    """Log-probabilities of a train engine, stored as the stage's output field."""
     (name,) = stage.outputs
     samples = [store[id] for id in ids]
     scored = engine.log_probs(

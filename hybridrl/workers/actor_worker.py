@@ -1,5 +1,6 @@
-"""What a rank of the actor's pool is: its samples, its phases, and the roles beside the actor."""
+"""One rank of the actor's pool: its samples, its phases, and the roles beside the actor."""
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -33,18 +34,19 @@ from hybridrl.workers.roles import Verifier, run_map
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
 
+logger = logging.getLogger(__name__)
+
 
 class ActorWorker(BaseWorker):
-    """One rank of the actor's pool, which under placement=colocate is all there is.
+    """One rank of the actor's pool, the only pool under `cluster.placement=colocate`.
 
-    Samples stay in `store` from the call that made them until `release`, or until they move.
+    It hosts the actor (training shard and rollout engine), the frozen copies and the verifiers.
+    Under `colocate` it hosts value models and neural judges, too. All samples live in this pool: a
+    sample stays in `store` from the call that made it until `release`, or until it moves.
 
-    In GENERATE the rollout engine holds the actor's newest weights. Beside it, and in TRAIN, at
-    most one role has its weights on the device.
-
-    Within GENERATE an instance goes its own way: it decodes; when it holds no sample it may give up
-    its KV cache and take up a forward-only role's weights (`infer`); and it may decode again. No
-    call needs another instance.
+    In GENERATE the rollout engine holds the actor's newest weights, and every instance works alone.
+    It decodes. Without samples it may release its KV cache and score with a forward-only role
+    (`infer`). Then it may decode again. `residency` says what is on the device.
     """
 
     build: ActorRoleFactory
@@ -76,7 +78,9 @@ class ActorWorker(BaseWorker):
                 self._add_judge(name)
         return self._reply({**described, **actor.describe()})
 
-    def _actor_weights(self, lent: Sequence[Any]) -> Iterable[tuple[str, torch.Tensor]] | None:
+    def _actor_weights(
+        self, references: Sequence[Any]
+    ) -> Iterable[tuple[str, torch.Tensor]] | None:
         engine = self.actor.train_engine
         return engine.weights() if engine.version else None
 
@@ -85,20 +89,23 @@ class ActorWorker(BaseWorker):
             return
         if not self.config.is_neural(name):
             self.verifiers[name] = self.build.verifier(name)
+            logger.debug("verifier %s made", name)
         elif not self.config.split:
             self.scorers[name] = self.build.neural_judge(name, self.actor.parallel)
+            logger.debug("neural judge %s made", name)
 
     def _add_scorers(self, graph: Graph) -> None:
         known = {*self.trained, *self.verifiers, *self.scorers}
         for name in graph.roles:
             if name not in known:
                 self.scorers[name] = self.build.scorer(name, graph)
+                logger.debug("scorer %s made", name)
 
     @dispatch(Dispatch.SAME)
     def export_weights(self) -> Reply:
-        """Put the actor's trained weights into the data plane, for a pool where it is not.
+        """Put the actor's trained weights into the data plane, for another pool. Collective.
 
-        Rank 0 answers with names and references; nobody does where nothing has been trained.
+        Rank 0 answers with names and references, or with none where nothing has been trained.
         """
         references = []
         for name, tensor in self._actor_weights(()) or ():
@@ -132,45 +139,48 @@ class ActorWorker(BaseWorker):
 
     @dispatch(Dispatch.SAME)
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
-        """Take commands and decode for a bounded number of steps.
+        """Obey commands and decode for a bounded number of steps.
 
-        What is parked goes into the data plane, each rank's part under its place in the instance,
-        and comes out of it where it resumes.
+        Parked samples go into the data plane, each rank's share under its `instance_rank`, and come
+        out of it on the instance that resumes them.
         """
         assert self.residency.status is DeviceStatus.GENERATING, "generation outside its phase"
         self.residency.activate(None)
         start = time.perf_counter()
-        commands = [self._arrived(c) if isinstance(c, Resume) else c for c in commands]
+        commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
         with self._span("generate"):
             finished, parked, work = self.actor.advance(commands, num_decode_steps)
         start = time.perf_counter()
-        sent = [replace(event, state=self._departing(event.state)) for event in parked]
+        exported = [replace(event, state=self._export_parked(event.state)) for event in parked]
         put_s = time.perf_counter() - start
         kv_tokens = work.kv_tokens + sum(kv_tokens_of(c) for c in commands)
         if kv_tokens:
             kv_seconds = work.kv_seconds + fetch_s + put_s
             seconds = work.seconds + fetch_s + put_s
             work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
-        value = Advanced(instance, self.actor.unfinished, tuple(finished), tuple(sent), work=work)
-        made = [event.id for event in finished]
-        return self._reply(self._published(value, made, ("tokens", "log_probs"), with_items=True))
+        unfinished = self.actor.unfinished
+        value = Advanced(instance, unfinished, tuple(finished), tuple(exported), work=work)
+        ids = [event.id for event in finished]
+        return self._reply(self._published(value, ids, ("tokens", "log_probs"), with_items=True))
 
-    def _departing(self, samples: dict[SampleId, ParkedSample]) -> dict[int, dict[SampleId, Any]]:
-        """References by place and sample: one each where keys and values go along."""
-        place = self.actor.parallel.instance_rank
+    def _export_parked(
+        self, samples: dict[SampleId, ParkedSample]
+    ) -> dict[int, dict[SampleId, Any]]:
+        """References by instance rank and sample: one for each sample that has its KV cache."""
+        rank = self.actor.parallel.instance_rank
         if any(sample.request.kv is not None for sample in samples.values()):
-            return {place: {id: self.data_plane.put({id: s}) for id, s in samples.items()}}
-        return {place: dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}}
+            return {rank: {id: self.data_plane.put({id: s}) for id, s in samples.items()}}
+        return {rank: dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}}
 
-    def _arrived(self, command: Resume) -> Resume:
-        """With the parked samples themselves in place of their references."""
-        of_place = command.parked.state[self.actor.parallel.instance_rank]
-        references = [of_place[sample] for sample in command.ids]
-        wanted = {id(reference): reference for reference in references}
-        with self._span("fetch"):
-            found = self.data_plane.get(list(wanted.values()))
-        state = {key: sample for part in found for key, sample in part.items()}
+    def _import_parked(self, command: Resume) -> Resume:
+        """The command with the parked samples themselves in place of their references."""
+        share = command.parked.state[self.actor.parallel.instance_rank]
+        references = [share[sample] for sample in command.ids]
+        distinct = {id(reference): reference for reference in references}
+        with self._span("fetch", len(command.ids)):
+            exports = self.data_plane.get(list(distinct.values()))
+        state = {key: sample for samples in exports for key, sample in samples.items()}
         return replace(command, parked=replace(command.parked, state=state))
 
     # -- per-sample stages -------------------------------------------------------------------
@@ -180,32 +190,34 @@ class ActorWorker(BaseWorker):
         self, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Item, ...]
     ) -> Reply:
         """Make the dataset's targets the responses of new samples (supervised training)."""
-        placed = []
+        events = []
         for id, item in zip(ids, items, strict=True):
             target = item.target_ids if stage.column is None else item.columns[stage.column]
             tokens = torch.tensor([*item.prompt_ids, *target])
             num_prompt, num_target = len(item.prompt_ids), len(target)
             self.store.add(id, StoredSample(num_target, item, {"tokens": tokens}))
             spans = grown((), num_target, -1)
-            placed.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans))
-        return self._reply(TargetsLoaded(stage.name, tuple(placed)))
+            events.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans))
+        return self._reply(TargetsLoaded(stage.name, tuple(events)))
 
     @dispatch(Dispatch.SAME, concurrent=True)
     def run_local_stage(
         self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
     ) -> Reply:
-        """Run a verifier or a `map` on samples that live here, beside what else the rank does.
+        """Run a verifier or a `map` on samples that live here, while the rank does other work.
 
         `scalars` are the driver's fields.
         """
+        logger.debug("%s starts, samples: %d", stage.name, len(ids))
         start = time.time()
         if isinstance(stage, MapStage):
-            made, tensors = run_map(stage, self.store, ids, scalars)
+            new_scalars, tensors = run_map(stage, self.store, ids, scalars)
         else:
             assert stage.role is not None
-            made, tensors = self.verifiers[stage.role].compute(stage, ids)
+            new_scalars, tensors = self.verifiers[stage.role].compute(stage, ids)
         stop = time.time()
-        value = Computed(stage.name, ids, made, tensors, seconds=stop - start)
+        logger.debug("%s ended after %.3f s", stage.name, stop - start)
+        value = Computed(stage.name, ids, new_scalars, tensors, seconds=stop - start)
         return Reply(value, (TimeSpan(stage.name, start, stop, concurrent=True),))
 
     @dispatch(Dispatch.SAME)
@@ -219,21 +231,21 @@ class ActorWorker(BaseWorker):
     ) -> Reply:
         """Run a forward-only stage with the other ranks of the instance; `ids` are this rank's.
 
-        Those of them that are `arriving` from other instances are, among others, in `parcels`.
+        Those that are `arriving` from other instances are in `parcels`, among others.
         """
         self._fetch(parcels, arriving)
         assert stage.role is not None
         start = time.perf_counter()
-        with self._span(stage.name):
+        with self._span(stage.name, len(ids)):
             self.residency.release_idle_cache()
             self.residency.activate(self.scorers[stage.role])
-            made, tensors = self.scorers[stage.role].compute(stage, ids)
+            scalars, tensors = self.scorers[stage.role].compute(stage, ids)
         seconds = time.perf_counter() - start
-        value = Computed(stage.name, ids, made, tensors, instance, seconds)
+        value = Computed(stage.name, ids, scalars, tensors, instance, seconds)
         return self._reply(self._published(value, ids, tensors))
 
     def _refresh_averages(self) -> None:
-        """Give scorers whose weights are averages what these have become. Collective."""
+        """Copy moving averages that have changed into their scorers. Collective."""
         for name, average in self.actor.averages.items():
             if average.moved:
                 scorer = self.scorers[name]
@@ -256,7 +268,7 @@ class ActorWorker(BaseWorker):
         fields. The samples stay here only where `keep` says so.
         """
         references: dict[int, list[Any]] = {}
-        with self._span("export"):
+        with self._span("export", sum(map(len, moves.values()))):
             for receiver, ids in moves.items():
                 parcels = (
                     self.store.pack_whole(ids) if fields is None else [self.store.pack(ids, fields)]
@@ -274,22 +286,24 @@ class ActorWorker(BaseWorker):
         """
         start = time.time()
         self._accept(parcels, ids)
-        return Reply(None, (TimeSpan("fetch", start, time.time(), concurrent=True),))
+        stop = time.time()
+        logger.debug("import ended after %.3f s, samples: %d", stop - start, len(ids))
+        return Reply(None, (TimeSpan("fetch", start, stop, concurrent=True),))
 
     # -- looking in --------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
     def texts(self, ids: tuple[SampleId, ...]) -> Reply:
         """Prompt and response texts of the samples that live here, for the record."""
-        found = {}
+        texts = {}
         for id in ids:
             sample = self.store[id]
             prompt = sample.tensors["tokens"][: -sample.response_tokens or None]
-            found[id] = (
+            texts[id] = (
                 self.tokenizer.decode(prompt),
                 self.tokenizer.decode(sample.response_ids, skip_special_tokens=True),
             )
-        return self._reply(found)
+        return self._reply(texts)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -307,17 +321,17 @@ class ActorWorker(BaseWorker):
             parked = load_pending(Path(path), share, self.store, self.actor)
         return self._reply(self.data_plane.put(parked) if parked else None)
 
-    def _kept(self, role: str) -> distributed.Tensors:
-        """The actor's averages."""
-        found: distributed.Tensors = {}
+    def _averages(self, role: str) -> distributed.Tensors:
+        """The actor's moving averages."""
+        tensors: distributed.Tensors = {}
         for name, average in self.actor.averages.items() if role == "actor" else ():
-            found |= distributed.as_parameters(average.engine, average.shards, name)
-        return found
+            tensors |= distributed.as_parameters(average.engine, average.shards, name)
+        return tensors
 
-    def _take(self, kept: distributed.Tensors) -> None:
-        if kept:
+    def _restore_averages(self, averages: distributed.Tensors) -> None:
+        if averages:
             for name, average in self.actor.averages.items():
-                average.restore(distributed.part_of(kept, name))
+                average.restore(distributed.part_of(averages, name))
 
 
 def kv_tokens_of(command: Command) -> int:

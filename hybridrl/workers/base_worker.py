@@ -1,5 +1,6 @@
 """What a rank of any pool is: one process that hosts roles, one of them on the device."""
 
+import logging
 import os
 import socket
 import time
@@ -34,10 +35,12 @@ from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.training import Training, UpdateShare
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """What this rank did between two moments (Unix seconds); `beside` the rest."""
+    """What this rank did between two moments (Unix seconds); `concurrent` with its other work."""
 
     name: str
     start: float
@@ -47,7 +50,7 @@ class TimeSpan:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A method's value, what the rank did meanwhile, and what it held at changes of phase."""
+    """A method's value, the rank's time spans meanwhile, and its memory at changes of phase."""
 
     value: Any
     spans: tuple[TimeSpan, ...]
@@ -56,9 +59,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """An event, and a reference to the tensors that its samples got, for whom they move to.
+    """An event, and a reference to the new tensors of its samples in the data plane.
 
-    So a move need not wait for this rank, which may be decoding. None where nothing is published.
+    With it a sample can move without waiting for this rank, which may be decoding. `reference` is
+    None where nothing is published.
     """
 
     event: Any
@@ -107,10 +111,10 @@ class BaseWorker:
 
     @dispatch(Dispatch.SAME)
     def listen(self) -> Reply:
-        """Let the others of the process group meet here; answers with host and port.
+        """Open the rendezvous of the process group on this rank; answers with host and port.
 
-        The port is free and stays this process's own: one that is looked up first and bound later
-        may be another job's by then.
+        This process binds the port at once: a port that is looked up first and bound later may
+        belong to another job by then.
         """
         host = _address_here(os.environ["MASTER_ADDR"])
         self._store = open_store(host, 0, listens=True)
@@ -147,28 +151,31 @@ class BaseWorker:
     ) -> Reply:
         """Make the roles that a recipe needs; those of `training` start with a fresh optimizer.
 
-        `graph` has the stages of this pool. A frozen copy, and a value model without a path of its
-        own, has the actor's weights of this moment: those of `weights` where the actor is in
-        another pool, by name references to whole parameters. With `publishes` a rank puts what it
-        makes into the data plane at once, since others will want it. Answers with what is worth
-        logging, by value model.
+        `graph` has the stages of this pool. A frozen copy, and a value model without its own path,
+        start with the actor's present weights. `weights` holds them where the actor is in another
+        pool: names, and references to whole parameters. With `publishes` a rank puts new tensors
+        into the data plane at once, since other ranks will read them. Answers with a description of
+        each new value model, by name.
         """
         self.publishes = publishes
         self.residency.activate(None)
-        made = {}
+        descriptions = {}
         with self._span("load"):
             for name in graph.learned:
                 if name not in self.trained:
                     model = self.build.value_model(name, self._actor_weights(weights))
-                    self.trained[name], made[name] = model, model.describe()
+                    self.trained[name], descriptions[name] = model, model.describe()
+                    logger.debug("value model %s made", name)
             for name in graph.judges:
                 self._add_judge(name)
             self._add_scorers(graph)
         for name, how in training.items():
             self.trained[name].train_engine.reset_optimizer(how.optim, how.total_updates)
-        return self._reply(made)
+        return self._reply(descriptions)
 
-    def _actor_weights(self, lent: Sequence[Any]) -> Iterable[tuple[str, torch.Tensor]] | None:
+    def _actor_weights(
+        self, references: Sequence[Any]
+    ) -> Iterable[tuple[str, torch.Tensor]] | None:
         """The actor's trained weights; None where they are those of its file."""
         raise NotImplementedError
 
@@ -180,10 +187,10 @@ class BaseWorker:
 
     @dispatch(Dispatch.SAME)
     def save(self, path: str, resume: str | None = None) -> Reply:
-        """Write the actor as a Hugging Face directory; other trained roles, by name, as one in it.
+        """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        Rank 0 writes, all ranks gather. Into `resume` all ranks write what training goes on from,
-        a folder a role. Answers with how far each role is.
+        Rank 0 writes, all ranks gather. Into `resume` all ranks write what training resumes from, a
+        folder for each role. Answers with each role's progress.
         """
         progress = {}
         with self._span("save"):
@@ -193,28 +200,28 @@ class BaseWorker:
                 save_hf(role.train_engine, folder, self.tokenizer, dtype)
                 progress[name] = distributed.progress_of(role.train_engine)
             for name, role in self.trained.items() if resume is not None else ():
-                distributed.save(Path(resume or "") / name, role.train_engine, self._kept(name))
+                distributed.save(Path(resume or "") / name, role.train_engine, self._averages(name))
         return self._reply(progress)
 
     @dispatch(Dispatch.SAME)
     def load(self, path: str, progress: dict[str, Progress]) -> Reply:
-        """Go on from what `save` has written to `path`; answers with what is wrong, if anything."""
+        """Resume from what `save` wrote to `path`; answers with what is wrong, if anything."""
         with self._span("load"):
             for name in [name for name in progress if name in self.trained]:
-                engine, kept = self.trained[name].train_engine, self._kept(name)
+                engine, averages = self.trained[name].train_engine, self._averages(name)
                 try:
-                    distributed.load(Path(path) / name, engine, progress[name], kept)
+                    distributed.load(Path(path) / name, engine, progress[name], averages)
                 except ValueError as error:
                     return self._reply(str(error))
-                self._take(kept)
+                self._restore_averages(averages)
         return self._reply("")
 
-    def _kept(self, role: str) -> distributed.Tensors:
-        """What training goes on from besides a role's parameters and moments."""
+    def _averages(self, role: str) -> distributed.Tensors:
+        """Moving averages of a role's weights, saved beside its parameters and moments."""
         return {}
 
-    def _take(self, kept: distributed.Tensors) -> None:
-        """Use what `_kept` gave, which has been filled."""
+    def _restore_averages(self, averages: distributed.Tensors) -> None:
+        """Resume from the tensors of `_averages`, which `load` has filled."""
 
     @dispatch(Dispatch.SAME)
     def close(self) -> Reply:
@@ -227,31 +234,31 @@ class BaseWorker:
 
     @dispatch(Dispatch.SAME)
     def compute(self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
-        """Run a stage that all ranks of the pool take part in on this rank's samples.
+        """Run a stage that is collective over the pool on this rank's samples.
 
-        Those that live elsewhere are, among others, in `parcels`.
+        Those that live on other ranks are in `parcels`, among others.
         """
         self._fetch(parcels, ids)
         assert stage.role is not None
         start = time.perf_counter()
-        with self._span(stage.name):
+        with self._span(stage.name, len(ids)):
             if stage.method == "score":
                 scorer = self.scorers[stage.role]
                 self.residency.activate(scorer)
-                made, tensors = scorer.compute(stage, ids)
+                scalars, tensors = scorer.compute(stage, ids)
             else:
                 role = self.trained[stage.role]
                 self.residency.activate(role.train_engine)
-                made, tensors = role.compute(stage, ids)
+                scalars, tensors = role.compute(stage, ids)
         seconds = time.perf_counter() - start
-        return self._reply(Computed(stage.name, ids, made, tensors, seconds=seconds))
+        return self._reply(Computed(stage.name, ids, scalars, tensors, seconds=seconds))
 
     @dispatch(Dispatch.PER_RANK)
     def update(self, stage: UpdateStage, share: UpdateShare) -> Reply:
         """Train on this rank's share of every mini-batch; metrics are the same on all ranks."""
         self._fetch(share.parcels, share.ids)
         assert stage.role is not None
-        with self._span("update"):
+        with self._span("update", len(share.ids)):
             role = self.trained[stage.role]
             self.residency.activate(role.train_engine)
             metrics = role.update(stage, share)
@@ -266,7 +273,7 @@ class BaseWorker:
     def _fetch(self, parcels: Sequence[Any], ids: Sequence[SampleId]) -> None:
         """Store those of `ids` that are in `parcels`, where there are any."""
         if parcels:
-            with self._span("fetch"):
+            with self._span("fetch", len(ids)):
                 self._accept(parcels, ids)
 
     def _accept(self, parcels: Sequence[Any], ids: Sequence[SampleId]) -> None:
@@ -283,12 +290,18 @@ class BaseWorker:
     # -- spans and replies -------------------------------------------------------------------
 
     @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
+    def _span(self, name: str, num_samples: int | None = None) -> Iterator[None]:
+        """Time and log one piece of work; with `num_samples` where it is about samples."""
+        logger.debug(
+            "%s starts%s", name, "" if num_samples is None else f", samples: {num_samples}"
+        )
         start = time.time()
         try:
             yield
         finally:
-            self._spans.append(TimeSpan(name, start, time.time()))
+            stop = time.time()
+            self._spans.append(TimeSpan(name, start, stop))
+            logger.debug("%s ended after %.3f s", name, stop - start)
 
     def _on_reading(self, reading: MemoryReading) -> None:
         self._memory.append(reading)
@@ -304,8 +317,8 @@ def _address_here(first: str) -> str:
     family, kind, _, _, address = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:  # nothing is sent
         probe.connect(address)
-        found: str = probe.getsockname()[0]
-    return found
+        host: str = probe.getsockname()[0]
+    return host
 
 
 def _log_file() -> str:

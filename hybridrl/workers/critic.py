@@ -19,7 +19,7 @@ class Critic(ValueModel):
     _values = "values"  # the field that it fills
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Values of the states before every response token, kept as the stage's output field."""
+        """Values of the states before every response token, stored as the stage's output field."""
         (self._values,) = stage.outputs
         samples = [self.store[id] for id in ids]
         sequences = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
@@ -31,7 +31,7 @@ class Critic(ValueModel):
     def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """Train on this rank's share, as `workers.training.train`.
 
-        `explained_variance` says how good the values were before: see the function of that name.
+        `explained_variance` is that of the values before the update.
         """
         metrics = super().update(stage, share)
         returns = stage.fields.get("returns")

@@ -1,5 +1,6 @@
-"""A rank of the critic's pool: value models and judges that are models, on samples lent to them."""
+"""One rank of the critic's pool: value models and neural judges, on copies of samples."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,12 +21,15 @@ from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.training import UpdateShare
 
+logger = logging.getLogger(__name__)
+
 
 class CriticWorker(BaseWorker):
     """One rank of the critic's pool (`cluster.placement=split`).
 
-    Samples live in the actor's pool. Here is a copy of what a call reads, for the length of the
-    call: it comes in `parcels`, and what is made of it goes into the data plane.
+    It hosts value models, which it trains, and neural judges. It never generates. Samples live in
+    the actor's pool: `parcels` bring copies of what a call reads, and the call drops them when it
+    ends. New tensors go into the data plane.
     """
 
     @dispatch(Dispatch.SAME)
@@ -46,21 +50,24 @@ class CriticWorker(BaseWorker):
 
     @cached_property
     def _parallel(self) -> GenParallel:
-        """Replicas of a judge lie as generation instances do in the actor's pool. Collective."""
+        """A judge's replicas, laid out as generation instances in the actor's pool. Collective."""
         layout = self.config.rollout.layout
         axes = TrainAxes(fsdp=self.size)
         positions = gen_positions(axes, layout.pp, layout.tp, Grouping.vanilla)
         return GenParallel.make(gen_mesh(positions, layout.pp, layout.tp), self.device.type)
 
-    def _actor_weights(self, lent: Sequence[Any]) -> Iterable[tuple[str, torch.Tensor]] | None:
-        if not lent:
+    def _actor_weights(
+        self, references: Sequence[Any]
+    ) -> Iterable[tuple[str, torch.Tensor]] | None:
+        if not references:
             return None
-        # One after the other: nobody holds the whole model. DLPack takes read-only arrays.
-        return ((name, from_dlpack(self.data_plane.get([ref])[0])) for name, ref in lent)
+        # One after the other: no rank holds the whole model. DLPack takes read-only arrays.
+        return ((name, from_dlpack(self.data_plane.get([ref])[0])) for name, ref in references)
 
     def _add_judge(self, name: str) -> None:
         if self.config.is_neural(name) and name not in self.scorers:
             self.scorers[name] = self.build.neural_judge(name, self._parallel)
+            logger.debug("neural judge %s made", name)
 
     @dispatch(Dispatch.SAME)
     def compute(self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:

@@ -1,10 +1,10 @@
-"""How sample tensors go from rank to rank. The store is handed in by the controller."""
+"""The object store through which tensors go from rank to rank; the controller hands it in."""
 
 from typing import Any, Protocol
 
 
 class DataPlane(Protocol):
-    """An object store: what one rank puts, any rank gets. References pass through the driver."""
+    """An object store: any rank gets what one rank puts. References pass through the driver."""
 
     def put(self, value: Any) -> Any:
         """Store `value`; the reference is valid while this rank lives."""

@@ -133,6 +133,7 @@ class DeviceResidency:
                 free_cached_memory(self.device)
                 self.active = None
             self.status = DeviceStatus.GENERATING
+        logger.debug("phase: generating")
 
     def enter_training(self) -> None:
         """Enter TRAINING with an empty device: whoever computes first is activated then."""
@@ -142,6 +143,7 @@ class DeviceResidency:
                 self.rollout.sleep()
                 free_cached_memory(self.device)
             self.status = DeviceStatus.TRAINING
+        logger.debug("phase: training")
 
     def release_idle_cache(self) -> None:
         """Give the KV cache up, where no sample uses it, for what runs next on this instance."""

@@ -1,4 +1,4 @@
-"""A moving average of the actor's weights, kept as training has them."""
+"""A moving average of the actor's weights, in the layout of training."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take the weights in, where they have made a step since the last call."""
+        """Average the weights in, if they have made a step since the last call."""
         if self.engine.version == self.version:
             return
         for name, weights in _local(self.engine).items():
@@ -31,7 +31,7 @@ class MovingAverage:
         self.version, self.moved = self.engine.version, True
 
     def restore(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Go on from the `shards` of an earlier run, whose weights the engine has already."""
+        """Resume from the `shards` of an earlier run, whose weights the engine has already."""
         for name, tensor in shards.items():
             self.shards[name].copy_(tensor)
         self.version, self.moved = self.engine.version, True

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def layout_options(engine: Engine) -> dict[str, Any]:
-    """What `plan_switch` must know of an engine's way to hold weights."""
+    """The options of `plan_switch` that depend on how an engine holds weights."""
     if engine is Engine.vllm:
         return {"vocab_multiple": VOCAB_MULTIPLE, "ascending": True}
     return {}
@@ -36,9 +36,9 @@ def make_rollout_engine(
     device: torch.device,
     stops: StopStrings | None,
 ) -> RolloutEngine:
-    """The engine at this rank's place of the generation mesh; all ranks make one together.
+    """The engine at this rank's position of the generation mesh. Collective.
 
-    What training holds must have left the device. The engine is awake, its weights random.
+    Training's weights must have left the device. The engine is awake, its weights are random.
     """
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -72,14 +72,14 @@ def _utilization(
     bucket_bytes: int,
     **_: Any,
 ) -> float:
-    """vLLM's share of the device. Training and forward-only roles are elsewhere meanwhile."""
+    """vLLM's share of the device, while training and forward-only roles are offloaded."""
     free_cached_memory(device)
     free, total = torch.cuda.mem_get_info(device)
     layout = switch.plan.dst
     rank = dist.get_rank()
     held = sum(box.size for name in layout.rules for box in layout.local(name, rank))
-    place = layout.mesh.coordinates(rank)
-    cache = max_sequence * kv_bytes_per_token(model_config, layout.mesh, place["pp"], dtype)
+    stage = layout.mesh.coordinates(rank)["pp"]
+    cache = max_sequence * kv_bytes_per_token(model_config, layout.mesh, stage, dtype)
     resident = torch.cuda.memory_reserved(device)
     plan = plan_memory(
         total,

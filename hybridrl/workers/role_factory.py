@@ -1,4 +1,4 @@
-"""The roles of a rank, made: which name becomes what, with whose weights."""
+"""Makes the roles of a rank: which class a name becomes, and whose weights it starts with."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from hybridrl.workers.value_model import LearnedReward, ValueModel
 class RoleFactory:
     """Makes roles over the samples of `store`; the actor's model is at `model_path`.
 
-    All ranks make the same roles in the same order; what has weights has given the device back.
+    All ranks make the same roles in the same order. A new role has left the device.
     """
 
     config: Config
@@ -41,7 +41,7 @@ class RoleFactory:
     def value_model(
         self, name: str, weights: Iterable[tuple[str, torch.Tensor]] | None
     ) -> ValueModel:
-        """A model with a value head; without a path of its own it takes the `weights` given."""
+        """A model with a value head; it starts with `weights` unless it has its own path."""
         kind = LearnedReward if name == "reward" else Critic
         model = kind(name, self.config, self.model_path, self.store, self.device)
         if self.config.value_model_of(name).path is None and weights is not None:
@@ -51,7 +51,7 @@ class RoleFactory:
         return model
 
     def verifier(self, name: str) -> Verifier:
-        """What judges in processes."""
+        """A judge that runs in processes."""
         judge = self.config.judge_of(name)
         return Verifier(judge, self.config.data.sources, self.tokenizer, self.store)
 
@@ -90,17 +90,19 @@ class ActorRoleFactory(RoleFactory):
         return self.frozen_copy()
 
     def old_policy(self) -> OldPolicyScorer | None:
-        """The weights that generate, where the engine has them as a module has."""
+        """A scorer over the generation weights, where the engine has them as a module."""
         actor, strict = self.actor, self.config.strict
         if not isinstance(actor.rollout, NativeEngine):
             return None
-        place = (actor.parallel, actor.device, self.store)
-        return OldPolicyScorer(self.config, actor.rollout.model, *place, deterministic=strict)
+        model = actor.rollout.model
+        return OldPolicyScorer(
+            self.config, model, actor.parallel, actor.device, self.store, deterministic=strict
+        )
 
     def frozen_copy(self) -> ReferenceScorer:
         """The actor as it is now.
 
-        Before a step that is its base where it has adapters, which needs no second copy.
+        Before its first step an actor with adapters is its base, which needs no second copy.
         """
         if base := self.actor.base_weights(self.config.model.compute_dtype):
             return self._frozen(self.model_path, "model.path", base)
@@ -115,9 +117,15 @@ class ActorRoleFactory(RoleFactory):
         self, path: str, key: str, weights: Mapping[str, torch.Tensor] | None = None
     ) -> ReferenceScorer:
         actor, strict = self.actor, self.config.strict
-        place = (actor.parallel, actor.device, self.store)
         scorer = ReferenceScorer(
-            self.config, path, *place, key=key, deterministic=strict, weights=weights
+            self.config,
+            path,
+            actor.parallel,
+            actor.device,
+            self.store,
+            key=key,
+            deterministic=strict,
+            weights=weights,
         )
         scorer.offload()
         return scorer

@@ -1,7 +1,7 @@
 """The roles of a rank besides the actor, behind one call: `compute(stage, ids)`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,20 +14,8 @@ from hybridrl.workers.store import SampleStore
 Scalars = dict[str, tuple[float | int | str, ...]]
 
 
-class Role(Protocol):
-    """Something that runs per-sample stages on this rank's samples."""
-
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
-        ...
-
-    def close(self) -> None:
-        """End what the role started."""
-        ...
-
-
 class Verifier:
-    """A function that judges, in sandboxed processes."""
+    """A function that scores responses, in sandboxed processes."""
 
     def __init__(
         self,
@@ -41,7 +29,7 @@ class Verifier:
         self.pool = RewardPool(config, sources)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Decode and judge; a verifier that fails marks its sample and scores 0."""
+        """Decode and score; a verifier that fails marks its sample and scores 0."""
         samples = [self.store[id] for id in ids]
         texts = self.tokenizer.batch_decode(
             [sample.response_ids for sample in samples], skip_special_tokens=True
@@ -81,8 +69,8 @@ def run_map(
     scalars: Sequence[dict[str, Any]],
 ) -> tuple[Scalars, tuple[str, ...]]:
     """Run a recipe's own function per sample; see `Stream.map` for its contract."""
-    made: dict[str, list[Any]] = {name: [] for name in stage.scalars}
-    tensors = tuple(name for name in stage.outputs if name not in made)
+    new_scalars: dict[str, list[Any]] = {name: [] for name in stage.scalars}
+    tensors = tuple(name for name in stage.outputs if name not in new_scalars)
     for id, fields in zip(ids, scalars, strict=True):
         sample = store[id]
         values = stage.function(
@@ -90,8 +78,8 @@ def run_map(
         )
         values = values if isinstance(values, tuple) else (values,)
         for name, value in zip(stage.returns, values, strict=True):
-            if name in made:
-                made[name].append(value)
+            if name in new_scalars:
+                new_scalars[name].append(value)
             else:
                 sample.tensors[name] = value
-    return {name: tuple(values) for name, values in made.items()}, tensors
+    return {name: tuple(values) for name, values in new_scalars.items()}, tensors

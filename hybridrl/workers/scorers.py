@@ -25,8 +25,8 @@ _DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 class InstanceScorer:
     """A score engine over the samples of an instance, of which each rank's store has a share.
 
-    All ranks of the instance call `compute`, each with its own samples' ids (perhaps none): they
-    put the tokens together, score all, and keep what is theirs.
+    All ranks of the instance call `compute`, each with the ids of its own samples (perhaps none).
+    They gather the tokens, score all of them, and each stores the results of its own.
     """
 
     def __init__(self, engine: ScoreEngine, store: SampleStore) -> None:
@@ -34,11 +34,11 @@ class InstanceScorer:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of this rank's own weights; 0 of weights that are borrowed."""
+        """Bytes of this rank's own weights; 0 where it shares another model's."""
         return self.engine.weights_bytes
 
     def offload(self) -> None:
-        """Free the device's memory; borrowed weights are their owner's business."""
+        """Free the device's memory; shared weights are offloaded by their owner."""
         if self.weights_bytes:
             self.engine.offload()
 
@@ -57,13 +57,13 @@ class InstanceScorer:
         """The results of this rank's `ids`, after scoring those of the whole instance."""
         samples = [self.store[id] for id in ids]
         mine = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
-        by_place = instance_gather(self.engine.parallel, mine)
-        before = sum(map(len, by_place[: self.engine.parallel.instance_rank]))
-        scores = score([sequence for part in by_place for sequence in part])
+        by_rank = instance_gather(self.engine.parallel, mine)
+        before = sum(map(len, by_rank[: self.engine.parallel.instance_rank]))
+        scores = score([sequence for sequences in by_rank for sequence in sequences])
         return scores[before : before + len(ids)]
 
     def _log_probs(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Log-probabilities of the responses, kept as the stage's output field."""
+        """Log-probabilities of the responses, stored as the stage's output field."""
         (name,) = stage.outputs
         for id, log_probs in zip(ids, self._own(ids, self.engine.log_probs), strict=True):
             self.store[id].tensors[name] = log_probs
@@ -85,7 +85,7 @@ class ReferenceScorer(InstanceScorer):
         deterministic: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Read this rank's part of the weights; see `ScoreEngine` for `deterministic`.
+        """Read this rank's shard of the weights; see `ScoreEngine` for `deterministic`.
 
         Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
@@ -113,7 +113,7 @@ class ReferenceScorer(InstanceScorer):
 
 
 class OldPolicyScorer(InstanceScorer):
-    """The weights that generate, where they are: `model` is `NativeEngine.model`."""
+    """The generation weights, shared with the rollout engine: `model` is `NativeEngine.model`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class OldPolicyScorer(InstanceScorer):
         *,
         deterministic: bool = False,
     ) -> None:
-        """An engine over `model`, whose weights must be there whenever it computes."""
+        """An engine over `model`, whose weights must be on the device whenever it computes."""
         engine = ScoreEngine(
             model.config,
             parallel,
@@ -160,7 +160,7 @@ class NeuralReward(InstanceScorer):
         key: str = "reward.model",
         deterministic: bool = False,
     ) -> None:
-        """Read this rank's part of the weights at `model_path`, the value of `key`.
+        """Read this rank's shard of the weights at `model_path`, the value of `key`.
 
         Raises ConfigError where its vocabulary is not that of `tokenizer`.
         """
@@ -204,11 +204,11 @@ def _along(size: int, group: dist.ProcessGroup | None, peers: Sequence[int], val
         return [value]
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, value, group=group)
-    return [gathered[peer] for peer in peers]  # in the order of places, not of ranks
+    return [gathered[peer] for peer in peers]  # by position in the instance, not by rank
 
 
 def _passes(config: Config, deterministic: bool) -> dict[str, Any]:
-    """How rows are made and attended, as in training."""
+    """How rows are packed and attended, as in training."""
     return {
         "attention": config.model.attention,
         "max_tokens_per_micro_batch": config.trainer.max_tokens_per_micro_batch,

@@ -1,4 +1,4 @@
-"""The samples of one rank: their tensors, and how they are packed to travel."""
+"""The samples of one rank: their tensors, and how they are packed for another rank."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ class StoredSample:
 class Parcel:
     """Samples packed for another rank: one flat array a field, so that a send is a few copies.
 
-    `ids` are the samples' as plain tuples, which pickle faster; `items` what verifiers need, or
-    nothing where none will judge them.
+    `ids` are plain tuples, which pickle faster. `items` is what verifiers need, or empty where no
+    verifier will score the samples.
     """
 
     ids: tuple[tuple[int, str, int, int], ...]
@@ -67,14 +67,14 @@ class SampleStore:
         self._samples[id] = sample
 
     def drop(self, ids: Iterable[SampleId]) -> None:
-        """Forget samples; ids that are elsewhere are passed over."""
+        """Forget samples; ids that are not here are ignored."""
         for id in ids:
             self._samples.pop(id, None)
 
     def pack(
         self, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False
     ) -> Parcel:
-        """Pack `fields` of `ids`, and if wanted the items; the samples stay."""
+        """Pack `fields` of `ids`, with their items if asked; the samples stay."""
         samples = [self._samples[id] for id in ids]
         columns = {name: [s.tensors[name] for s in samples] for name in fields}
         empty = torch.zeros(0)
@@ -99,12 +99,12 @@ class SampleStore:
         return [self.pack(alike, fields, True) for fields, alike in by_fields.items()]
 
     def accept(self, parcel: Parcel, only: Collection[SampleId] | None = None) -> None:
-        """Unpack what another rank sent, or `only` some of its samples.
+        """Store the samples of a parcel, or `only` some of them.
 
-        Fields of a sample that is here already are added to it: samples may come in several
-        parcels, and back to where an old copy lies. The tensors share the parcel's memory, which a
-        store may hand out to several readers: as everywhere in a sample, a new value is a new
-        tensor, and none is written in place.
+        A sample that is here already gets the new fields: samples may come in several parcels, and
+        back to a rank with an old copy. The tensors share the parcel's memory, which an object
+        store may hand out to several readers. So no tensor of a sample is written in place: a new
+        value is a new tensor.
         """
         # DLPack, unlike from_numpy, takes a read-only array without a warning.
         columns = [

@@ -1,4 +1,4 @@
-"""What actor and critics share: a pass over an update's mini-batches on this rank's samples."""
+"""An update of the actor or a critic: this rank's samples, mini-batch by mini-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class UpdateShare:
-    """This rank's part of an update.
+    """This rank's share of an update.
 
     `mini_batches` lists the sample ids of each optimizer step, `scalars` the driver's fields of
-    those samples, `versions` the actor's oldest that made a token of them, `parcels` the references
-    of samples that other ranks made.
+    those samples, `versions` the oldest policy version of their tokens, `parcels` the references to
+    samples from other ranks.
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
@@ -58,10 +58,10 @@ def train(
 ) -> dict[str, float]:
     """Every epoch over every mini-batch, one optimizer step each; metrics are means.
 
-    In the first of the steps, when the weights are still those that samples were made with,
-    sequences have the fields of `compared` as well, and `compare` says what becomes of them: see
-    `TrainEngine.update`. In all of them where the loss scales its steps; the metrics are those of
-    the first. `stepped` is called after every step.
+    In the first step the weights are still those that made the samples. There sequences have the
+    fields of `compared`, too, and `compare` names the metrics that they give: see
+    `TrainEngine.update`. Where the loss scales its steps, sequences have them in every step; the
+    metrics are those of the first. `stepped` is called after every step.
     """
     loss, names = stage.loss, stage.fields
     history: list[dict[str, float]] = []
@@ -96,11 +96,11 @@ def train(
 
 def mean_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of every metric over the optimizer steps that have it."""
-    values: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for metrics in history:
         for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+            by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
 def _field(name: str, sample: StoredSample, scalars: dict[str, float]) -> torch.Tensor | float:

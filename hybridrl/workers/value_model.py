@@ -1,4 +1,4 @@
-"""A model with a value head on one rank: its training shard, and nothing else."""
+"""A model with a value head on one rank: a training shard without a rollout engine."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -40,7 +40,7 @@ class ValueModel:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What is worth logging about it."""
+        """What the run logs about it."""
         axes = self.train_engine.dims.axes
         return {
             "parameters": self.train_engine.num_parameters,

@@ -1,5 +1,6 @@
 """Who has weights on the device: every transition, with residents that only write down."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -201,3 +202,19 @@ def test_a_rank_without_a_rollout_engine_stays_in_training(rank: Rank) -> None:
         residency.entering_generation(rank.actor),
     ):
         pass
+
+
+def test_the_log_says_who_is_active_and_which_phase(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="hybridrl.workers.device_residency"):
+        rank.generate()
+        rank.residency.activate(rank.reference)
+        rank.residency.enter_training()
+    assert [record.getMessage() for record in caplog.records] == [
+        "active on the device: Model",
+        "phase: generating",
+        "active on the device: Model",
+        "active on the device: no role",
+        "phase: training",
+    ]

@@ -1,5 +1,6 @@
 """A rank exports samples to others, in whole or in part, and imports what they made of its own."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -79,3 +80,14 @@ def test_what_others_made_comes_home_beside_what_was_there() -> None:
     assert rank.store[A].tensors["tokens"].tolist() == [0, 0]
     assert rank.store[A].item == "item 0"
     assert "values" not in rank.store[B].tensors
+
+
+def test_the_log_says_what_starts_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """So a run that hangs shows where."""
+    rank = worker(CountingPlane())
+    with caplog.at_level(logging.DEBUG, logger="hybridrl.workers"):
+        rank.export_samples({1: (A, B), 2: (C,)}, None, True)
+    assert [record.name for record in caplog.records] == ["hybridrl.workers.base_worker"] * 2
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "export starts, samples: 3"
+    assert last.startswith("export ended after 0.")
