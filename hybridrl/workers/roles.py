@@ -1,4 +1,4 @@
-"""The roles of a rank besides the actor, behind one call: `compute(stage, ids)`."""
+"""Stages that one rank runs on its own samples: verifiers, and a recipe's `map`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
