@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.config.dotted import load_function
+from hybridrl.config.loss import Loss
 
 KL_ESTIMATORS: Mapping[str, str] = {
     "k1": "hybridrl.algorithms.kl:k1",
@@ -43,5 +44,6 @@ _load = functools.cache(load_function)
 __all__ = [
     "KL_ESTIMATORS",
     "NORMALISATIONS",
+    "Loss",
     "resolve",
 ]

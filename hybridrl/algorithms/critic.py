@@ -18,6 +18,7 @@ import torch
 
 from hybridrl.algorithms import KL_ESTIMATORS, NORMALISATIONS, resolve
 from hybridrl.config import ConfigError
+from hybridrl.config.loss import Loss
 
 Fields = dict[str, torch.Tensor]
 
@@ -126,15 +127,15 @@ def whiten(x: torch.Tensor, mean: float, scale: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLoss:
+class ValueLoss(Loss[torch.Tensor]):
     """Half the squared error of the critic's values, clipped around the old ones.
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token (value clipping of
     PPO's reference code; Engstrom et al., arXiv 2005.12729, section 3). `clip` None leaves it out.
 
-    Fulfils `hybridrl.engines.train.interface.Loss` for a model with a value head: its first
-    argument are the values [tokens]. Metrics: `value`, `value_clip_fraction`, `value_error`, the
-    squared error without clipping. Raises ConfigError for a setting that cannot work.
+    For a model with a value head: its first argument are the values [tokens]. Metrics: `value`,
+    `value_clip_fraction`, `value_error`, the squared error without clipping. Raises ConfigError for
+    a setting that cannot work.
     """
 
     clip: float | None = 0.2
@@ -149,11 +150,6 @@ class ValueLoss:
     def fields(self) -> tuple[str, ...]:
         """`returns`; `values`, those of before the update, for clipping."""
         return ("returns", "values") if self.clip is not None else ("returns",)
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Never."""
-        return False
 
     def __call__(
         self, values: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

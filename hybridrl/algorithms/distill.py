@@ -11,12 +11,13 @@ import torch
 
 from hybridrl.algorithms import NORMALISATIONS, resolve
 from hybridrl.algorithms.kl import k1, k2
+from hybridrl.config.loss import Loss
 
 Fields = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillLoss:
+class DistillLoss(Loss[torch.Tensor]):
     """Reverse KL per token from the sampled token alone: (log p - log q)^2 / 2.
 
     Over tokens that the student sampled its expected gradient is that of the exact KL at each
@@ -35,11 +36,6 @@ class DistillLoss:
     def fields(self) -> tuple[str, ...]:
         """`teacher_log_probs`."""
         return ("teacher_log_probs",)
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Never."""
-        return False
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

@@ -1,4 +1,4 @@
-"""Losses per response token; they fulfil `hybridrl.engines.train.interface.Loss`.
+"""Losses per response token, each a `hybridrl.config.loss.Loss`.
 
 Packed tensors [tokens] in, packed tensors out: no padding, no mask. The engine weights the tokens
 (`hybridrl.algorithms.normalize`) and averages the metrics. Losses that look at whole sequences are
@@ -14,12 +14,13 @@ from hybridrl.algorithms import KL_ESTIMATORS, NORMALISATIONS, resolve
 from hybridrl.algorithms.corrections import Correction, step_scale
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.config import ConfigError
+from hybridrl.config.loss import Loss
 
 Fields = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(abc.ABC):
+class PolicyLoss(Loss[torch.Tensor]):
     """What policy losses have in common: per token
 
         w surrogate + kl_coef KL - entropy_coef H
@@ -60,10 +61,7 @@ class PolicyLoss(abc.ABC):
         """Policy term [tokens], to be made small, and its metrics [tokens]."""
 
     def lr_scale(self, share: float) -> float | None:
-        """What to multiply the learning rate by where responses are worth `share` of their number.
-
-        None where nothing is to change.
-        """
+        """`step_scale` of `share`; None without one."""
         return None if self.step_scale is None else step_scale(share, rule=self.step_scale)
 
     @property
@@ -233,23 +231,13 @@ def check_clip(clip_low: float, clip_high: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossEntropyLoss:
+class CrossEntropyLoss(Loss[torch.Tensor]):
     """Negative log-likelihood of the target tokens: supervised fine-tuning."""
 
     normalize: str = "token"
 
     def __post_init__(self) -> None:
         resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """None: the tokens are all it needs."""
-        return ()
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Never."""
-        return False
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

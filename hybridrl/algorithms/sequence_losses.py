@@ -1,6 +1,6 @@
 """Losses that look at whole sequences, or at pairs of them.
 
-They fulfil `hybridrl.engines.train.interface.Loss`: the field `sequence` [tokens], which the engine
+Each is a `hybridrl.config.loss.Loss`: the field `sequence` [tokens], which the engine
 adds, says which sequence every token is of. A sequence's loss stands at each of its tokens, and the
 normalization `sequence` then counts every sequence once, whatever the split into ranks and
 micro-batches. Of a pair (`samples_per_row` is 2) sequence 2i is the chosen one and 2i + 1 the
@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.losses import ClippedLoss, Fields, bounded
 from hybridrl.config import ConfigError
+from hybridrl.config.loss import Loss
 
 DPO_VARIANTS = ("sigmoid", "ipo")
 
@@ -48,7 +49,7 @@ class GSPOLoss(ClippedLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLoss:
+class DPOLoss(Loss[torch.Tensor]):
     """Direct preference optimization of pairs (Rafailov et al., arXiv 2305.18290, equation 7).
 
     With h = log p - log p_reference of a whole response and m = beta (h_chosen - h_rejected), a
@@ -72,7 +73,6 @@ class DPOLoss:
 
     normalize = "sequence"
     fields = ("reference_log_probs",)
-    needs_entropy = False
     samples_per_row = 2
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class DPOLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BradleyTerryLoss:
+class BradleyTerryLoss(Loss[torch.Tensor]):
     """A reward model's loss on pairs: -log sigmoid(r_chosen - r_rejected - margin).
 
     Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, equation 1; with a `margin` between the
@@ -129,7 +129,6 @@ class BradleyTerryLoss:
     signed: bool = False
 
     normalize = "sequence"
-    needs_entropy = False
     samples_per_row = 2
     needs_last_token_only = True
 

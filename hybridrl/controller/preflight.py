@@ -76,7 +76,7 @@ def prepare(config: Config) -> PreparedRun:
 def _check_on_policy(config: Config, graph: Graph) -> None:
     """A loss without a ratio is right for one optimizer step on the samples of an update."""
     for stage in graph.stages.values():
-        if not isinstance(stage, UpdateStage) or not getattr(stage.loss, "on_policy", False):
+        if not isinstance(stage, UpdateStage) or not stage.loss.on_policy:
             continue
         for key in ("epochs", "mini_batches"):
             number = getattr(stage, key) or getattr(config.trainer, key)

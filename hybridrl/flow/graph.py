@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.config.loss import Loss
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -161,7 +163,7 @@ class UpdateStage(Stage):
     in one micro-batch.
     """
 
-    loss: Any
+    loss: Loss[Any]
     epochs: int | None = None
     mini_batches: int | None = None
     after: int = 0

@@ -3,10 +3,11 @@
 Each is a thin, typed face of one role; a method appends the stage that runs it on the ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config.loss import Loss
 from hybridrl.flow.graph import (
     ComputeStage,
     GenerateStage,
@@ -40,7 +41,7 @@ class Trainable(RoleHandle):
     def update(
         self,
         stream: Stream,
-        loss: Any,
+        loss: Loss[Any],
         *,
         epochs: int | None = None,
         mini_batches: int | None = None,
@@ -51,10 +52,10 @@ class Trainable(RoleHandle):
         """Train this role on the stream: `epochs` passes of `mini_batches` optimizer steps each.
 
         Both None: the trainer config's. The run's first `after` steps leave this update out (a
-        critic warms up first). `loss` is picklable; what it lists in its attribute
-        `fields` is found on the samples under the same name, an alias (`LOSS_FIELD_ALIASES`), or
-        as `fields` says (loss field -> sample field). Raises `ValueError` for a field that no
-        stage makes, and where a loss of pairs (its attribute `samples_per_row`) gets no pairs.
+        critic warms up first). What `loss.fields` lists is found on the samples under the same
+        name, an alias (`LOSS_FIELD_ALIASES`), or as `fields` says (loss field -> sample field).
+        Raises `ValueError` for a loss that is no `Loss`, for a field that no stage makes, and where
+        a loss of pairs (`loss.samples_per_row`) gets no pairs.
         """
         stage_name = name or stream.stage_name(f"update_{self.role}")
         for key, value in (("epochs", epochs), ("mini_batches", mini_batches)):
@@ -62,10 +63,14 @@ class Trainable(RoleHandle):
                 raise ValueError(f"{stage_name!r}: got {key}={value}, wanted 1 or more")
         if after < 0:
             raise ValueError(f"{stage_name!r}: got after={after}, wanted 0 or more")
-        samples_per_row = getattr(loss, "samples_per_row", 1)
-        if samples_per_row not in (1, stream.samples_per_row):
+        if not isinstance(loss, Loss):
             raise ValueError(
-                f"{stage_name!r}: {type(loss).__name__} looks at {samples_per_row} samples "
+                f"{stage_name!r}: got a {type(loss).__name__} as its loss, wanted an object whose "
+                "class derives from hybridrl.algorithms.Loss"
+            )
+        if loss.samples_per_row not in (1, stream.samples_per_row):
+            raise ValueError(
+                f"{stage_name!r}: {type(loss).__name__} looks at {loss.samples_per_row} samples "
                 f"together, got a stream of samples_per_row={stream.samples_per_row}; "
                 "wanted chosen.pair(rejected)"
             )
@@ -284,15 +289,16 @@ def _compute(stream: Stream, role: str, method: str, field: str) -> Stream:
 
 
 def _loss_fields(
-    stage_name: str, stream: Stream, loss: Any, given: Mapping[str, str]
+    stage_name: str, stream: Stream, loss: Loss[Any], given: Mapping[str, str]
 ) -> dict[str, str]:
     """Loss field -> sample field, for everything that the loss reads."""
-    wanted: Sequence[str] = tuple(getattr(loss, "fields", ()))
-    unknown = sorted(set(given) - set(wanted))
+    unknown = sorted(set(given) - set(loss.fields))
     if unknown:
-        raise ValueError(f"{stage_name!r}: got fields {unknown}, wanted some of {list(wanted)}")
+        raise ValueError(
+            f"{stage_name!r}: got fields {unknown}, wanted some of {list(loss.fields)}"
+        )
     resolved = {}
-    for field in wanted:
+    for field in loss.fields:
         candidates = (
             (given[field],) if field in given else (field, *LOSS_FIELD_ALIASES.get(field, ()))
         )

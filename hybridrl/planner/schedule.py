@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridrl.config import ConfigError
+from hybridrl.config.loss import Loss
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, PromptsStage, Stage, UpdateStage
@@ -261,11 +262,18 @@ def simulated_graph(costs: Costs, group_size: int) -> Graph:
             upstream=(last,),
             role="actor",
             inputs=tuple(fields),
-            loss=None,
+            loss=_Simulated(),
             fields={},
         )
     )
     return graph
+
+
+class _Simulated(Loss[Any]):
+    """Stands for the loss of a simulated update."""
+
+    def __call__(self, *args: object) -> NoReturn:
+        raise AssertionError("a simulated update computes nothing")
 
 
 def _forward(name: str, upstream: str, method: str, scalars: tuple[str, ...]) -> Stage:

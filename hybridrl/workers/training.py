@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.config import Config, OptimConfig
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.interface import TrainSequence, lr_scale_of
+from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -65,7 +65,7 @@ def train(
     """
     loss, names = stage.loss, stage.fields
     history: list[dict[str, float]] = []
-    scales = lr_scale_of(loss, {}) is not None
+    scales = loss.lr_scale(1.0) is not None
     for _ in range(stage.epochs or config.trainer.epochs):
         for ids in share.mini_batches:
             sequences = []

@@ -16,6 +16,7 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.config.loss import Loss
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 
@@ -28,8 +29,7 @@ ZIGZAG = TrainLayoutConfig(pp=2, fsdp=1, schedule=PipelineSchedule.zero_bubble)
 REPLICAS = TrainLayoutConfig(replicas=2, fsdp=1, tp=2)
 
 
-class Loss:
-    normalize, needs_entropy = "token", False
+class AdvantageLoss(Loss):
     fields = ("advantages",)
 
     def __call__(self, log_probs, entropy, fields):
@@ -70,7 +70,7 @@ def update(engine, number):
         )
         for _ in range(8)
     ]  # fmt: skip
-    return engine.update(made[dist.get_rank() :: dist.get_world_size()], Loss())
+    return engine.update(made[dist.get_rank() :: dist.get_world_size()], AdvantageLoss())
 
 
 def whole(engine):

@@ -5,16 +5,20 @@ from dataclasses import dataclass
 
 import pytest
 
+from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, Graph, RecipeState, recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, SamplingOverrides, UpdateStage
 
 
 @dataclass(frozen=True)
-class Loss:
+class ToyLoss(Loss):
     fields: tuple[str, ...] = ()
 
+    def __call__(self, log_probs, entropy, fields):
+        raise AssertionError("only what it reads matters here")
 
-class PairLoss(Loss):
+
+class PairLoss(ToyLoss):
     samples_per_row = 2
 
 
@@ -27,7 +31,7 @@ def test_stages_are_appended_in_the_recipe_s_order_with_their_fields():
     samples = scored(flow, temperature=0.7)
     samples = flow.actor.log_probs(samples)
     samples = samples.by_group(lambda rewards: rewards, outputs=("advantage",))
-    flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")), epochs=3)
+    flow.actor.update(samples, loss=ToyLoss(("advantages", "old_log_probs")), epochs=3)
     stages = flow.graph.stages
     assert list(stages) == [
         "prompts",
@@ -54,9 +58,11 @@ def test_stages_are_appended_in_the_recipe_s_order_with_their_fields():
 def test_old_log_probs_fall_back_to_the_rollout_s_and_can_be_chosen():
     flow = Flow()
     samples = scored(flow)
-    flow.actor.update(samples, loss=Loss(("old_log_probs",)))
+    flow.actor.update(samples, loss=ToyLoss(("old_log_probs",)))
     assert flow.graph.stages["update_actor"].fields == {"old_log_probs": "log_probs"}
-    flow.actor.update(samples, loss=Loss(("weights",)), fields={"weights": "reward"}, name="second")
+    flow.actor.update(
+        samples, loss=ToyLoss(("weights",)), fields={"weights": "reward"}, name="second"
+    )
     assert flow.graph.stages["second"].fields == {"weights": "reward"}
 
 
@@ -87,11 +93,11 @@ ERRORS = {
         r"\['finish', 'log_probs', 'tokens'\]",
     ),
     "missing loss field": (
-        lambda flow: flow.actor.update(scored(flow), loss=Loss(("advantages",))),
+        lambda flow: flow.actor.update(scored(flow), loss=ToyLoss(("advantages",))),
         r"the loss wants the field 'advantages' \(as advantages or advantage\), which no stage",
     ),
     "unknown loss field": (
-        lambda flow: flow.actor.update(scored(flow), loss=Loss(()), fields={"x": "reward"}),
+        lambda flow: flow.actor.update(scored(flow), loss=ToyLoss(()), fields={"x": "reward"}),
         r"got fields \['x'\], wanted some of \[\]",
     ),
     "two stages of one name": (
@@ -163,8 +169,13 @@ ERRORS = {
         r"got greedy and temperature=1.0",
     ),
     "no epochs": (
-        lambda flow: flow.actor.update(flow.answers, loss=Loss(), epochs=0),
+        lambda flow: flow.actor.update(flow.answers, loss=ToyLoss(), epochs=0),
         r"'update_actor': got epochs=0, wanted 1 or more",
+    ),
+    "no loss": (
+        lambda flow: flow.actor.update(flow.answers, loss=lambda log_probs, entropy, fields: 0),
+        r"'update_actor': got a function as its loss, wanted an object whose class derives from "
+        r"hybridrl\.algorithms\.Loss",
     ),
     "pairs wanted": (
         lambda flow: flow.actor.update(flow.answers, loss=PairLoss()),
@@ -213,7 +224,7 @@ def test_the_ranks_graph_pickles_without_driver_functions_and_state():
     flow = Flow()
     multiplier = flow.state("multiplier", 1.0)
     samples = scored(flow).by_group(lambda r: [multiplier.get() * x for x in r])
-    flow.actor.update(samples, loss=Loss(("advantages",)))
+    flow.actor.update(samples, loss=ToyLoss(("advantages",)))
     sent = pickle.loads(pickle.dumps(flow.graph.on_ranks()))
     assert [type(s) for s in sent.stages.values()] == [GenerateStage, ComputeStage, UpdateStage]
     with pytest.raises(TypeError, match="'multiplier' lives in the driver"):

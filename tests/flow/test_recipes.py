@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.flow.executor import Phase, Sampling
 from hybridrl.flow.graph import UpdateStage
@@ -19,10 +20,13 @@ from hybridrl.flow.schedules.serial import SerialSchedule
 
 
 @dataclass(frozen=True)
-class Loss:
+class ToyLoss(Loss):
     """Stands for a loss: only what it reads matters here."""
 
     fields: tuple[str, ...] = ()
+
+    def __call__(self, log_probs, entropy, fields):
+        raise AssertionError("only what it reads matters here")
 
 
 def centered(rewards):
@@ -61,7 +65,7 @@ def grpo(flow: Flow, cfg: Any) -> None:
     samples = flow.reference.log_probs(samples)
     samples = samples.by_group(centered)
     flow.actor.update(
-        samples, loss=Loss(("advantages", "old_log_probs", "reference_log_probs")), epochs=2
+        samples, loss=ToyLoss(("advantages", "old_log_probs", "reference_log_probs")), epochs=2
     )
 
 
@@ -133,8 +137,8 @@ def ppo(flow: Flow, cfg: Any) -> None:
     )
     samples = samples.by_batch(moments, inputs=("num", "sum", "squares"), outputs=("mean", "std"))
     samples = samples.map(whiten, inputs=("raw_advantages", "mean", "std"), outputs=("advantages",))
-    flow.critic.update(samples, loss=Loss(("returns", "values")), mini_batches=2)
-    flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")), mini_batches=2)
+    flow.critic.update(samples, loss=ToyLoss(("returns", "values")), mini_batches=2)
+    flow.actor.update(samples, loss=ToyLoss(("advantages", "old_log_probs")), mini_batches=2)
 
 
 def test_ppo_whitens_tokens_over_the_batch(virtual_executor):
@@ -150,8 +154,8 @@ def test_ppo_whitens_tokens_over_the_batch(virtual_executor):
 @recipe("warm_critic")
 def warm_critic(flow: Flow, cfg: Any) -> None:
     samples = flow.critic.values(flow.reward.score(flow.actor.generate(flow.prompts)))
-    flow.critic.update(samples, loss=Loss(("rewards", "values")))
-    flow.actor.update(samples, loss=Loss(("rewards", "old_log_probs")), after=cfg)
+    flow.critic.update(samples, loss=ToyLoss(("rewards", "values")))
+    flow.actor.update(samples, loss=ToyLoss(("rewards", "old_log_probs")), after=cfg)
 
 
 def test_an_update_is_left_out_of_the_first_steps(virtual_executor):
@@ -176,7 +180,7 @@ def remax(flow: Flow, cfg: Any) -> None:
         lambda rewards, baselines: [r - b for r, b in zip(rewards, baselines, strict=True)],
         inputs=("reward", "greedy_reward"),
     )
-    flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")))
+    flow.actor.update(samples, loss=ToyLoss(("advantages", "old_log_probs")))
 
 
 def test_remax(virtual_executor):
@@ -205,7 +209,7 @@ def dapo(flow: Flow, cfg: Any) -> None:
     samples = flow.reward.score(samples)
     samples = samples.filter(has_spread).take(max_rounds=20)
     samples = samples.by_group(centered)
-    flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")))
+    flow.actor.update(samples, loss=ToyLoss(("advantages", "old_log_probs")))
 
 
 def test_dapo_takes_the_first_groups_that_pass(virtual_executor):
@@ -224,7 +228,7 @@ def more_of_the_hard(flow: Flow, cfg: Any) -> None:
     samples = samples.by_group(lambda rewards: [3 * (sum(rewards) == 0)] * 2, outputs=("count",))
     more = flow.reward.score(flow.actor.generate_more(samples, "count"))
     samples = samples.merge(more).by_group(centered)
-    flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")))
+    flow.actor.update(samples, loss=ToyLoss(("advantages", "old_log_probs")))
 
 
 def test_more_samples_of_some_prompts_join_their_group(virtual_executor):
@@ -274,7 +278,7 @@ def test_what_merge_and_generate_more_cannot_take():
 def dpo(flow: Flow, cfg: Any) -> None:
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
     pairs = flow.reference.log_probs(pairs)
-    flow.actor.update(pairs, loss=Loss(("reference_log_probs",)))
+    flow.actor.update(pairs, loss=ToyLoss(("reference_log_probs",)))
 
 
 @recipe("online_dpo")
@@ -284,13 +288,13 @@ def online_dpo(flow: Flow, cfg: Any) -> None:
     pairs = one.pair(two, sides=("one", "two")).filter(has_spread)
     pairs = pairs.by_group(lambda rewards: [float(r == max(rewards)) for r in rewards])
     pairs = flow.reference.log_probs(pairs)
-    flow.actor.update(pairs, loss=Loss(("reference_log_probs", "advantages")))
+    flow.actor.update(pairs, loss=ToyLoss(("reference_log_probs", "advantages")))
 
 
 @recipe("rm")
 def rm(flow: Flow, cfg: Any) -> None:
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
-    flow.reward.update(pairs, loss=Loss())
+    flow.reward.update(pairs, loss=ToyLoss())
 
 
 @pytest.mark.parametrize("pairwise", [dpo, rm])
@@ -316,7 +320,7 @@ def test_online_dpo_drops_ties(virtual_executor):
 
 @recipe("sft")
 def sft(flow: Flow, cfg: Any) -> None:
-    flow.actor.update(flow.answers, loss=Loss())
+    flow.actor.update(flow.answers, loss=ToyLoss())
 
 
 def test_sft(virtual_executor):
@@ -346,7 +350,7 @@ def safe_rlhf(flow: Flow, cfg: Any) -> None:
     samples = flow.cost.score(samples)
     samples = samples.by_batch(dual_step, inputs=("cost",), outputs=())
     samples = samples.by_group(lagrangian, inputs=("helpful", "cost"))
-    flow.actor.update(samples, loss=Loss(("advantages", "old_log_probs")))
+    flow.actor.update(samples, loss=ToyLoss(("advantages", "old_log_probs")))
 
 
 def test_safe_rlhf_state_moves_and_is_checkpointed(virtual_executor):
@@ -368,7 +372,7 @@ def distill(flow: Flow, cfg: Any) -> None:
     samples = flow.teacher.log_probs(samples)
     slow = flow.copy(flow.actor, update="ewma", decay=0.9, name="slow")
     samples = slow.log_probs(samples)
-    flow.actor.update(samples, loss=Loss(("teacher_log_probs", "slow_log_probs")))
+    flow.actor.update(samples, loss=ToyLoss(("teacher_log_probs", "slow_log_probs")))
 
 
 def test_distill_with_a_weight_copy(virtual_executor):

@@ -24,7 +24,7 @@ from hybridrl.flow.executor import (
     Submit,
     UpdateDone,
 )
-from hybridrl.flow.graph import ComputeStage, UpdateStage
+from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
@@ -143,7 +143,7 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     simulated.advance(0, [Park((C,), True)], 0)
     (parked,) = advanced(simulated).parked
     simulated.enter(Phase.TRAIN)
-    simulated.update(UpdateStage(name="update_actor", loss=None, fields={}), [])
+    simulated.update(simulated_graph(Costs(step_s=1.0), 1).stages["update_actor"], [])
     assert simulated.wait() == [UpdateDone("update_actor", {})]
     simulated.enter(Phase.GENERATE)
     simulated.advance(0, [Resume((C,), parked)], 3)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridrl.algorithms.critic import ValueLoss
+from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.config import (
     ClusterConfig,
     Config,
@@ -41,13 +42,6 @@ PROMPT = Item("abc", (3, 4, 5), "", (6, 7, 8, 1), "main", {})
 OPTIM = OptimConfig(lr=0.01)
 
 
-def likelihood(log_probs: Any, entropy: Any, fields: Any) -> Any:
-    return -log_probs, {}
-
-
-likelihood.fields, likelihood.needs_entropy, likelihood.normalize = (), False, "token"
-
-
 def graph() -> Graph:
     """Values twice, one for the critic of the cost, then both and the actor learn."""
     flow = Flow()
@@ -55,7 +49,7 @@ def graph() -> Graph:
     samples = samples.map(torch.ones_like, ("values",), ("returns",))
     flow.critic.update(samples, loss=ValueLoss(clip=None))
     flow.cost_critic.update(samples, loss=ValueLoss(), fields={"values": "cost_values"})
-    flow.actor.update(samples, loss=likelihood)
+    flow.actor.update(samples, loss=CrossEntropyLoss())
     return flow.graph
 
 
@@ -98,7 +92,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     worker.load_targets(stages["answers"], ids, (PROMPT,))
     share = UpdateShare((ids,), {ids[0]: {}}, {ids[0]: 0}, ())
     warm = Flow()
-    warm.actor.update(warm.answers, loss=likelihood)
+    warm.actor.update(warm.answers, loss=CrossEntropyLoss())
     worker.begin(warm.graph, {"actor": Training(OPTIM, 1)}, False)
     worker.update(warm.graph.stages["update_actor"], share)
     found: dict[str, Any] = {}

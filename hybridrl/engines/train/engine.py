@@ -19,16 +19,13 @@ from transformers import PreTrainedModel
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import DType, LoraConfig, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config.loss import Loss
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import (
-    Loss,
     TrainSequence,
     ended,
-    lr_scale_of,
-    reads_end,
-    samples_per_row_of,
 )
 from hybridrl.engines.train.optim import make_optimizer
 from hybridrl.engines.train.packed import (
@@ -343,7 +340,7 @@ class TrainEngine(ModelShards):
     def update(
         self,
         sequences: Sequence[TrainSequence],
-        loss: Loss,
+        loss: Loss[torch.Tensor],
         *,
         max_response_tokens: int = 0,
         compare: Mapping[str, str] = MappingProxyType({}),
@@ -367,12 +364,12 @@ class TrainEngine(ModelShards):
         finite on any rank, no rank steps and `bad_step` is 1.0. Raises ValueError when no rank has
         a token to train, or this rank a part of a row.
         """
-        samples_per_row = samples_per_row_of(loss)
+        samples_per_row = loss.samples_per_row
         if len(sequences) % samples_per_row:
             raise ValueError(
                 f"update: {len(sequences)} sequences, wanted a multiple of {samples_per_row=}"
             )
-        if reads_end(loss):
+        if loss.needs_last_token_only:
             assert self.gives_values, "only a model with a value head is read at the end"
             pad = getattr(self.model.config, "pad_token_id", None)
             sequences = [ended(sequence, pad) for sequence in sequences]
@@ -414,7 +411,7 @@ class TrainEngine(ModelShards):
             sum_tied(self.chunks, self.dims)
             sums, compared = self._from_last_stage((sums, compared))
         figures = self._compared(compared, tuple(compare.values())) if compare else {}
-        lr_scale = lr_scale_of(loss, figures)
+        lr_scale = loss.lr_scale(figures.get("effective_share", 1.0))
         metrics = self._step(sums, 1.0 if lr_scale is None else lr_scale) | figures
         if lr_scale is not None:
             metrics["lr_scale"] = lr_scale

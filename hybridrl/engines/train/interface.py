@@ -1,8 +1,6 @@
 """What the train engine takes and gives."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -21,67 +19,6 @@ class TrainSequence:
     response_tokens: int
     fields: dict[str, torch.Tensor | float] = field(default_factory=dict)
     mask: torch.Tensor | None = None
-
-
-class Loss(Protocol):
-    """A policy or supervised loss: pure, picklable, one value per response token.
-
-    `normalize` says how tokens are weighted into the batch loss (see
-    `hybridrl.algorithms.normalize`), over all ranks and micro-batches.
-
-    A loss may have attributes more (`samples_per_row_of`, `reads_end`, `lr_scale_of`):
-    `samples_per_row`, how many consecutive sequences it looks at together, which then share a
-    micro-batch; `needs_last_token_only` True, where a model with a value head is to be read at each
-    sequence's last token instead of before every response token; `lr_scale(share)`, what to
-    multiply the learning rate by where responses are worth that share of their number, or None to
-    leave it alone; and `on_policy` True, where it has no ratio to an old policy, so that an update
-    must be one optimizer step on fresh samples.
-    """
-
-    normalize: str
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names that must be in `TrainSequence.fields`."""
-        ...
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `entropy` must be computed with gradient."""
-        ...
-
-    def __call__(
-        self,
-        log_probs: torch.Tensor,
-        entropy: torch.Tensor | None,
-        fields: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Per-token loss [tokens] and per-token metrics [tokens], to be averaged by the engine.
-
-        `fields` has what `self.fields` names, and `sequence` [tokens], int64: which of the
-        micro-batch's sequences a token is of. They are numbered in the order of the update, so
-        sequence i is of row i // samples_per_row; one without trained tokens has its number, too.
-        """
-        ...
-
-
-def samples_per_row_of(loss: Loss) -> int:
-    """How many consecutive sequences the loss looks at together: 1 unless it says otherwise."""
-    return int(getattr(loss, "samples_per_row", 1))
-
-
-def reads_end(loss: Loss) -> bool:
-    """Whether the loss wants one value a sequence, that at its last token."""
-    return bool(getattr(loss, "needs_last_token_only", False))
-
-
-def lr_scale_of(loss: Loss, figures: Mapping[str, float]) -> float | None:
-    """What the loss makes of the learning rate; None where it leaves it alone.
-
-    It depends on the `effective_share` among an update's figures; without one nothing is stale.
-    """
-    scale = getattr(loss, "lr_scale", None)
-    return None if scale is None else scale(figures.get("effective_share", 1.0))
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:

@@ -323,7 +323,7 @@ def check_partial(graph: Graph) -> None:
         for field in stage.outputs
     }
     for update in updates:
-        if getattr(update.loss, "on_policy", False):
+        if update.loss.on_policy:
             raise ValueError(
                 f"serial or fused: the loss of stage {update.name!r} has no ratio, so samples must "
                 "be the present policy's"

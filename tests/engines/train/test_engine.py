@@ -8,6 +8,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import DType, LRSchedule, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config.loss import Loss
 from hybridrl.engines.train import build
 from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
@@ -17,7 +18,7 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
 @dataclass
-class SurrogateLoss:
+class SurrogateLoss(Loss):
     """A smooth policy loss with an entropy bonus, so that all gradients are used."""
 
     normalize: str = "token"

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import Attention
 from hybridrl.controller.preflight import build_recipe
-from hybridrl.engines.train.interface import TrainSequence, ended, reads_end
+from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.packed import pack, scored_fields
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Sampling
@@ -176,7 +176,7 @@ class Trained:
             fields["entropy"] = self.bench.field(id, "entropy")
             length = len(found["tokens"]) - PROMPT_TOKENS
             sequences.append(TrainSequence(found["tokens"], length, fields))
-        if reads_end(loss):
+        if loss.needs_last_token_only:
             sequences = [ended(sequence, None) for sequence in sequences]
         row = pack(sequences, Attention.torch, torch.device("cpu"), trained_only=True)
         fields = scored_fields(sequences, row, (*loss.fields, *["entropy"] * loss.needs_entropy))

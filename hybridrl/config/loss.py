@@ -1,0 +1,61 @@
+"""What a loss says of itself to those that read it: recipes, preflight, ranks, the train engine.
+
+It stands here, free of torch, because a recipe's graph names losses and has no torch either.
+"""
+
+import abc
+from typing import Generic, TypeVar
+
+Tensor = TypeVar("Tensor")
+
+
+class Loss(abc.ABC, Generic[Tensor]):
+    """A policy or supervised loss: pure, picklable, one value per response token.
+
+    A subclass overrides what differs from the defaults, by a class attribute, a dataclass field or
+    a property. Losses in torch are `Loss[torch.Tensor]`.
+
+    - `normalize`: how tokens are weighted into the batch loss, over all ranks and micro-batches
+      (`hybridrl.algorithms.normalize`).
+    - `samples_per_row`: so many consecutive sequences are looked at together and share a
+      micro-batch.
+    - `needs_last_token_only`: a model with a value head is read at each sequence's last token
+      instead of before every response token.
+    """
+
+    normalize: str = "token"
+    samples_per_row: int = 1
+    needs_last_token_only: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names that must be in `TrainSequence.fields`."""
+        return ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `entropy` must be computed with gradient."""
+        return False
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether it has no ratio to an old policy: one optimizer step on fresh samples."""
+        return False
+
+    def lr_scale(self, share: float) -> float | None:
+        """What to multiply the learning rate by where responses are worth `share` of their number.
+
+        None where nothing is to change.
+        """
+        return None
+
+    @abc.abstractmethod
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, fields: dict[str, Tensor], /
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Per-token loss [tokens] and per-token metrics [tokens], to be averaged by the engine.
+
+        `fields` has what `self.fields` names, and `sequence` [tokens], int64: which of the
+        micro-batch's sequences a token is of. They are numbered in the order of the update, so
+        sequence i is of row i // samples_per_row; one without trained tokens has its number, too.
+        """
