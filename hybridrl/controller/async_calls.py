@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.executor import Event
+from hybridrl.workers.rank_calls import Reference
 
-Work = Generator[Mapping[Any, int], list[Any], list[Event]]
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+Calling = Generator[Mapping[Reference[Any], int], list[Any], Result]
+Work = Calling[list[Event]]
 """Yields the calls of a round, each with its rank; is sent their answers in that order, once all
 are there; returns its events."""
 
@@ -17,8 +21,8 @@ class _Round:
     """The calls in flight of a piece of work, and the answers so far."""
 
     work: Work
-    calls: list[Any]
-    answers: dict[Any, Any] = field(default_factory=dict)
+    calls: list[Reference[Any]]
+    answers: dict[Reference[Any], Any] = field(default_factory=dict)
 
 
 class Rounds:
@@ -30,7 +34,8 @@ class Rounds:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
-        self._pending: dict[Any, tuple[int, _Round]] = {}  # calls in flight, with their rank
+        # Calls in flight, with their rank.
+        self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
         self._ready: list[Event] = []  # events for the next `wait`
 
     def begin(self, work: Work) -> None:
@@ -69,7 +74,12 @@ class Rounds:
         return []
 
 
-def single(call: Any, rank: int) -> Work:
+def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
+    """A round of calls, each with its rank; gives their answers in that order."""
+    answers: list[Answer] = yield calls
+    return answers
+
+
+def single(call: Reference[Event], rank: int) -> Work:
     """One call, whose answer is an event."""
-    events: list[Event] = yield {call: rank}
-    return events
+    return (yield from answers_of({call: rank}))

@@ -3,12 +3,12 @@
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import Config
-from hybridrl.controller.async_calls import Rounds, Work, single
+from hybridrl.controller.async_calls import Calling, Rounds, Work, answers_of, single
 from hybridrl.controller.load_balance import assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
@@ -122,8 +122,9 @@ class RayExecutor:
 
     def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> Work:
         """One event for an instance: the finished samples and parked state of all its ranks."""
-        published: list[Published] = yield self.group.call_advance(instance, commands, num_steps)
-        answers: list[Advanced] = [answer.event for answer in published]
+        calls = self.group.call_advance(instance, commands, num_steps)
+        published = yield from answers_of(calls)
+        answers = [answer.event for answer in published]
         for answer in published:
             self._note_published(
                 answer, [f.id for f in answer.event.finished], ("tokens", "log_probs")
@@ -183,10 +184,12 @@ class RayExecutor:
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
         for sample, rank in zip(samples, receivers, strict=True):
             ids[rank].append(sample.id)
-        published: list[Published] = yield {
-            self.group.call_compute(rank, stage, ids[rank], _once(parcels[rank])): rank
-            for rank in ranks
-        }
+        published = yield from answers_of(
+            {
+                self.group.call_compute_lent(rank, stage, ids[rank], _once(parcels[rank])): rank
+                for rank in ranks
+            }
+        )
         event = _as_one([answer.event for answer in published])
         for answer in published:
             self._note_published(answer, answer.event.ids, event.tensors)
@@ -194,20 +197,20 @@ class RayExecutor:
             assert stage.role is not None
             self._made_by[stage.role].update(event.tensors)
             field = event.tensors[0]
-            calls = {}
+            imports = {}
             for rank, mine in _by_rank(samples).items():
                 references = _once(self._published[sample.id][field] for sample in mine)
                 ids_here = [sample.id for sample in mine]
-                calls[self.group.call_import_samples(rank, ids_here, references)] = rank
-            yield calls
+                imports[self.group.call_import_samples(rank, ids_here, references)] = rank
+            yield from answers_of(imports)
         return [event]
 
     def _export_copies(
         self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
-    ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
+    ) -> Calling[dict[int, list[Any]]]:
         """References to `fields` of samples that stay on their ranks, by receiver."""
         parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
-        exported = yield self._export(moves, sorted(fields), keep=True)
+        exported = yield from answers_of(self._export(moves, sorted(fields), keep=True))
         _add(parcels, exported)
         return parcels
 
@@ -252,14 +255,14 @@ class RayExecutor:
         for sample, rank in zip(coming, receivers, strict=True):
             arriving[rank].append(sample.id)
             sample.rank = rank
-        exported = yield self._export(moves, None, keep=False)
+        exported = yield from answers_of(self._export(moves, None, keep=False))
         _add(parcels, exported)
         calls = {}
         for rank in ranks:
             mine = [sample.id for sample in samples if sample.rank == rank]
             once = _once(parcels[rank])
             calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
-        published: list[Published] = yield calls
+        published = yield from answers_of(calls)
         for answer in published:
             self._note_published(answer, answer.event.ids, answer.event.tensors)
         return [_as_one([answer.event for answer in published])]
@@ -276,7 +279,10 @@ class RayExecutor:
             raise Abandoned
 
     def _note_published(
-        self, published: Published, ids: Sequence[SampleId], fields: Sequence[str]
+        self,
+        published: Published[Advanced] | Published[Computed],
+        ids: Sequence[SampleId],
+        fields: Sequence[str],
     ) -> None:
         if published.reference is not None:
             for sample in ids:
@@ -300,11 +306,8 @@ class RayExecutor:
             fields = common & {*stage.inputs, *self._made_by[stage.role or ""]}
             parcels = yield from self._export_copies(samples, ranks, fields)
         shares = self._shares(stage, samples, ranks, samples_per_row)
-        metrics = yield self.group.call_update(
-            pool,
-            stage,
-            [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks],
-        )
+        filled = [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks]
+        metrics = yield from answers_of(self.group.call_update(pool, stage, filled))
         return [UpdateDone(stage.name, metrics[0])]
 
     def _shares(
@@ -348,7 +351,7 @@ class RayExecutor:
 
     def _move(
         self, samples: Sequence[Sample], ranks: Sequence[int]
-    ) -> Generator[Mapping[Any, int], list[Any], dict[int, list[Any]]]:
+    ) -> Calling[dict[int, list[Any]]]:
         """Export samples to the ranks that train them; references by receiver.
 
         A sample goes with all tensors that every sample has: another update may read others than
@@ -363,7 +366,7 @@ class RayExecutor:
                 moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
                 sample.rank = receiver
                 sample.tensors &= common
-            exported = yield self._export(moves, sorted(common), keep=False)
+            exported = yield from answers_of(self._export(moves, sorted(common), keep=False))
             _add(parcels, exported)
         return parcels
 

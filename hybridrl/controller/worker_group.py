@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.controller.placement import HOME
-from hybridrl.flow.executor import Command, Phase
+from hybridrl.flow.executor import Advanced, Command, Computed, Phase, TargetsLoaded
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.actor_worker import ActorWorker
-from hybridrl.workers.base_worker import Reply, TimeSpan
+from hybridrl.workers.base_worker import BaseWorker, Published, Reply, TimeSpan
+from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
+from hybridrl.workers.rank_calls import Answer, RankCalls, Reference
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.worker_factory import make_worker
 
@@ -43,13 +45,13 @@ class WorkerError(RuntimeError):
 
 @dataclass(slots=True)
 class Pool:
-    """Ranks that are one process group: `group` calls all of them. `roles` is for error messages.
+    """Ranks that are one process group: `calls` calls all of them. `roles` is for error messages.
 
     A rank's number is that of the run; inside, ranks count from 0.
     """
 
     ranks: range
-    group: Any
+    calls: RankCalls
     roles: list[str]
 
 
@@ -74,9 +76,12 @@ class WorkerGroup:
         self._group = launcher.start(
             ActorWorker, make_worker, config, model_path, launcher.data_plane
         )
-        self._ranks = [launcher.subgroup(self._group, [rank]) for rank in range(self.size)]
+        self._all = RankCalls(self._group)
+        self._ranks = [
+            RankCalls(launcher.subgroup(self._group, [rank])) for rank in range(self.size)
+        ]
         self.pools = {
-            name: Pool(ranks, launcher.subgroup(self._group, ranks), [name])
+            name: Pool(ranks, RankCalls(launcher.subgroup(self._group, ranks)), [name])
             for name, ranks in config.cluster.pool_ranks.items()
         }
         self.home = self.pools[HOME]
@@ -91,10 +96,10 @@ class WorkerGroup:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def value_of(self, rank: int, reference: Any) -> Any:
+    def value_of(self, rank: int, reference: Reference[Answer]) -> Answer:
         """The value of a call that has ended; the rank's spans and memory go to telemetry."""
         try:
-            reply: Reply = self.launcher.get(reference)
+            reply: Reply[Answer] = self.launcher.get(reference)
         except CallFailed as error:
             raise self._fail(rank, error) from error
         done = ", ".join(span.name for span in reply.spans)
@@ -107,17 +112,17 @@ class WorkerGroup:
 
     def gather(
         self,
-        references: Sequence[Any],
+        references: Sequence[Reference[Answer]],
         first: int = 0,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> list[Any]:
+    ) -> list[Answer]:
         """Values of one call per rank from `first` on; the first failure is raised at once.
 
         `meanwhile` is called again and again, and may raise.
         """
         pending = {reference: rank for rank, reference in enumerate(references, first)}
         logger.debug("waiting for ranks %d to %d", first, first + len(references) - 1)
-        values: dict[int, Any] = {}
+        values: dict[int, Answer] = {}
         while pending:
             meanwhile()
             for reference in self.launcher.wait(list(pending)):
@@ -155,10 +160,11 @@ class WorkerGroup:
 
     def setup(self) -> list[dict[str, Any]]:
         """Process group and weights on every rank; answers with what each has to log."""
-        calls: list[Any] = []
+        calls: list[Reference[dict[str, Any]]] = []
         for pool in self.pools.values():
-            (listening,) = self._ranks[pool.ranks[0]].listen()
-            calls += pool.group.setup(*self.value_of(pool.ranks[0], listening))
+            (listening,) = self._ranks[pool.ranks[0]].same(BaseWorker.listen)
+            host, port = self.value_of(pool.ranks[0], listening)
+            calls += pool.calls.same(BaseWorker.setup, host, port)
         answers = self.gather(calls)
         for rank, answer in enumerate(answers):
             logger.info("rank %d is up on %s, pid %d", rank, answer["node"], answer["pid"])
@@ -178,7 +184,7 @@ class WorkerGroup:
 
     def machines(self) -> list[NodeInfo]:
         """Every node once, as the first of its ranks sees it."""
-        answers: list[NodeInfo] = self.gather(self._group.machine())
+        answers = self.gather(self._all.same(BaseWorker.machine))
         return list({machine.node: machine for machine in reversed(answers)}.values())[::-1]
 
     def begin(
@@ -198,15 +204,15 @@ class WorkerGroup:
             if pool is self.home:
                 trains |= {"actor"} & training.keys()
             elif graph.learned:  # they may begin as the actor is now
-                weights = self.gather(self.home.group.export_weights())[0]
+                weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
-            calls = pool.group.begin(graph, mine, publishes, weights)
+            calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
             made |= self.gather(calls, pool.ranks[0])[0]
         return made
 
     def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[dict[str, Any]]:
         """Change phase where samples live; answers with each rank's weight-switch accounting."""
-        return self.gather(self.home.group.enter(phase), meanwhile=meanwhile)
+        return self.gather(self.home.calls.same(ActorWorker.enter, phase), meanwhile=meanwhile)
 
     def save(self, path: str, resume: str | None) -> "dict[str, Progress]":
         """Write the actor as a Hugging Face directory, every critic as one in it.
@@ -215,27 +221,34 @@ class WorkerGroup:
         """
         progress: dict[str, Progress] = {}
         for pool in self.pools.values():  # one after the other: the actor's folder takes its place
-            progress |= self.gather(pool.group.save(path, resume), pool.ranks[0])[0]
+            calls = pool.calls.same(BaseWorker.save, path, resume)
+            progress |= self.gather(calls, pool.ranks[0])[0]
         return progress
 
     def load(self, path: str, progress: "Mapping[str, Progress]") -> str:
         """Have every rank go on from `path`; answers with what is wrong, if anything."""
         wrong: list[str] = []
         for pool in self.pools.values():
-            wrong += self.gather(pool.group.load(path, dict(progress)), pool.ranks[0])
+            calls = pool.calls.same(BaseWorker.load, path, dict(progress))
+            wrong += self.gather(calls, pool.ranks[0])
         return next(filter(None, wrong), "")
 
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
         """Have the ranks where samples live write their shares of what a step has left."""
-        self.gather(self.home.group.save_pending([path] * len(shares), shares))
+        paths = [path] * len(shares)
+        self.gather(self.home.calls.per_rank(ActorWorker.save_pending, paths, shares))
 
     def load_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> list[Any]:
         """Have them take up their shares; a reference to the parked ones of each, or None."""
-        return self.gather(self.home.group.load_pending([path] * len(shares), shares))
+        paths = [path] * len(shares)
+        return self.gather(self.home.calls.per_rank(ActorWorker.load_pending, paths, shares))
 
     def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
         """Prompt and response texts of samples, by the rank that holds them."""
-        references = {rank: self._ranks[rank].texts(tuple(ids))[0] for rank, ids in by_rank.items()}
+        references = {
+            rank: self._ranks[rank].same(ActorWorker.texts, tuple(ids))[0]
+            for rank, ids in by_rank.items()
+        }
         found: dict[SampleId, tuple[str, str]] = {}
         for rank, reference in references.items():
             found |= self.value_of(rank, reference)
@@ -243,45 +256,46 @@ class WorkerGroup:
 
     def release(self, ids: tuple[SampleId, ...]) -> None:
         """Forget samples on every rank."""
-        self.gather(self._group.release(ids))
+        self.gather(self._all.same(BaseWorker.release, ids))
 
     def close(self) -> None:
         """End child processes and the ranks."""
-        self.gather(self._group.close())
+        self.gather(self._all.same(BaseWorker.close))
         self.kill()
 
     # -- one rank, not blocking ----------------------------------------------------------------
 
     def call_advance(
         self, instance: int, commands: Sequence[Command], steps: int
-    ) -> dict[Any, int]:
+    ) -> dict[Reference[Published[Advanced]], int]:
         """Start a bounded generation call on every rank of an instance; references and ranks."""
         return {
-            self._ranks[rank].advance(instance, list(commands), steps)[0]: rank
+            self._ranks[rank].same(ActorWorker.advance, instance, list(commands), steps)[0]: rank
             for rank in self.instances[instance]
         }
 
     def call_load_targets(
         self, rank: int, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
-    ) -> Any:
+    ) -> Reference[TargetsLoaded]:
         """Start making samples of the dataset's targets on one rank."""
-        return self._ranks[rank].load_targets(stage, ids, items)[0]
+        return self._ranks[rank].same(ActorWorker.load_targets, stage, ids, items)[0]
 
-    def call_compute(
-        self,
-        rank: int,
-        stage: Stage,
-        ids: Sequence[SampleId],
-        parcels: Sequence[Any] = (),
-    ) -> Any:
-        """Start a stage that all ranks of a pool take part in on one of them."""
-        return self._ranks[rank].compute(stage, tuple(ids), tuple(parcels))[0]
+    def call_compute(self, rank: int, stage: Stage, ids: Sequence[SampleId]) -> Reference[Computed]:
+        """Start a stage that all ranks where samples live take part in on one of them."""
+        return self._ranks[rank].same(ActorWorker.compute, stage, tuple(ids), ())[0]
+
+    def call_compute_lent(
+        self, rank: int, stage: Stage, ids: Sequence[SampleId], parcels: Sequence[Any]
+    ) -> Reference[Published[Computed]]:
+        """Start a stage on one rank of a pool to which samples are lent."""
+        call = self._ranks[rank].same
+        return call(CriticWorker.compute, stage, tuple(ids), tuple(parcels))[0]
 
     def call_local_stage(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
-    ) -> Any:
+    ) -> Reference[Computed]:
         """Start a verifier or a `map` on one rank, beside what else it does."""
-        return self._ranks[rank].run_local_stage(stage, ids, scalars)[0]
+        return self._ranks[rank].same(ActorWorker.run_local_stage, stage, ids, scalars)[0]
 
     def call_export_samples(
         self,
@@ -289,17 +303,17 @@ class WorkerGroup:
         moves: Mapping[int, Sequence[SampleId]],
         fields: Sequence[str] | None,
         keep: bool,
-    ) -> Any:
+    ) -> Reference[dict[int, list[Any]]]:
         """Have one rank's samples put into the data plane; references by receiver."""
         by_receiver = {receiver: tuple(ids) for receiver, ids in moves.items()}
         wanted = None if fields is None else tuple(fields)
-        return self._ranks[rank].export_samples(by_receiver, wanted, keep)[0]
+        return self._ranks[rank].same(ActorWorker.export_samples, by_receiver, wanted, keep)[0]
 
     def call_import_samples(
         self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]
-    ) -> Any:
+    ) -> Reference[None]:
         """Have one rank store what others made of its samples, beside what else it does."""
-        return self._ranks[rank].import_samples(tuple(ids), tuple(parcels))[0]
+        return self._ranks[rank].same(ActorWorker.import_samples, tuple(ids), tuple(parcels))[0]
 
     def call_infer(
         self,
@@ -309,19 +323,20 @@ class WorkerGroup:
         ids: Sequence[SampleId],
         arriving: Sequence[SampleId],
         parcels: Sequence[Any],
-    ) -> Any:
+    ) -> Reference[Published[Computed]]:
         """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
-        infer = self._ranks[rank].infer
-        return infer(stage, instance, tuple(ids), tuple(arriving), tuple(parcels))[0]
+        sent = tuple(ids), tuple(arriving), tuple(parcels)
+        return self._ranks[rank].same(ActorWorker.infer, stage, instance, *sent)[0]
 
     # -- all ranks of a pool, not blocking -----------------------------------------------------
 
     def call_update(
         self, pool: Pool, stage: UpdateStage, shares: list[UpdateShare]
-    ) -> dict[Any, int]:
+    ) -> dict[Reference[dict[str, float]], int]:
         """Start a pass over an update's mini-batches; metrics are equal on all ranks."""
-        return _by_rank(pool, pool.group.update([stage] * len(shares), shares))
+        calls = pool.calls.per_rank(BaseWorker.update, [stage] * len(shares), shares)
+        return _by_rank(pool, calls)
 
 
-def _by_rank(pool: Pool, references: Sequence[Any]) -> dict[Any, int]:
+def _by_rank(pool: Pool, references: Sequence[Reference[Answer]]) -> dict[Reference[Answer], int]:
     return dict(zip(references, pool.ranks, strict=True))

@@ -24,7 +24,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor import Actor, ParkedSample, grown
-from hybridrl.workers.base_worker import BaseWorker, Reply, TimeSpan
+from hybridrl.workers.base_worker import BaseWorker, Published, Reply, TimeSpan
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.dispatch import Dispatch, dispatch
@@ -60,7 +60,7 @@ class ActorWorker(BaseWorker):
     # -- life --------------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply:
+    def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
         """Join the process group, whose first rank listens on `port` of `host`; load the actor.
 
         Answers with what is worth logging.
@@ -102,7 +102,7 @@ class ActorWorker(BaseWorker):
                 logger.debug("scorer %s made", name)
 
     @dispatch(Dispatch.SAME)
-    def export_weights(self) -> Reply:
+    def export_weights(self) -> Reply[tuple[tuple[str, Any], ...]]:
         """Put the actor's trained weights into the data plane, for another pool. Collective.
 
         Rank 0 answers with names and references, or with none where nothing has been trained.
@@ -114,7 +114,7 @@ class ActorWorker(BaseWorker):
         return self._reply(tuple(references))
 
     @dispatch(Dispatch.SAME)
-    def close(self) -> Reply:
+    def close(self) -> Reply[None]:
         """End child processes and leave the process group."""
         self.actor.close()
         for verifier in self.verifiers.values():
@@ -124,7 +124,7 @@ class ActorWorker(BaseWorker):
     # -- generation --------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def enter(self, phase: Phase) -> Reply:
+    def enter(self, phase: Phase) -> Reply[dict[str, Any]]:
         """Change phase; into GENERATE this is the weight switch. Answers with its accounting."""
         accounting: dict[str, Any] = {}
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
@@ -138,7 +138,9 @@ class ActorWorker(BaseWorker):
         return self._reply({"version": self.actor.generating_version, "switch": accounting})
 
     @dispatch(Dispatch.SAME)
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Reply:
+    def advance(
+        self, instance: int, commands: Sequence[Command], num_decode_steps: int
+    ) -> Reply[Published[Advanced]]:
         """Obey commands and decode for a bounded number of steps.
 
         Parked samples go into the data plane, each rank's share under its `instance_rank`, and come
@@ -188,7 +190,7 @@ class ActorWorker(BaseWorker):
     @dispatch(Dispatch.SAME)
     def load_targets(
         self, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Item, ...]
-    ) -> Reply:
+    ) -> Reply[TargetsLoaded]:
         """Make the dataset's targets the responses of new samples (supervised training)."""
         events = []
         for id, item in zip(ids, items, strict=True):
@@ -200,10 +202,17 @@ class ActorWorker(BaseWorker):
             events.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans))
         return self._reply(TargetsLoaded(stage.name, tuple(events)))
 
+    @dispatch(Dispatch.SAME)
+    def compute(
+        self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
+    ) -> Reply[Computed]:
+        """Run a stage that all ranks of the pool take part in; new tensors stay here."""
+        return self._run_stage(stage, ids, parcels)
+
     @dispatch(Dispatch.SAME, concurrent=True)
     def run_local_stage(
         self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
-    ) -> Reply:
+    ) -> Reply[Computed]:
         """Run a verifier or a `map` on samples that live here, while the rank does other work.
 
         `scalars` are the driver's fields.
@@ -228,7 +237,7 @@ class ActorWorker(BaseWorker):
         ids: tuple[SampleId, ...],
         arriving: tuple[SampleId, ...],
         parcels: tuple[Any, ...],
-    ) -> Reply:
+    ) -> Reply[Published[Computed]]:
         """Run a forward-only stage with the other ranks of the instance; `ids` are this rank's.
 
         Those that are `arriving` from other instances are in `parcels`, among others.
@@ -260,7 +269,7 @@ class ActorWorker(BaseWorker):
     @dispatch(Dispatch.SAME)
     def export_samples(
         self, moves: dict[int, tuple[SampleId, ...]], fields: tuple[str, ...] | None, keep: bool
-    ) -> Reply:
+    ) -> Reply[dict[int, list[Any]]]:
         """Put samples into the data plane for other ranks; references to parcels by receiver.
 
         `moves` lists ids by receiver. With `fields`, one parcel a receiver holds those tensors and
@@ -279,7 +288,7 @@ class ActorWorker(BaseWorker):
         return self._reply(references)
 
     @dispatch(Dispatch.SAME, concurrent=True)
-    def import_samples(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
+    def import_samples(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply[None]:
         """Store what other ranks have exported of `ids`, which are in `parcels` among others.
 
         Runs at any time: stages import what they need with their own call.
@@ -293,7 +302,7 @@ class ActorWorker(BaseWorker):
     # -- looking in --------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def texts(self, ids: tuple[SampleId, ...]) -> Reply:
+    def texts(self, ids: tuple[SampleId, ...]) -> Reply[dict[SampleId, tuple[str, str]]]:
         """Prompt and response texts of the samples that live here, for the record."""
         texts = {}
         for id in ids:
@@ -308,14 +317,14 @@ class ActorWorker(BaseWorker):
     # -- checkpoints -------------------------------------------------------------------------
 
     @dispatch(Dispatch.PER_RANK)
-    def save_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply:
+    def save_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[None]:
         """Write what a step has left to the next one: this rank's share."""
         with self._span("save"):
             save_pending(Path(path), self.rank, share, self.store, self.data_plane)
         return self._reply(None)
 
     @dispatch(Dispatch.PER_RANK)
-    def load_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply:
+    def load_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[Any]:
         """Take up what a step has left to this one; answers with a reference to what is parked."""
         with self._span("load"):
             parked = load_pending(Path(path), share, self.store, self.actor)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.system.memory import MemoryReading
-from hybridrl.system.node_info import node_name, read_node_info
+from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency
@@ -36,6 +36,7 @@ from hybridrl.workers.store import SampleStore
 from hybridrl.workers.training import Training, UpdateShare
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +50,23 @@ class TimeSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Generic[Value]):
     """A method's value, the rank's time spans meanwhile, and its memory at changes of phase."""
 
-    value: Any
+    value: Value
     spans: tuple[TimeSpan, ...]
     memory: tuple[MemoryReading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class Published(Generic[Value]):
     """An event, and a reference to the new tensors of its samples in the data plane.
 
     With it a sample can move without waiting for this rank, which may be decoding. `reference` is
     None where nothing is published.
     """
 
-    event: Any
+    event: Value
     reference: Any = None
 
 
@@ -110,7 +111,7 @@ class BaseWorker:
     # -- life --------------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def listen(self) -> Reply:
+    def listen(self) -> Reply[tuple[str, int]]:
         """Open the rendezvous of the process group on this rank; answers with host and port.
 
         This process binds the port at once: a port that is looked up first and bound later may
@@ -119,6 +120,14 @@ class BaseWorker:
         host = _address_here(os.environ["MASTER_ADDR"])
         self._store = open_store(host, 0, listens=True)
         return self._reply((host, self._store.port))
+
+    @dispatch(Dispatch.SAME)
+    def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
+        """Join the process group, whose first rank listens on `port` of `host`; load what is there.
+
+        Answers with what is worth logging.
+        """
+        raise NotImplementedError
 
     def _join(self, host: str, port: int) -> dict[str, Any]:
         """Join the process group, whose first rank listens on `port` of `host`.
@@ -137,7 +146,7 @@ class BaseWorker:
         }
 
     @dispatch(Dispatch.SAME)
-    def machine(self) -> Reply:
+    def machine(self) -> Reply[NodeInfo]:
         """What this rank runs on."""
         return self._reply(read_node_info())
 
@@ -148,7 +157,7 @@ class BaseWorker:
         training: dict[str, Training],
         publishes: bool,
         weights: tuple[Any, ...] = (),
-    ) -> Reply:
+    ) -> Reply[dict[str, Any]]:
         """Make the roles that a recipe needs; those of `training` start with a fresh optimizer.
 
         `graph` has the stages of this pool. A frozen copy, and a value model without its own path,
@@ -186,7 +195,7 @@ class BaseWorker:
         """Make the forward-only roles of `graph` that are no judges."""
 
     @dispatch(Dispatch.SAME)
-    def save(self, path: str, resume: str | None = None) -> Reply:
+    def save(self, path: str, resume: str | None = None) -> Reply[dict[str, Progress]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
         Rank 0 writes, all ranks gather. Into `resume` all ranks write what training resumes from, a
@@ -204,7 +213,7 @@ class BaseWorker:
         return self._reply(progress)
 
     @dispatch(Dispatch.SAME)
-    def load(self, path: str, progress: dict[str, Progress]) -> Reply:
+    def load(self, path: str, progress: dict[str, Progress]) -> Reply[str]:
         """Resume from what `save` wrote to `path`; answers with what is wrong, if anything."""
         with self._span("load"):
             for name in [name for name in progress if name in self.trained]:
@@ -224,7 +233,7 @@ class BaseWorker:
         """Resume from the tensors of `_averages`, which `load` has filled."""
 
     @dispatch(Dispatch.SAME)
-    def close(self) -> Reply:
+    def close(self) -> Reply[None]:
         """Leave the process group."""
         if dist.is_initialized():  # vLLM ends it with itself
             dist.destroy_process_group()
@@ -232,8 +241,9 @@ class BaseWorker:
 
     # -- work --------------------------------------------------------------------------------
 
-    @dispatch(Dispatch.SAME)
-    def compute(self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
+    def _run_stage(
+        self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
+    ) -> Reply[Computed]:
         """Run a stage that is collective over the pool on this rank's samples.
 
         Those that live on other ranks are in `parcels`, among others.
@@ -254,7 +264,7 @@ class BaseWorker:
         return self._reply(Computed(stage.name, ids, scalars, tensors, seconds=seconds))
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply[dict[str, float]]:
         """Train on this rank's share of every mini-batch; metrics are the same on all ranks."""
         self._fetch(share.parcels, share.ids)
         assert stage.role is not None
@@ -265,7 +275,7 @@ class BaseWorker:
         return self._reply(metrics)
 
     @dispatch(Dispatch.SAME)
-    def release(self, ids: tuple[SampleId, ...]) -> Reply:
+    def release(self, ids: tuple[SampleId, ...]) -> Reply[int]:
         """Forget samples that have left."""
         self.store.drop(ids)
         return self._reply(len(self.store))
@@ -281,8 +291,8 @@ class BaseWorker:
             self.store.accept(parcel, frozenset(ids))
 
     def _published(
-        self, event: Any, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False
-    ) -> Published:
+        self, event: Value, ids: Sequence[SampleId], fields: Sequence[str], with_items: bool = False
+    ) -> Published[Value]:
         if not (self.publishes and ids and fields):
             return Published(event)
         return Published(event, self.data_plane.put(self.store.pack(ids, fields, with_items)))
@@ -306,7 +316,7 @@ class BaseWorker:
     def _on_reading(self, reading: MemoryReading) -> None:
         self._memory.append(reading)
 
-    def _reply(self, value: Any) -> Reply:
+    def _reply(self, value: Value) -> Reply[Value]:
         spans, self._spans = tuple(self._spans), []
         memory, self._memory = tuple(self._memory), []
         return Reply(value, spans, memory)

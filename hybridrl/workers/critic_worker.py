@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,12 +9,13 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from hybridrl.config import Grouping
+from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
-from hybridrl.workers.base_worker import BaseWorker, Reply
+from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.role_factory import RoleFactory
@@ -33,7 +33,7 @@ class CriticWorker(BaseWorker):
     """
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply:
+    def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
         """Join the process group, whose first rank listens on `port` of `host`.
 
         Answers with what is worth logging.
@@ -70,15 +70,17 @@ class CriticWorker(BaseWorker):
             logger.debug("neural judge %s made", name)
 
     @dispatch(Dispatch.SAME)
-    def compute(self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply:
-        """As in any pool; the new tensors go into the data plane."""
-        reply = super().compute(stage, ids, parcels)
+    def compute(
+        self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
+    ) -> Reply[Published[Computed]]:
+        """Run a stage that all ranks of the pool take part in; it publishes the new tensors."""
+        reply = self._run_stage(stage, ids, parcels)
         published = self._published(reply.value, ids, reply.value.tensors)
         self.store.drop(ids)
-        return replace(reply, value=published)
+        return Reply(published, reply.spans, reply.memory)
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply:
+    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply[dict[str, float]]:
         """As in any pool."""
         reply = super().update(stage, share)
         self.store.drop(share.ids)

@@ -30,6 +30,11 @@ def dispatch(mode: Dispatch, concurrent: bool = False) -> Callable[[F], F]:
     return mark
 
 
+def mode_of(method: Callable[..., Any]) -> Dispatch | None:
+    """How a method of a worker spreads over the ranks; None for one that is not marked."""
+    return getattr(method, _MARK, None)
+
+
 def runs_concurrently(cls: type, name: str) -> bool:
     """Whether a marked method runs in a thread of its own."""
     return bool(getattr(getattr(cls, name), _CONCURRENT))

@@ -32,6 +32,7 @@ from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, read_spans
+from hybridrl.workers.base_worker import BaseWorker
 
 TINY = [
     "model.tiny.hidden_size=32",
@@ -279,7 +280,7 @@ def _train(run_dir: Path, config: Config) -> Trained:
         return record(self, result, seconds, fetch_texts)
 
     def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> None:
-        stored.append(self.gather(self._group.release(ids)))
+        stored.append(self.gather(self._all.same(BaseWorker.release, ids)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunRecords, "record_step", spy)

@@ -1,0 +1,59 @@
+"""What the driver calls are methods of the workers, each spread as it is marked."""
+
+import ast
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from hybridrl.controller import worker_group
+from hybridrl.flow.sample import SampleId
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.base_worker import BaseWorker
+from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
+from hybridrl.workers.rank_calls import RankCalls
+
+WORKERS = {worker.__name__: worker for worker in (BaseWorker, ActorWorker, CriticWorker)}
+
+
+def called() -> set[tuple[str, str]]:
+    """Class and name of every worker's method that the driver's group names."""
+    nodes = ast.walk(ast.parse(Path(worker_group.__file__).read_text()))
+    return {
+        (node.value.id, node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in WORKERS
+    }
+
+
+def test_the_driver_calls_every_marked_method_and_no_other() -> None:
+    """A group has the marks of `ActorWorker`, whichever worker a rank is."""
+    assert {name for _, name in called()} == dispatched_methods(ActorWorker).keys()
+    assert all(name in dispatched_methods(WORKERS[worker]) for worker, name in called())
+
+
+def test_both_workers_spread_what_they_share_alike() -> None:
+    actor, critic = dispatched_methods(ActorWorker), dispatched_methods(CriticWorker)
+    assert critic.items() <= actor.items()
+    assert dispatched_methods(BaseWorker).items() <= critic.items()
+    for name in critic:
+        assert runs_concurrently(ActorWorker, name) == runs_concurrently(CriticWorker, name)
+
+
+def test_calls_reach_the_group_s_method_of_that_name() -> None:
+    group = mock.Mock()
+    calls, ids = RankCalls(group), (SampleId(0),)
+    assert calls.same(ActorWorker.texts, ids) is group.texts.return_value
+    group.texts.assert_called_once_with(ids)
+    assert calls.per_rank(ActorWorker.export, [(ids,)], [()]) is group.export.return_value
+    group.export.assert_called_once_with([(ids,)], [()])
+
+
+def test_a_method_is_called_as_it_is_marked() -> None:
+    calls = RankCalls(mock.Mock())
+    with pytest.raises(AssertionError, match="export is called per rank"):
+        calls.same(ActorWorker.export, (), ())
+    with pytest.raises(AssertionError, match="send is called alike"):
+        calls.per_rank(ActorWorker.send, [], [])
