@@ -96,12 +96,24 @@ def _implementation(backend: Backend, hidden: torch.Tensor) -> ModuleType:
     return linear_log_probs_triton
 
 
+class _Context(FunctionCtx):
+    """What `forward` keeps for `backward`; autograd makes it and fills in the last two."""
+
+    temperature: float
+    with_entropy: bool
+    chunk_elements: int
+    shard: VocabShard | None
+    backend: Backend
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _LinearLogProbs(torch.autograd.Function):
     """d log p(t) / d logit_j = [j = t] - p_j; d H / d logit_j = -p_j (log p_j + H)."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
@@ -128,7 +140,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
+        ctx: _Context, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, local, lse, entropy = ctx.saved_tensors
         implementation = _implementation(ctx.backend, hidden)

@@ -28,5 +28,5 @@ def cispo(flow: Flow, cfg: CISPOConfig) -> None:
     samples = flow.reward.score(samples).filter(has_spread)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     samples = samples.by_group(advantages.group_relative)
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    flow.actor.update(samples, loss=losses.CISPOLoss(**clips, **stale))
+    loss = losses.CISPOLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, **stale)
+    flow.actor.update(samples, loss=loss)

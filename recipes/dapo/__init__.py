@@ -53,6 +53,7 @@ def dapo(flow: Flow, cfg: DAPOConfig) -> None:
         judged_by = "shaped_reward"
     samples = samples.by_group(advantages.group_relative, (judged_by,))
     # Clip-higher (3.1), every token of the batch alike (3.3).
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    loss = losses.ClippedLoss(**clips, normalize="token", **stale)
+    loss = losses.ClippedLoss(
+        clip_low=cfg.clip_low, clip_high=cfg.clip_high, normalize="token", **stale
+    )
     flow.actor.update(samples, loss=loss)

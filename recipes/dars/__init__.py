@@ -51,5 +51,5 @@ def dars(flow: Flow, cfg: DARSConfig) -> None:
     samples, stale = add_old_log_probs(flow, samples, cfg)
     # What is rebalanced is the sum of |R - mean|, so advantages are not divided by the deviation.
     samples = samples.by_group(partial(advantages.group_relative, std_normalize=False))
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    flow.actor.update(samples, loss=losses.ClippedLoss(**clips, **stale))
+    loss = losses.ClippedLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, **stale)
+    flow.actor.update(samples, loss=loss)

@@ -30,6 +30,7 @@ def dr_grpo(flow: Flow, cfg: DrGRPOConfig) -> None:
     # Not divided by the deviation, which would favor prompts that are nearly solved or hopeless;
     samples = samples.by_group(partial(advantages.group_relative, std_normalize=False))
     # nor by a response's own length, which would favor long wrong answers.
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    loss = losses.ClippedLoss(**clips, normalize="constant", **stale)
+    loss = losses.ClippedLoss(
+        clip_low=cfg.clip_low, clip_high=cfg.clip_high, normalize="constant", **stale
+    )
     flow.actor.update(samples, loss=loss)

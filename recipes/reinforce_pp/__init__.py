@@ -49,8 +49,8 @@ def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
     function = partial(to_go, kl_coef=cfg.kl_coef)
     samples = samples.map(function, (reward, "log_probs", against), ("return_to_go",))
     samples = whitened(samples, "return_to_go")
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    flow.actor.update(samples, loss=losses.ClippedLoss(**clips, **stale))
+    loss = losses.ClippedLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, **stale)
+    flow.actor.update(samples, loss=loss)
 
 
 def to_go(

@@ -40,8 +40,8 @@ def ttrl(flow: Flow, cfg: TTRLConfig) -> None:
         samples = samples.by_group(advantages.entropy_reshaped, inputs, ("advantage",))
     else:
         samples = samples.by_group(advantages.group_relative)
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    flow.actor.update(samples, loss=losses.ClippedLoss(**clips, **stale))
+    loss = losses.ClippedLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, **stale)
+    flow.actor.update(samples, loss=loss)
 
 
 def surprise(log_probs: torch.Tensor) -> float:

@@ -67,8 +67,8 @@ def xrpo(flow: Flow, cfg: XRPOConfig) -> None:
         samples = samples.by_group(sharpen, ("plain_advantage", "likelihood"), ("advantage",))
     else:
         samples = samples.by_group(advantages.group_relative)
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-    flow.actor.update(samples, loss=losses.ClippedLoss(**clips, **stale))
+    loss = losses.ClippedLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, **stale)
+    flow.actor.update(samples, loss=loss)
 
 
 def likelihood(log_probs: torch.Tensor) -> float:
