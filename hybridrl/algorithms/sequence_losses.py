@@ -106,15 +106,13 @@ class DPOLoss(Loss[torch.Tensor]):
 
 @dataclass(frozen=True, kw_only=True)
 class BradleyTerryLoss(Loss[torch.Tensor]):
-    """A reward model's loss on pairs: -log sigmoid(r_chosen - r_rejected - margin).
+    """A reward model's loss on pairs: -log sigmoid(r_chosen - r_rejected).
 
-    Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, equation 1; with a `margin` between the
-    two Llama 2, arXiv 2307.09288, equation 2, from the chosen response's scalar field `margin`.
-    `center` c adds c (r_chosen + r_rejected)^2, which keeps rewards about 0 (Eisenstein et al.,
-    arXiv 2312.09244, equation 2). `signed` adds -log sigmoid(s r) of each side, with the scalar
-    field `sign`: s = 1 for a harmful response, -1 for a safe one. That is the loss of Safe-RLHF's
-    cost model (arXiv 2310.12773): there the more costly response is the chosen one, and costs below
-    0 are allowed.
+    Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, equation 1. `center` c adds
+    c (r_chosen + r_rejected)^2, which keeps rewards about 0 (Eisenstein et al., arXiv 2312.09244,
+    equation 2). `signed` adds -log sigmoid(s r) of each side, with the scalar field `sign`: s = 1
+    for a harmful response, -1 for a safe one. That is the loss of Safe-RLHF's cost model (arXiv
+    2310.12773): there the more costly response is the chosen one, and costs below 0 are allowed.
 
     Its first argument are values (`TrainEngine(gives_values=True)`), one a sequence:
     `needs_last_token_only` has the engine read the value head at the sequence's last token, where a
@@ -124,7 +122,6 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
     whose r has their sign. Raises ConfigError for a setting that cannot work.
     """
 
-    margin: bool = False
     center: float = 0.0
     signed: bool = False
 
@@ -138,8 +135,8 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """`margin` and `sign`, if there are any."""
-        return (*("margin",) * self.margin, *("sign",) * self.signed)
+        """`sign`, if `signed`."""
+        return ("sign",) * self.signed
 
     def __call__(
         self, values: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
@@ -148,8 +145,6 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
         sequence = fields["sequence"]
         rewards = per_pair(values, sequence)
         difference = rewards[:, 0] - rewards[:, 1]
-        if self.margin:
-            difference = difference - per_pair(fields["margin"], sequence)[:, 0]
         loss = -logsigmoid(difference) + self.center * rewards.sum(1).square()
         metrics = reward_metrics(rewards, sequence)
         if self.signed:

@@ -28,6 +28,7 @@ from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, Update
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
+from hybridrl.workers.rank_calls import Reference
 from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
@@ -375,7 +376,7 @@ class RayExecutor:
         moves: Mapping[int, Mapping[int, Sequence[SampleId]]],
         fields: Sequence[str] | None,
         keep: bool,
-    ) -> dict[Any, int]:
+    ) -> dict[Reference[dict[int, list[Any]]], int]:
         """A call to every rank that has samples to export; `moves` is by sender and receiver."""
         return {
             self.group.call_export_samples(sender, by_receiver, fields, keep): sender

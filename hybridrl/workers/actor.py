@@ -406,7 +406,6 @@ def log_probs_stage(
     scored = engine.log_probs(
         [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
     )
-    assert isinstance(scored, list)
     for sample, log_probs in zip(samples, scored, strict=True):
         sample.tensors[name] = log_probs
     return {}, (name,)

@@ -206,27 +206,26 @@ def test_dpo_begins_at_log_2_and_stays_finite() -> None:
     assert torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("margin", [False, True])
 @pytest.mark.parametrize("center", [0.0, 0.01])
 @pytest.mark.parametrize("signed", [False, True])
-def test_bradley_terry_agrees_with_the_formula(margin: bool, center: float, signed: bool) -> None:
-    loss = BradleyTerryLoss(margin=margin, center=center, signed=signed)
-    assert loss.fields == ("margin",) * margin + ("sign",) * signed
+def test_bradley_terry_agrees_with_the_formula(center: float, signed: bool) -> None:
+    loss = BradleyTerryLoss(center=center, signed=signed)
+    assert loss.fields == ("sign",) * signed
     row = Row((1,) * 8, seed=3)
     rewards = 2 * row.draw()
-    margins, signs = row.draw().abs(), row.draw().sign()
+    signs = row.draw().sign()
     leaf = rewards.clone().requires_grad_()
     terms = []
     for i in range(0, 8, 2):
         chosen, rejected = leaf[i, 0], leaf[i + 1, 0]
-        difference = chosen - rejected - (margins[i, 0] if margin else 0)
+        difference = chosen - rejected
         term = torch.log(1 + torch.exp(-difference)) + center * (chosen + rejected) ** 2
         for side in (i, i + 1) if signed else ():
             term = term + torch.log(1 + torch.exp(-signs[side, 0] * leaf[side, 0]))
         terms.append(term)
     expected = torch.stack(terms).mean()
     (expected_grad,) = torch.autograd.grad(expected, leaf)
-    total, grad, metrics = row.batch_loss(loss, rewards, margin=margins, sign=signs)
+    total, grad, metrics = row.batch_loss(loss, rewards, sign=signs)
     torch.testing.assert_close(total, expected.detach(), **CLOSE)
     torch.testing.assert_close(grad, expected_grad, **CLOSE)
     if signed:
@@ -307,20 +306,18 @@ def test_dpo_agrees_with_trl(loss: DPOLoss) -> None:
         assert metrics[ours][first].mean().item() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("margin", [False, True])
 @pytest.mark.parametrize("center", [0.0, 0.01])
-def test_bradley_terry_agrees_with_trl(margin: bool, center: float) -> None:
+def test_bradley_terry_agrees_with_trl(center: float) -> None:
     trl = pytest.importorskip("trl", reason="TRL, an oracle here, is in the extra `bench`")
     row = Row((1,) * 8, seed=5)
-    rewards, margins = 2 * row.draw(), row.draw().abs()
+    rewards = 2 * row.draw()
     leaf = rewards.clone().requires_grad_()
     outputs = SimpleNamespace(logits=in_halves(leaf))
     trainer = Trainer(args=SimpleNamespace(center_rewards_coefficient=center))
-    inputs = {"margin": margins[::2, 0]} if margin else {}
-    expected = trl.RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs)
+    expected = trl.RewardTrainer.compute_loss(trainer, lambda **_: outputs, {})
     (expected_grad,) = torch.autograd.grad(expected, leaf)
-    loss = BradleyTerryLoss(margin=margin, center=center)
-    total, grad, metrics = row.batch_loss(loss, rewards, margin=margins)
+    loss = BradleyTerryLoss(center=center)
+    total, grad, metrics = row.batch_loss(loss, rewards)
     torch.testing.assert_close(total, expected.detach(), **CLOSE)
     torch.testing.assert_close(grad, expected_grad, **CLOSE)
     assert metrics["accuracy"].mean().item() == pytest.approx(
@@ -328,9 +325,7 @@ def test_bradley_terry_agrees_with_trl(margin: bool, center: float) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "loss", [GSPOLoss(), DPOLoss(), BradleyTerryLoss(margin=True, signed=True)], ids=str
-)
+@pytest.mark.parametrize("loss", [GSPOLoss(), DPOLoss(), BradleyTerryLoss(signed=True)], ids=str)
 def test_a_row_without_tokens_has_no_loss_but_a_graph(loss: Any) -> None:
     leaf = torch.zeros(0, requires_grad=True)
     fields = {name: torch.zeros(0) for name in loss.fields}

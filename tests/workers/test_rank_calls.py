@@ -47,7 +47,8 @@ def test_calls_reach_the_group_s_method_of_that_name() -> None:
     calls, ids = RankCalls(group), (SampleId(0),)
     assert calls.same(ActorWorker.texts, ids) is group.texts.return_value
     group.texts.assert_called_once_with(ids)
-    assert calls.per_rank(ActorWorker.export, [(ids,)], [()]) is group.export.return_value
+    saved = calls.per_rank(ActorWorker.save_pending, ["path"], [()])
+    assert saved is group.save_pending.return_value
     group.export.assert_called_once_with([(ids,)], [()])
 
 

@@ -205,17 +205,13 @@ class TrainEngine(ModelShards):
     # Scoring
 
     @torch.no_grad()
-    def log_probs(
-        self, sequences: Sequence[TrainSequence], with_entropy: bool = False
-    ) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def log_probs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
         """Log-probability of every response token, [response_tokens] a sequence, on CPU.
 
-        With `with_entropy` a second list holds the entropies. Ranks may hold different numbers of
-        sequences, or none.
+        Ranks may hold different numbers of sequences, or none.
         """
         assert not self.gives_values, "a model with a value head has no vocabulary"
-        scores, entropies = self._score(sequences, with_entropy)
-        return (scores, entropies) if with_entropy else scores
+        return self._score(sequences)
 
     @torch.no_grad()
     def values(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
@@ -226,23 +222,12 @@ class TrainEngine(ModelShards):
         rank holds does not reach the last bits.
         """
         assert self.gives_values, "only a model with a value head has values"
-        return self._score(sequences, with_entropy=False, alone=alone)[0]
+        return self._score(sequences, alone)
 
-    def _score(
-        self, sequences: Sequence[TrainSequence], with_entropy: bool, alone: bool = False
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the model gives for every response token, and if wanted the entropies."""
+    def _score(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
+        """What the model gives for every response token."""
         pooled, own = self._pool(sequences)
         scores = [torch.zeros(0)] * len(pooled)
-        entropies = list(scores)
-
-        def keep(
-            part: list[int], batch: PackedBatch, values: torch.Tensor, entropy: torch.Tensor | None
-        ) -> None:
-            self._scatter(scores, part, batch, values)
-            if entropy is not None:
-                self._scatter(entropies, part, batch, entropy)
-
         parts = [[i] for i in range(len(pooled))] if alone else self._parts(pooled)
         (num_micro_batches,) = self._reduce([len(parts)], dist.ReduceOp.MAX)
         parts = self._same_number(pooled, parts, num_micro_batches)
@@ -250,19 +235,20 @@ class TrainEngine(ModelShards):
         if self.pipeline is None:
             (root,) = self.roots
             for part, batch in zip(parts, batches, strict=True):
-                keep(part, batch, *root(batch.ids, batch, with_entropy))
+                values, _ = root(batch.ids, batch)
+                self._scatter(scores, part, batch, values)
         else:
 
             def finish(
                 number: int, values: torch.Tensor, entropy: torch.Tensor | None
             ) -> torch.Tensor:
-                keep(parts[number], batches[number], values, entropy)
+                self._scatter(scores, parts[number], batches[number], values)
                 return torch.zeros(1)
 
-            self.pipeline.score(batches, finish, with_entropy)
-            scores, entropies = self._from_last_stage((scores, entropies))
+            self.pipeline.score(batches, finish)
+            scores = self._from_last_stage(scores)
         self._reshard()
-        return scores[own], entropies[own]
+        return scores[own]
 
     @staticmethod
     def _scatter(

@@ -80,14 +80,14 @@ class Pipeline:
             schedule.step(*inputs, target=numbers, number=numbers)
 
     @torch.no_grad()
-    def score(self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool) -> None:
+    def score(self, batches: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward of all micro-batches: through one chunk of this rank after the other.
 
         Not by a schedule of torch's: those with several chunks a rank know no forward alone.
         """
         hidden: dict[int, torch.Tensor] = {}  # what this rank hands to itself
         sent: list[tuple[dist.Work | None, torch.Tensor]] = []
-        with self._prepared(batches, finish, with_entropy):
+        with self._prepared(batches, finish, with_entropy=False):
             for chunk, place in zip(self.chunks, self.numbers, strict=True):
                 source, target = self._holder(place - 1), self._holder(place + 1)
                 for number, batch in enumerate(batches):

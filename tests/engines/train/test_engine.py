@@ -186,10 +186,7 @@ def test_large_model_settings_and_activation_checkpointing(
 
 def score(path, shares, **options):
     engine = make_engine(path, **options)
-    got = engine.log_probs(shares[dist.get_rank()], with_entropy=True)
-    again = engine.log_probs(shares[dist.get_rank()])
-    assert all(torch.equal(a, b) for a, b in zip(got[0], again, strict=True))
-    return got
+    return engine.log_probs(shares[dist.get_rank()])
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -198,10 +195,7 @@ def test_log_probs_equal_padded(ranks, model_dir, sequences, padded_log_probs, s
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     with torch.no_grad():
         want = padded_log_probs(model, sequences, TEMPERATURE)
-    for share, (got, entropy) in zip(
-        SPLITS[split], ranks(len(shares), score, model_dir, shares), strict=True
-    ):
-        assert [len(e) for e in entropy] == [len(g) for g in got]
+    for share, got in zip(SPLITS[split], ranks(len(shares), score, model_dir, shares), strict=True):
         for index, values in zip(share, got, strict=True):
             torch.testing.assert_close(values, want[index], **CLOSE)
 

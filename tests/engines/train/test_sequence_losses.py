@@ -23,7 +23,7 @@ SPLITS = {
 }
 GSPO = GSPOLoss(clip_low=0.3, clip_high=0.4)
 DPO = DPOLoss(beta=0.4, label_smoothing=0.1)
-BRADLEY_TERRY = BradleyTerryLoss(margin=True, center=0.05)
+BRADLEY_TERRY = BradleyTerryLoss(center=0.05)
 
 
 @pytest.fixture
@@ -33,7 +33,6 @@ def pairs(sequences):
     for sequence in sequences:
         old = sequence.fields["old_log_probs"]
         sequence.fields["reference_log_probs"] = old + torch.randn(len(old), generator=random)
-        sequence.fields["margin"] = 0.3
     return sequences[:8]
 
 
@@ -62,7 +61,7 @@ def dpo(model, sequences):
 
 def bradley_terry(model, sequences):
     r = torch.stack([model(sequence.ids[None]).logits[0, 0] for sequence in sequences])
-    return -logsigmoid(r[::2] - r[1::2] - 0.3).mean() + 0.05 * (r[::2] + r[1::2]).square().mean()
+    return -logsigmoid(r[::2] - r[1::2]).mean() + 0.05 * (r[::2] + r[1::2]).square().mean()
 
 
 def gradients(model, total):
