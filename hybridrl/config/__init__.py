@@ -22,14 +22,18 @@ from hybridrl.config.layout import (
 from hybridrl.config.lora import ActorConfig, LoraConfig
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import JudgeConfig, RewardConfig, RewardKind, RewardPartConfig
-from hybridrl.config.rollout import Engine, Migration, ParkedKV, Ranker, RolloutConfig
-from hybridrl.config.run import (
-    Deterministic,
-    LogConfig,
-    LogLevel,
-    RunConfig,
+from hybridrl.config.rollout import Engine, RolloutConfig
+from hybridrl.config.run import Deterministic, LogConfig, LogLevel, RunConfig, TelemetryConfig
+from hybridrl.config.schedule import (
+    FusedScheduleConfig,
+    Migration,
+    ParkedKV,
+    PartialScheduleConfig,
+    Ranker,
+    ScheduleConfig,
     ScheduleKind,
-    TelemetryConfig,
+    SerialScheduleConfig,
+    on_policy_names,
 )
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
@@ -77,7 +81,7 @@ class Config:
     """Supervised phase before the recipe."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Held-out evaluation."""
-    schedule: ScheduleKind = ScheduleKind.serial
+    schedule: ScheduleConfig = field(default_factory=SerialScheduleConfig)
     """When and where each sample's next subtask runs."""
     deterministic: Deterministic = Deterministic.off
     """Whether what is computed for a sample may depend on what is computed beside it."""
@@ -102,18 +106,16 @@ class Config:
                 self.check_value_model(role)
         if self.cluster.requeue and not self.trainer.resumes:
             self.trainer.resume = "auto"
-        threshold = self.rollout.migration_threshold
-        if threshold is not None and self.schedule is not ScheduleKind.fused:
-            allowed = f"null with schedule={self.schedule.value}, which moves no samples"
-            raise ConfigError("rollout.migration_threshold", threshold, allowed)
-        if self.split and self.schedule is ScheduleKind.partial:
+        self.schedule.check()
+        if self.split and self.schedule.entry.may_be_stale:
             # A group that is complete waits for its step with values of an older critic.
-            allowed = "serial or fused with cluster.placement=split"
-            raise ConfigError("schedule", self.schedule.value, allowed)
-        if self.strict and self.rollout.engine is not Engine.native:
-            # What vLLM computes for a sample depends on what it computes beside it.
-            allowed = f"off with rollout.engine={self.rollout.engine.value}"
-            raise ConfigError("deterministic", self.deterministic.value, allowed)
+            allowed = f"{on_policy_names()} with cluster.placement=split"
+            raise ConfigError("schedule", self.schedule.kind.value, allowed)
+        engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
+        if self.strict and not engine.deterministic:
+            raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
+        if not engine.exports_kv:
+            self.schedule.check_kv_stays(using)
 
     @property
     def warm_start_steps(self) -> int:
@@ -180,6 +182,7 @@ __all__ = [
     "Deterministic",
     "Engine",
     "EvalConfig",
+    "FusedScheduleConfig",
     "Grouping",
     "JudgeConfig",
     "LRSchedule",
@@ -190,6 +193,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParkedKV",
+    "PartialScheduleConfig",
     "PipelineSchedule",
     "Placement",
     "PoolsConfig",
@@ -200,7 +204,9 @@ __all__ = [
     "RolloutConfig",
     "RolloutLayoutConfig",
     "RunConfig",
+    "ScheduleConfig",
     "ScheduleKind",
+    "SerialScheduleConfig",
     "SourceConfig",
     "SourceKind",
     "TeacherConfig",

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import field, fields, is_dataclass
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -32,10 +32,22 @@ def bounded(default: T, **limits: float) -> T:
     return made
 
 
-def check_bounds(kind: type, values: Mapping[str, Any], key: str) -> None:
-    """Raise ConfigError for the first of `values`, by the fields of the dataclass `kind`, that is
-    out of its bounds; `key` is where these settings stand.
+def check_bounds(settings: Any, key: str) -> None:
+    """Raise ConfigError for the first setting that is out of the bounds of its field.
+
+    `settings` is a dataclass, `key` where it stands; those in it follow.
     """
+    values = {setting.name: getattr(settings, setting.name) for setting in fields(settings)}
+    check_values(type(settings), values, key)
+    for name, value in values.items():
+        inner = value if isinstance(value, dict) else {}
+        for path, part in [(name, value), *((f"{name}.{k}", v) for k, v in inner.items())]:
+            if is_dataclass(part):
+                check_bounds(part, f"{key}.{path}")
+
+
+def check_values(kind: type, values: Mapping[str, Any], key: str) -> None:
+    """As `check_bounds`, for the `values` of the dataclass `kind` before it is made."""
     hints = get_type_hints(kind)
     for setting in fields(kind):
         limits, value = setting.metadata.get("limits", {}), values[setting.name]

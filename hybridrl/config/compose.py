@@ -27,8 +27,10 @@ from omegaconf.errors import (
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.bounds import check_finite
-from hybridrl.config.errors import names
+from hybridrl.config.errors import RenamedKeyError, names
 from hybridrl.config.recipe_folder import recipe_by_path
+from hybridrl.config.renamed_keys import RENAMED_KEYS
+from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
 CONFIG_MODULE = "hybridrl.conf"
 
@@ -36,7 +38,12 @@ CONFIG_MODULE = "hybridrl.conf"
 def register() -> None:
     """Make the typed schema and every recipe's own config known to Hydra."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config, provider="hybridrl")
+    schema: Any = OmegaConf.structured(Config)
+    schema.schedule = ScheduleConfig  # the group's choice says which one of them
+    store.store(name="schema", node=schema, provider="hybridrl")
+    for kind, entry in SCHEDULES.items():
+        name, settings = kind.value, entry.settings
+        store.store(group="schedule/schema", name=name, node=settings, provider="hybridrl")
     for folder in sorted(importlib.resources.files("hybridrl.recipes").iterdir(), key=str):
         config = folder / "config.yaml"
         if config.is_file():
@@ -155,7 +162,7 @@ def _check_keys(node: DictConfig, path: str = "") -> None:
     for key in map(str, node):
         child = node._get_node(key)
         if known is not None and key not in known:
-            raise ConfigError(f"{path}{key}", child, f"a known key: {names(key, known)}")
+            raise unknown_key(f"{path}{key}", child, known)
         if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
             _check_keys(child, f"{path}{key}.")
 
@@ -192,17 +199,27 @@ def _explain_key(
     value = _value_of(key, overrides)
     if isinstance(error, ValidationError | InterpolationResolutionError):
         return ConfigError(key, value, _allowed(message))
-    parent, _, name = key.rpartition(".")
+    parent = key.rpartition(".")[0]
     kind = error.object_type
     known = [f.name for f in fields(kind)] if is_dataclass(kind) else None
     if known is None:
         known = _keys_of(parent, key, [*overrides, *_searchpath(config_dir)])
     if parent == "recipe":
         known = [name for name in known if name != "target"]
-        if not known:
+        if not known and key not in RENAMED_KEYS:
             allowed = "no key but target: this recipe's yaml lists no settings"
             return ConfigError(key, value, allowed)
-    return ConfigError(key, value, "a known key: " + names(name, known))
+    return unknown_key(key, value, known)
+
+
+def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
+    """What to say of a key that is not among those `known` in its place."""
+    if key in RENAMED_KEYS:
+        return RenamedKeyError(key, value, RENAMED_KEYS[key])
+    parent, _, name = key.rpartition(".")
+    if parent == "schedule" and (others := owners(name)):
+        return ConfigError(key, value, f"schedule={' or '.join(others)} beside it")
+    return ConfigError(key, value, f"a known key: {names(name, known)}")
 
 
 def _new_entry(error: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError | None:

@@ -22,6 +22,13 @@ class ConfigError(ValueError):
         return f"{self.key}={self.value}: wanted {self.allowed}"
 
 
+class RenamedKeyError(ConfigError):
+    """A key that has another name now, `allowed`."""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: renamed, now {self.allowed}"
+
+
 def names(wrong: str, known: Sequence[str]) -> str:
     """`one of a, b, c`, with a hint where `wrong` looks like one of them."""
     close = difflib.get_close_matches(wrong, known, n=1)

@@ -15,26 +15,40 @@ class Engine(Enum):
     vllm = "vllm"  # vLLM, in the worker processes
 
 
-class Migration(Enum):
-    """What travels with a sample that changes instance."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFeatures:
+    """What a rollout engine can do, for whoever must know more of it than its name."""
 
-    auto = "auto"  # whichever is measured to cost less
-    kv = "kv"  # its keys and values
-    recompute = "recompute"  # its tokens, from which the rest is computed again
+    exports_kv: bool
+    """Whether it hands out the keys and values of a sample."""
+    deterministic: bool
+    """Whether it can compute every sample alone, so that runs agree bit for bit."""
+    shares_weights: bool
+    """Whether a module has its weights, which others may compute with."""
+    caches_last_token: bool
+    """Whether its KV cache needs room for a response's last token."""
+    block_multiple: int = 1
+    """What `rollout.block_size` must be a multiple of."""
+    vocab_multiple: int = 1
+    """What rows of the embedding are padded to a multiple of."""
+    ascending: bool = False
+    """Whether an instance's ranks must be in ascending order."""
 
 
-class Ranker(Enum):
-    """What predicts the length of a response, by which prompts go to instances."""
-
-    running = "running"  # running means per prompt and per task
-    learned = "learned"  # a regression on the prompt's tokens
-
-
-class ParkedKV(Enum):
-    """What becomes of the keys and values of a parked sample when the weights change."""
-
-    recompute = "recompute"  # computed again under the new weights
-    keep = "keep"  # used as they are
+ENGINES = {
+    Engine.native: EngineFeatures(
+        exports_kv=True, deterministic=True, shares_weights=True, caches_last_token=False
+    ),
+    Engine.vllm: EngineFeatures(
+        exports_kv=False,
+        deterministic=False,  # what it computes for a sample depends on what it computes with it
+        shares_weights=False,  # they are packed for itself
+        caches_last_token=True,
+        ascending=True,
+        vocab_multiple=64,
+        block_multiple=32,  # of its CPU attention; the GPU ones take multiples of 16
+    ),
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,19 +78,6 @@ class RolloutConfig:
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
     decode_steps: int = 64
     """Decode steps per bounded call of an instance."""
-    length_ranker: Ranker = Ranker.running
-    """How response lengths are predicted, by which `schedule=fused` and `partial` deal prompts."""
-    migration_threshold: int | None = None
-    """At so few unfinished samples `schedule=fused` gathers them on few instances; 0 is never, null
-    what a model of the step finds best, from the lengths of earlier steps and measured costs."""
-    migration: Migration = Migration.auto
-    """What travels with a sample that `schedule=fused` moves."""
-    over_provision: float = 1.5
-    """`schedule=partial` has so many times the prompts in progress that a step trains on."""
-    max_staleness: int = 1
-    """`schedule=partial`: the most steps between a sample's first token and its training."""
-    parked_kv: ParkedKV = ParkedKV.recompute
-    """`schedule=partial`: the KV cache of what is parked, once the weights have changed."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """How the weights lie on the ranks in generation."""
 
@@ -84,14 +85,6 @@ class RolloutConfig:
         for key in ("max_new_tokens", "max_running", "block_size", "decode_steps"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"rollout.{key}", getattr(self, key), "1 or more")
-        if self.migration_threshold is not None and self.migration_threshold < 0:
-            allowed = "null (the best), 0 (never) or above"
-            raise ConfigError("rollout.migration_threshold", self.migration_threshold, allowed)
-        if self.max_staleness < 1:
-            raise ConfigError("rollout.max_staleness", self.max_staleness, "1 or more")
-        if not 1 <= self.over_provision <= 1 + self.max_staleness:
-            allowed = f"1 to 1 + rollout.max_staleness, which is {1 + self.max_staleness}"
-            raise ConfigError("rollout.over_provision", self.over_provision, allowed)
         if "" in self.stop:
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
         if self.temperature < 0:
@@ -100,17 +93,12 @@ class RolloutConfig:
             raise ConfigError("rollout.top_p", self.top_p, "above 0, at most 1")
         if self.top_k < 0:
             raise ConfigError("rollout.top_k", self.top_k, "0 (all tokens) or above")
-        if self.engine is Engine.vllm:
-            self._check_vllm()
-
-    def _check_vllm(self) -> None:
-        """Raise for what vLLM cannot do; it does not hand out a request's keys and values."""
-        using = f"with rollout.engine={self.engine.value}"
-        if self.block_size % 32:  # its CPU attention; the GPU ones take multiples of 16
-            allowed = f"a multiple of 32 {using}"
+        if self.block_size % self.features.block_multiple:
+            multiple = self.features.block_multiple
+            allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.block_size", self.block_size, allowed)
-        if self.migration is Migration.kv:
-            raise ConfigError("rollout.migration", "kv", f"auto or recompute {using}")
-        self.migration = Migration.recompute
-        if self.parked_kv is ParkedKV.keep:
-            raise ConfigError("rollout.parked_kv", "keep", f"recompute {using}")
+
+    @property
+    def features(self) -> EngineFeatures:
+        """What the engine can do."""
+        return ENGINES[self.engine]

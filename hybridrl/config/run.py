@@ -6,14 +6,6 @@ from enum import Enum
 from hybridrl.config.errors import ConfigError
 
 
-class ScheduleKind(Enum):
-    """When and where each sample's next subtask runs."""
-
-    serial = "serial"  # every stage waits for the whole batch
-    fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
-    partial = "partial"  # more prompts than a step needs; what is unfinished goes on in the next
-
-
 class Deterministic(Enum):
     """How far two runs with the same seed agree."""
 

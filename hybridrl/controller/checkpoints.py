@@ -14,6 +14,8 @@ from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.keep import to_keep
 from hybridrl.config import Config, ConfigError, ScheduleKind
+from hybridrl.config.renamed_keys import with_new_names
+from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.schedules.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
@@ -27,7 +29,7 @@ MAY_CHANGE = (
     "trainer.activation_checkpointing", "trainer.layout",
     "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
-    "rollout.decode_steps", "rollout.migration_threshold", "rollout.migration",
+    "rollout.decode_steps", "schedule.migration_threshold", "schedule.migration",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, where and how fast, not what it learns from."""
 
@@ -80,7 +82,7 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
     while reads and points and (wrong := folder.changed(points[0])):
         points, damaged = points[1:], [*damaged, wrong]
     if points:
-        _check_same(points[0], settings, config.schedule)
+        _check_same(points[0], settings)
         _check_warm_start(points[0], config, reads)
         origin = Origin(settings, points[0], tuple(damaged))
         return replace(origin, goes_back=goes_back and origin.continues(own))
@@ -147,15 +149,17 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}{key}", value
 
 
-def _check_same(point: Point, now: Mapping[str, Any], schedule: ScheduleKind) -> None:
-    before = point.state["settings"]
-    partial = ScheduleKind.partial.value in (before["schedule"], schedule.value)
+def _check_same(point: Point, now: Mapping[str, Any]) -> None:
+    before = with_new_names(point.state["settings"], now)
+    kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
+    stale = any(SCHEDULES[kind].may_be_stale for kind in kinds)
     for key in now.keys() & before.keys():
         free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
-        free |= key == "schedule" and not partial  # serial and fused train on the same batches
+        free |= key == "schedule.kind" and not stale  # the others train on the same batches
         if now[key] != before[key] and not free:
             allowed = f"{before[key]}, with which {point.folder} was made"
-            raise ConfigError(key, now[key], allowed)
+            named = "schedule" if key == "schedule.kind" else key  # as on the command line
+            raise ConfigError(named, now[key], allowed)
 
 
 def _check_warm_start(point: Point, config: Config, reads: bool) -> None:

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import comb
 
-from hybridrl.config import Config, ScheduleKind
+from hybridrl.config import Config, FusedScheduleConfig
 from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_registry import make_schedule
+from hybridrl.controller.schedule_factory import make_schedule
 from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
 from hybridrl.flow.executor import Sampling
@@ -52,8 +52,8 @@ def evaluate(
     """
     items = items[: config.eval.num_prompts or None]
     sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens)
-    name = ScheduleKind.serial if config.schedule is ScheduleKind.serial else ScheduleKind.fused
-    schedule = make_schedule(config, name, graph, executor, enumerate(items), sampling, len(items))
+    kind = FusedScheduleConfig() if config.schedule.entry.may_be_stale else config.schedule
+    schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples
     by_branch: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:

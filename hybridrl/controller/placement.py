@@ -1,6 +1,6 @@
 """Which ranks a stage runs on, and who of them takes part (HybridFlow, arXiv 2409.19256)."""
 
-from hybridrl.config import VALUE_MODELS, Config, ConfigError, Engine, Placement
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, Placement
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Graph, MapStage, Stage
 
@@ -29,8 +29,8 @@ def _is_critics(stage: Stage, config: Config) -> bool:
 def scope_of(stage: Stage, config: Config) -> Scope:
     """Who takes part in a per-sample stage.
 
-    Old-policy log-probabilities use the native engine's weights, where these have the format that
-    training computes in; else they need the training shards. vLLM's are packed for itself.
+    Old-policy log-probabilities use the rollout engine's weights, where it shares them in the
+    format that training computes in; else they need the training shards.
     """
     if pool_of(stage, config) != HOME:
         return Scope.POOL
@@ -40,7 +40,7 @@ def scope_of(stage: Stage, config: Config) -> Scope:
         assert stage.role is not None
         return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
     rollout = config.rollout
-    lent = rollout.engine is Engine.native and rollout.dtype is config.model.compute_dtype
+    lent = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype
     if stage.method == "log_probs" and (stage.role != "actor" or lent):
         return Scope.INSTANCE
     return Scope.WORLD

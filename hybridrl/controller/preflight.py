@@ -18,12 +18,11 @@ from hybridrl.config import (
     Engine,
     ModelConfig,
     RolloutConfig,
-    ScheduleKind,
+    ScheduleConfig,
 )
-from hybridrl.config.bounds import check_bounds, check_finite
-from hybridrl.config.compose import explain
+from hybridrl.config.bounds import check_finite, check_values
+from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
-from hybridrl.config.errors import names
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_models import check_role_models, judges_of, resolve_model_path
@@ -31,7 +30,7 @@ from hybridrl.data import Data, load_data
 from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_takes
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import UpdateStage
-from hybridrl.flow.schedules.partial import check_partial
+from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.runtime.ray_cluster import check_ranks
 
 
@@ -68,8 +67,7 @@ def prepare(config: Config) -> PreparedRun:
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data = _load(config, model_path, graph)
-    if config.schedule is ScheduleKind.partial:
-        _check_partial(config, graph)
+    _check_schedule(config.schedule, graph)
     return PreparedRun(model_path, data, graph, warm_start)
 
 
@@ -85,11 +83,11 @@ def _check_on_policy(config: Config, graph: Graph) -> None:
                 raise ConfigError(f"trainer.{key}", number, allowed)
 
 
-def _check_partial(config: Config, graph: Graph) -> None:
+def _check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:
     try:
-        check_partial(graph)
+        schedule_class(schedule).check_graph(graph)
     except ValueError as error:
-        raise ConfigError("schedule", config.schedule.value, str(error)) from None
+        raise ConfigError("schedule", schedule.kind.value, str(error)) from None
 
 
 def _once(graph: Graph) -> Graph:
@@ -128,12 +126,12 @@ def _typed(config_type: type, settings: dict[str, Any]) -> Any:
     """The recipe's own dataclass, filled from `recipe.*`."""
     known = [field.name for field in fields(config_type)]
     for key in settings.keys() - set(known):
-        raise ConfigError(f"recipe.{key}", settings[key], f"a known key: {names(key, known)}")
+        raise unknown_key(f"recipe.{key}", settings[key], known)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config_type), settings)
         values: Any = OmegaConf.to_container(merged)
         check_finite(values, "recipe")
-        check_bounds(config_type, values, "recipe")
+        check_values(config_type, values, "recipe")
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         found = explain(error, [f"{key}={value}" for key, value in settings.items()])
@@ -237,8 +235,7 @@ def _check_kv_cache(rollout: RolloutConfig, data: Data) -> None:
     if not rollout.kv_cache_tokens:
         return
     longest = max(len(item.prompt_ids) for item in (*data.train, *data.eval))
-    # vLLM wants room for the last token, too.
-    needed = longest + rollout.max_new_tokens - (rollout.engine is Engine.native)
+    needed = longest + rollout.max_new_tokens - (not rollout.features.caches_last_token)
     if rollout.kv_cache_tokens < needed:
         allowed = f"0, or at least {needed}: a prompt of {longest} tokens and its response"
         raise ConfigError("rollout.kv_cache_tokens", rollout.kv_cache_tokens, allowed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
-from hybridrl.config import Config, OptimConfig, ScheduleKind, TrainerConfig
+from hybridrl.config import Config, OptimConfig, ScheduleConfig, SerialScheduleConfig, TrainerConfig
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin, find_origin
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.evaluate import evaluate, evaluation_graph
@@ -21,7 +21,7 @@ from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
 from hybridrl.controller.run_records import RunRecords
-from hybridrl.controller.schedule_registry import make_schedule, samples_held
+from hybridrl.controller.schedule_factory import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow import Graph
@@ -137,7 +137,7 @@ class RunPhase:
     """
 
     name: str
-    kind: ScheduleKind
+    schedule: ScheduleConfig
     graph: Graph
     first_step: int
     num_steps: int
@@ -238,7 +238,7 @@ class Run:
             return None
         return RunPhase(
             name="warm_start",
-            kind=ScheduleKind.serial,
+            schedule=SerialScheduleConfig(),
             graph=graph,
             first_step=0,
             num_steps=self.config.warm_start_steps,
@@ -250,7 +250,7 @@ class Run:
         trainer = self.config.trainer
         return RunPhase(
             name="rl",
-            kind=self.config.schedule,
+            schedule=self.config.schedule,
             graph=self.prepared.graph,
             first_step=self.config.warm_start_steps,
             num_steps=trainer.steps,
@@ -261,7 +261,7 @@ class Run:
     def _begin_roles(self, phase: RunPhase) -> None:
         """Make the roles of a phase, with fresh optimizers."""
         graph = phase.graph
-        moves = phase.kind is not ScheduleKind.serial and self.executor.has_passes(graph)
+        moves = phase.schedule.entry.moves_samples and self.executor.has_passes(graph)
         publishes = moves or self.executor.lends(graph)
         training = {
             role: Training(
@@ -283,7 +283,7 @@ class Run:
         )
         schedule = make_schedule(
             self.config,
-            phase.kind,
+            phase.schedule,
             graph,
             self.executor,
             self.prompts,

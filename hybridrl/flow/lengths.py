@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hybridrl.config import Ranker
+
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
@@ -211,6 +213,13 @@ class LearnedRanker:
             row[hashed] = 1.0
             row[-2:] = size, 1.0
         return rows
+
+
+RANKERS: dict[Ranker, type[LengthRanker]] = {
+    Ranker.running: RunningRanker,
+    Ranker.learned: LearnedRanker,
+}
+"""The ranker that `schedule.length_ranker` names."""
 
 
 def _mix(numbers: Sequence[int]) -> int:

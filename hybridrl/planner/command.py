@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, PartialScheduleConfig
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import read_roofline, samples_held
 from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
@@ -111,16 +111,19 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     run = Path(lengths)
     facts = _facts(texts["costs"], run, workload) | {
         "num_instances" if name == "instances" else name: given[name]
-        for name in (*_MACHINES, *_PARTIAL)
+        for name in _MACHINES
         if given[name] is not None
     }
     if "num_instances" not in facts:
         raise ConfigError("--instances", "", "how many, since the costs do not say")
     group_size = given["group_size"] or workload.group_size
-    setting = Setting(**facts, workload=workload, group_size=group_size)
-    if setting.over_provision > 1 + setting.max_staleness:
-        allowed = f"1 to 1 + --max-staleness={setting.max_staleness}"
-        raise ConfigError("--over-provision", setting.over_provision, allowed)
+    partial = PartialScheduleConfig(
+        **{name: given[name] for name in _PARTIAL if given[name] is not None}
+    )
+    if partial.over_provision > 1 + partial.max_staleness:
+        allowed = f"1 to 1 + --max-staleness={partial.max_staleness}"
+        raise ConfigError("--over-provision", partial.over_provision, allowed)
+    setting = Setting(**facts, partial=partial, workload=workload, group_size=group_size)
     return setting, _measured(run)
 
 

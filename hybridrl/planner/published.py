@@ -15,6 +15,7 @@ for the roofline and for inference that takes a stated share of generation.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hybridrl.config import FusedScheduleConfig, SerialScheduleConfig
 from hybridrl.planner.accelerators import read_roofline, samples_held
 from hybridrl.planner.schedule import Outcome, Setting, replay
 from hybridrl.planner.workload import LMSYS, Workload
@@ -79,12 +80,12 @@ def paper_setting(actor: str, critic: str, limit: int) -> Setting:
 
 
 def _compare(setting: Setting, actor: str, critic: str, limit: int, share: float) -> Compared:
-    serial = replay(setting, "serial")
-    generation = replay(_inferring(setting, 0.0), "serial").front_s
+    serial = replay(setting, SerialScheduleConfig())
+    generation = replay(_inferring(setting, 0.0), SerialScheduleConfig()).front_s
     inference = serial.front_s - generation
     if share:
         setting = _inferring(setting, share * generation / inference)
-        serial = replay(setting, "serial")
+        serial = replay(setting, SerialScheduleConfig())
     fused = _best(setting)
     return Compared(
         actor,
@@ -100,7 +101,8 @@ def _compare(setting: Setting, actor: str, critic: str, limit: int, share: float
 def _best(setting: Setting) -> Outcome:
     """As the model chooses, or at the published threshold."""
     published = round(PUBLISHED_THRESHOLD * setting.num_samples)
-    tried = [replay(setting, "fused", threshold) for threshold in (None, 0, published)]
+    fused = [FusedScheduleConfig(migration_threshold=n) for n in (None, 0, published)]
+    tried = [replay(setting, config) for config in fused]
     return min(tried, key=lambda outcome: outcome.front_s)
 
 

@@ -2,24 +2,26 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import ConfigError
+from hybridrl.config import (
+    ConfigError,
+    FusedScheduleConfig,
+    PartialScheduleConfig,
+    ScheduleConfig,
+    SerialScheduleConfig,
+)
 from hybridrl.config.loss import Loss
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, PromptsStage, Stage, UpdateStage
-from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_round import RoundLimits
-from hybridrl.flow.schedules.partial import PartialSchedule
-from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Workload
 
@@ -38,8 +40,7 @@ class Setting:
     verifier_s: float = 0.0
     scopes: Mapping[str, Scope] = field(default_factory=dict)
     """Who takes part in a stage, by its name; what is not named runs on an instance."""
-    over_provision: float = 1.5
-    max_staleness: int = 1
+    partial: PartialScheduleConfig = field(default_factory=PartialScheduleConfig)
     workload: Workload
     group_size: int
 
@@ -97,20 +98,20 @@ def what_if(
     The best is found by trying: powers of two and halves between them, and what the model chose.
     `on_progress` gets the replays that are done, and how many there are.
     """
-    fused = replay(setting, "fused", None)
+    fused = replay(setting, FusedScheduleConfig())
     tried = sorted({0, *_thresholds(setting.num_samples), fused.threshold or 0})
     outcomes = []
     for done, threshold in enumerate(tried, 1):
         on_progress(done, len(tried) + 3)
-        outcomes.append(replay(setting, "fused", threshold))
+        outcomes.append(replay(setting, FusedScheduleConfig(migration_threshold=threshold)))
     best = min(outcomes, key=lambda outcome: outcome.front_s)
     named = [
-        replay(setting, "serial"),
+        replay(setting, SerialScheduleConfig()),
         _named(outcomes[0], "fused, not gathered"),
         _named(fused, "fused, as modelled"),
         _named(best, f"fused, best of {len(outcomes)}"),
     ]
-    return [*named, replay(setting, "partial")]
+    return [*named, replay(setting, setting.partial)]
 
 
 def lower_bound(setting: Setting) -> float:
@@ -147,8 +148,8 @@ def lower_bound(setting: Setting) -> float:
     return fmean(bounds)
 
 
-def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome:
-    """Run one schedule over the workload; `threshold` None lets the fused one choose."""
+def replay(setting: Setting, config: ScheduleConfig) -> Outcome:
+    """Run the schedule with the settings `config` over the workload."""
     executor = SimulatedExecutor(
         setting.costs,
         setting.num_instances,
@@ -158,7 +159,7 @@ def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome
         scopes=setting.scope_of,
         verifier_s=setting.verifier_s,
     )
-    schedule = _schedule(setting, name, executor, threshold)
+    schedule = schedule_class(config).build(_parts(setting, executor), config)
     steps = []
     for step in range(1, setting.workload.num_steps + 1):
         start = executor.clock.now()
@@ -166,11 +167,13 @@ def replay(setting: Setting, name: str, threshold: int | None = None) -> Outcome
         result = schedule.run_step(step)
         steps.append(_measure(setting, executor, result, executor.clock.now() - start))
     steady = steps[1:] or steps
-    chosen = threshold
-    if name == "fused" and threshold is None:
-        chosen = round(fmean(step["threshold"] for step in steady))
+    chosen = None
+    if isinstance(config, FusedScheduleConfig):
+        chosen = config.migration_threshold
+        if chosen is None:
+            chosen = round(fmean(step["threshold"] for step in steady))
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
-    return Outcome(schedule=name, threshold=chosen, **means)
+    return Outcome(schedule=config.kind.value, threshold=chosen, **means)
 
 
 def _measure(
@@ -192,41 +195,20 @@ def _measure(
     }
 
 
-def _schedule(
-    setting: Setting, name: str, executor: SimulatedExecutor, threshold: int | None
-) -> Schedule:
-    graph = simulated_graph(setting.costs, setting.group_size)
-    prompts: Iterator[Prompt] = ((position, position) for position in itertools.count())
-    sampling = Sampling(max_new_tokens=_UNBOUNDED)
-    settings = StepSettings(
-        sampling=sampling,
-        decode_steps=setting.decode_steps,
-        prompts_per_step=setting.workload.prompts_per_step,
-    )
-    if name == "serial":
-        return SerialSchedule(graph, executor, prompts, settings)
+def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
     tokens_of = setting.workload.prompt_tokens_of
-    limits = RoundLimits(max_held=setting.max_held, chunk_tokens=setting.chunk_tokens)
-    length_model = LengthModel(key_of=lambda p: PromptKey(p, "", range(tokens_of(p))))
-    if name == "fused":
-        return FusedSchedule(
-            graph,
-            executor,
-            prompts,
-            settings,
-            limits=limits,
-            length_model=length_model,
-            migration_threshold=threshold,
-        )
-    return PartialSchedule(
-        graph,
-        executor,
-        prompts,
-        settings,
-        limits=limits,
-        length_model=length_model,
-        over_provision=setting.over_provision,
-        max_staleness=setting.max_staleness,
+    return ScheduleParts(
+        graph=simulated_graph(setting.costs, setting.group_size),
+        executor=executor,
+        prompts=((position, position) for position in itertools.count()),
+        settings=StepSettings(
+            sampling=Sampling(max_new_tokens=_UNBOUNDED),
+            decode_steps=setting.decode_steps,
+            prompts_per_step=setting.workload.prompts_per_step,
+        ),
+        max_held=setting.max_held,
+        chunk_tokens=setting.chunk_tokens,
+        key_of=lambda prompt: PromptKey(prompt, "", range(tokens_of(prompt))),
     )
 
 

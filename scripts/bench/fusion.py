@@ -19,11 +19,17 @@ from lines import line, show
 from tasks import TASKS, THREADS, make_config
 from widen import widen
 
-from hybridrl.config import Config, ScheduleKind
+from hybridrl.config import (
+    Config,
+    FusedScheduleConfig,
+    PartialScheduleConfig,
+    ScheduleConfig,
+    SerialScheduleConfig,
+)
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_registry import make_schedule, samples_held
+from hybridrl.controller.schedule_factory import make_schedule, samples_held
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import Item, PromptStream
 from hybridrl.flow.costs import CostMeter, Costs
@@ -42,7 +48,10 @@ WIDER = 3  # times the width of the trained weights: 10.7 M parameters, of which
 # Weights stay as they are to the last bits, so that serial and fused make the same responses.
 LEARNING_RATE = 1e-9
 WARM_UP = 2  # rounds: `fused` learns costs and lengths, `partial` gets into its stride
-NAMES = ("serial", "fused", "partial")
+SCHEDULES: dict[str, ScheduleConfig] = {
+    config.kind.value: config
+    for config in (SerialScheduleConfig(), FusedScheduleConfig(), PartialScheduleConfig())
+}
 _PARTIAL_FIRST = 1_000_000  # positions of a stream of its own, of the same prompts
 _TAIL = 8.0  # p99 over p50 that the task is to have
 
@@ -83,12 +92,12 @@ class Bench:
         self.meter = CostMeter()
         self.prompts: dict[str, Prompts] = {}
         self.schedules: dict[str, Schedule] = {}
-        for name in NAMES:
+        for name in SCHEDULES:
             stream = PromptStream(data.train, config.run.seed, data.weights)
             prompts = Prompts(stream, _PARTIAL_FIRST if name == "partial" else 0)
             self.prompts[name] = prompts
             self.schedules[name] = schedule = make_schedule(
-                config, ScheduleKind(name), prepared.graph, executor, prompts, sampling,
+                config, SCHEDULES[name], prepared.graph, executor, prompts, sampling,
                 config.trainer.prompts_per_step,
             )  # fmt: skip
             schedule.meter = self.meter  # what one learns of the machine holds for all
@@ -107,9 +116,9 @@ class Bench:
     def rounds(self, num: int, steps: int) -> dict[str, list[list[Measured]]]:
         """By schedule and round, the steps of a block; the order is drawn anew for every round."""
         draw = random.Random(0)
-        found: dict[str, list[list[Measured]]] = {name: [] for name in NAMES}
+        found: dict[str, list[list[Measured]]] = {name: [] for name in SCHEDULES}
         for i in range(num + WARM_UP):
-            for name in draw.sample(NAMES, len(NAMES)):
+            for name in draw.sample(list(SCHEDULES), len(SCHEDULES)):
                 block = self.block(name, i * steps, steps)
                 if i >= WARM_UP:
                     found[name].append(block)
@@ -224,7 +233,7 @@ def show_simulated(
     replay begins without knowledge.
     """
     config = bench.config
-    for name in NAMES:
+    for name in SCHEDULES:
         steps = [step for block in found[name] for step in block]
         workload = _workload(steps, bench.prompts[name].taken)
         setting = Setting(
@@ -233,12 +242,10 @@ def show_simulated(
             max_held=samples_held(config),
             decode_steps=config.rollout.decode_steps,
             chunk_tokens=config.trainer.max_tokens_per_micro_batch,
-            over_provision=config.rollout.over_provision,
-            max_staleness=config.rollout.max_staleness,
             workload=workload,
             group_size=samples,
         )
-        outcome = replay(setting, name)
+        outcome = replay(setting, SCHEDULES[name])
         measured = [step.front_s for step in steps[1:] or steps]
         show(
             line(

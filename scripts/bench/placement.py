@@ -16,11 +16,11 @@ from typing import Any
 from lines import line, show
 from tasks import make_config
 
-from hybridrl.config import Config, ScheduleKind
+from hybridrl.config import Config, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_registry import make_schedule
+from hybridrl.controller.schedule_factory import make_schedule
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow.executor import Sampling
@@ -31,11 +31,11 @@ from hybridrl.workers.training import Training
 
 # By name: placement, schedule, and whether updates of different pools run at once.
 SIDES = {
-    "colocate": ("colocate", ScheduleKind.serial, True),
-    "split": ("split", ScheduleKind.serial, True),
-    "split, one update after the other": ("split", ScheduleKind.serial, False),
-    "colocate, fused": ("colocate", ScheduleKind.fused, True),
-    "split, fused": ("split", ScheduleKind.fused, True),
+    "colocate": ("colocate", SerialScheduleConfig(), True),
+    "split": ("split", SerialScheduleConfig(), True),
+    "split, one update after the other": ("split", SerialScheduleConfig(), False),
+    "colocate, fused": ("colocate", FusedScheduleConfig(), True),
+    "split, fused": ("split", FusedScheduleConfig(), True),
 }
 
 
@@ -55,7 +55,7 @@ class Side:
         config: Config,
         group: WorkerGroup,
         prepared: PreparedRun,
-        name: ScheduleKind,
+        schedule: ScheduleConfig,
         at_once: bool,
     ) -> None:
         kind = RayExecutor if at_once else OneUpdate
@@ -63,7 +63,7 @@ class Side:
         data = prepared.data
         prompts = PromptStream(data.train, config.run.seed, data.weights)
         self.schedule = make_schedule(
-            config, name, prepared.graph, executor, prompts,
+            config, schedule, prepared.graph, executor, prompts,
             Sampling(config.rollout.max_new_tokens), config.trainer.prompts_per_step,
         )  # fmt: skip
         self.steps: list[float] = []

@@ -34,7 +34,7 @@ OUTSIDE = [
     (
         "dpo",
         {"reference_ema_decay": 1},
-        "reference_ema_decay=1.0: wanted above 0 and below 1",
+        "reference_ema_decay=1.0: wanted above 0 and below 1, or null",
     ),
     ("grpo", {"group_size": 0}, "group_size=0: wanted 1 or more"),
     ("grpo", {"clip_high": -1}, "clip_high=-1.0: wanted 0 or more"),
@@ -45,7 +45,7 @@ OUTSIDE = [
     (
         "grpo",
         {"reference_ema_decay": 7},
-        "reference_ema_decay=7.0: wanted above 0 and below 1",
+        "reference_ema_decay=7.0: wanted above 0 and below 1, or null",
     ),
     ("ppo", {"clip": 2}, "clip=2.0: wanted 0 to 1"),
     ("ppo", {"kl": "k9"}, "kl=k9: wanted one of k1, k2, k3, package.module:name"),

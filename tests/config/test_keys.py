@@ -11,9 +11,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from hybridrl.config import Config
+from hybridrl.config import Config, ScheduleConfig
 from hybridrl.config.compose import register, to_config
 from hybridrl.config.dotted import load_function
+from hybridrl.config.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 FROZEN = Path(__file__).with_name("keys.txt")
@@ -50,6 +51,9 @@ def test_the_list_of_keys_is_frozen() -> None:
 
     now = keys(Config) + [f"data.sources.NAME.{key}" for key in keys(SourceConfig)]
     now += [f"reward.parts.NAME.{key}" for key in keys(RewardPartConfig)]
+    for kind, entry in SCHEDULES.items():
+        own = set(keys(entry.settings)) - set(keys(ScheduleConfig))
+        now += [f"schedule[{kind.value}].{key}" for key in own]
     for name in RECIPES:
         now += [f"recipe[{name}].{key}" for key in keys(recipe_config(name))]
     assert sorted(now) == FROZEN.read_text().splitlines()

@@ -10,6 +10,7 @@ import pytest
 
 from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
+from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.controller.checkpoints import find_origin, settings_of
 
 
@@ -173,6 +174,29 @@ def test_what_is_learned_from_must_not_change(
     assert refused(config("run.seed=3")) == f"run.seed=3: wanted 0{made}"
     assert refused(config("recipe=ppo")).startswith("recipe.")
     assert refused(config("schedule=partial")) == f"schedule=partial: wanted serial{made}"
+
+
+def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6, "schedule=partial", "recipe=grpo")
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    old = {new: key for key, new in RENAMED_KEYS.items()}
+    state["settings"] = {old.get(key, key): value for key, value in state["settings"].items()}
+    assert {"schedule", "rollout.max_staleness", "recipe.normalise"} <= state["settings"].keys()
+    file.write_text(json.dumps(state))
+    point = find_origin(config("schedule=partial", "recipe=grpo")).point
+    assert point is not None
+    assert point.folder == path
+    made = f", with which {path} was made"
+    for setting, before in (
+        ("schedule=fused", "partial"),
+        ("schedule.max_staleness=2", "1"),
+        ("recipe.normalize=sequence", "token"),
+    ):
+        line = refused(config("schedule=partial", "recipe=grpo", setting))
+        assert line == f"{setting}: wanted {before}{made}"
 
 
 def test_where_there_is_nothing_to_go_on_from(

@@ -32,7 +32,7 @@ def runs(
     (model,) = [s.partition("=")[2] for s in long_tail if s.startswith("reward.model=")]
     kept = [setting for setting in long_tail if not setting.startswith(("reward", "recipe"))]
     settings = [*kept, *parts(user_rewards, model), "recipe.group_size=4", "trainer.steps=2"]
-    fused = ["schedule=fused", "rollout.migration_threshold=12"]
+    fused = ["schedule=fused", "schedule.migration_threshold=12"]
     folder = tmp_path_factory.mktemp("parts")
     return {
         "serial": train_here(folder / "serial", *settings),

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config import Config, ConfigError, DataConfig, RolloutConfig
-from hybridrl.controller.schedule_registry import samples_held
+from hybridrl.config import Config, ConfigError, DataConfig, FusedScheduleConfig, RolloutConfig
+from hybridrl.controller.schedule_factory import samples_held
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_spans, read_timeline
 
-FUSED = ["schedule=fused", "rollout.migration_threshold=12"]
+FUSED = ["schedule=fused", "schedule.migration_threshold=12"]
 PASSES = ("reward", "reference_log_probs")
 Train = Callable[..., Any]
 
@@ -28,7 +28,7 @@ def run_of(
 
     @functools.cache
     def run(name: str) -> Any:
-        schedule = [] if name == "serial" else [*FUSED, f"rollout.migration={name}"]
+        schedule = [] if name == "serial" else [*FUSED, f"schedule.migration={name}"]
         return train(tmp_path_factory.mktemp(name), *long_tail, "cluster.ranks=2", *schedule)
 
     return run
@@ -107,7 +107,7 @@ def test_layouts(
     """As above, with another number of instances, or instances of several ranks."""
     settings = [*long_tail, *LAYOUTS[layout]]
     serial = train(tmp_path / "serial", *settings)
-    fused = train(tmp_path / "fused", *settings, *FUSED, f"rollout.migration={migration}")
+    fused = train(tmp_path / "fused", *settings, *FUSED, f"schedule.migration={migration}")
     check_same(serial, fused)
     several = layout not in ("one instance", "one instance of tp 2")
     assert all((line["migrated"] > 0) == several for line in fused.metrics)
@@ -134,7 +134,7 @@ def test_old_policy(
     recipe = f"recipe={{target: '{user_code}:told_old'}}"
     settings = [*long_tail, *strict, "cluster.ranks=2", f"rollout.dtype={dtype}", recipe]
     serial = train(tmp_path / "serial", *settings)
-    fused = train(tmp_path / "fused", *settings, *FUSED, f"rollout.migration={migration}")
+    fused = train(tmp_path / "fused", *settings, *FUSED, f"schedule.migration={migration}")
     check_same(serial, fused)
     assert all(line["migrated"] > 0 for line in fused.metrics)
     early = [s for s in fused.spans if s.name == "old_log_probs"]
@@ -170,7 +170,7 @@ def test_a_reward_that_hangs_does_not_stop_its_rank(
     settings = [setting for setting in long_tail if not setting.startswith("reward")]
     reward = ["reward=function", f"reward.function={user_rewards}:sleepy", "reward.extract=null"]
     steps = ["trainer.steps=1", "reward.timeout_s=1", "cluster.ranks=2"]
-    schedule = ["schedule=fused", "rollout.migration_threshold=0"]  # ranks decode to the end
+    schedule = ["schedule=fused", "schedule.migration_threshold=0"]  # ranks decode to the end
     run = train(tmp_path / "run", *settings, *reward, *schedule, *steps)
     (line,) = run.metrics
     hung = [s for s in run.steps[0].samples if s.scalars["reward_status"].startswith("timeout")]
@@ -191,7 +191,7 @@ def test_a_rank_that_dies_while_samples_move_ends_the_run(
     command: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
     """One line, exit 1, no process left."""
-    steps = ["trainer.steps=2000", "rollout.migration=kv", "run.dir=killed", "cluster.ranks=2"]
+    steps = ["trainer.steps=2000", "schedule.migration=kv", "run.dir=killed", "cluster.ranks=2"]
     settings = [s for s in long_tail if not s.startswith("trainer.steps")]
     run = command(*settings, *FUSED, *steps)
     metrics, trace = (tmp_path / "killed" / name for name in ("metrics.jsonl", "trace.json"))
@@ -225,9 +225,5 @@ def test_an_instance_holds_what_its_cache_and_its_batch_allow() -> None:
 
 
 def test_a_threshold_that_cannot_work_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"migration_threshold=2: wanted null with schedule=serial"
-    ):
-        Config(rollout=RolloutConfig(migration_threshold=2))
-    with pytest.raises(ConfigError, match=r"migration_threshold=-1: wanted null \(the best\), 0"):
-        RolloutConfig(migration_threshold=-1)
+    with pytest.raises(ConfigError, match=r"migration_threshold=-1: wanted 0 or more, or null"):
+        Config(schedule=FusedScheduleConfig(migration_threshold=-1))

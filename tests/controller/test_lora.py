@@ -84,7 +84,7 @@ def test_a_run_with_adapters(
     lora = ["actor.lora.rank=4", "actor.lora.alpha=8", "cluster.ranks=2"]
     serial = train(tmp_path / "serial", *long_tail, *lora)
     fused = train(
-        tmp_path / "fused", *long_tail, *lora, "schedule=fused", "rollout.migration_threshold=12"
+        tmp_path / "fused", *long_tail, *lora, "schedule=fused", "schedule.migration_threshold=12"
     )
     check_same(serial, fused)
     assert all(line["migrated"] > 0 for line in fused.metrics)

@@ -65,7 +65,7 @@ def test_older_tokens_are_counted_apart(
 
     With VCPO's baseline and its factor of the learning rate, which is that of the worst batch.
     """
-    partial = ["schedule=partial", "rollout.over_provision=2", "rollout.max_staleness=2"]
+    partial = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
     vcpo = ["recipe=grpo", "recipe.group_size=4", "recipe.old_log_probs=trainer"]
     vcpo += ["recipe.correction=truncate", "recipe.step_scale=sqrt"]
     vcpo += ["recipe.baseline=minimum_variance", "recipe.std_normalize=false"]

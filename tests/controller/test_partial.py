@@ -14,7 +14,7 @@ from hybridrl.telemetry.records import read_lines
 
 STEPS, WANTED, GROUP = 5, 4, 4
 PARTIAL = [
-    "schedule=partial", "rollout.over_provision=2", "rollout.max_staleness=2",
+    "schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2",
     f"trainer.steps={STEPS}", "trainer.save_every=1", f"trainer.keep_last={STEPS}",
     "telemetry.report=true", "cluster.ranks=2",
 ]  # fmt: skip
@@ -46,7 +46,7 @@ def test_every_token_has_the_log_probability_of_the_version_that_made_it(
 def test_kept_keys_and_values_are_those_of_older_weights(
     train: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
-    run = start(train, long_tail, tmp_path, "rollout.parked_kv=keep")
+    run = start(train, long_tail, tmp_path, "schedule.parked_kv=keep")
     check_record(run)
     check_log_probs(run, keep=True)
 

@@ -27,12 +27,12 @@ PPO = [
 ]  # fmt: skip
 RUNS = {
     "serial": [],
-    "fused": ["schedule=fused", "rollout.migration_threshold=12"],
+    "fused": ["schedule=fused", "schedule.migration_threshold=12"],
     "critic of tp 2": ["critic.layout.tp=2"],
     "split": ["cluster.placement=split"],
     "split, fused": [
         "cluster.placement=split", "cluster.ranks=3", "cluster.pools.actor=2",
-        "schedule=fused", "rollout.migration_threshold=12",
+        "schedule=fused", "schedule.migration_threshold=12",
     ],
 }  # fmt: skip
 KEYS = ("critic/loss", "critic/grad_norm", "critic/explained_variance", "loss", "grad_norm")

@@ -23,7 +23,7 @@ STRICT = [
 ]  # fmt: skip
 # As users train: AdamW divides by gradients near zero, so a last bit somewhere reaches everything.
 ADAM = ["trainer.optim.eps=1e-8", "trainer.optim.clip_grad_norm=1.0", "trainer.mini_batches=2"]
-PARTIAL = ["schedule=partial", "rollout.over_provision=2", "rollout.max_staleness=2"]
+PARTIAL = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
 PPO = ["recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=4", "critic.optim.lr=1e-2"]
 ADAPTERS = [
     "actor.lora.rank=2", "actor.lora.dropout=0.1", "critic.lora.rank=2", "warm_start.steps=2",
@@ -158,7 +158,7 @@ def test_going_back_holds(
 @pytest.mark.parametrize(
     "more",
     [
-        ["schedule=fused", "rollout.migration_threshold=12"],
+        ["schedule=fused", "schedule.migration_threshold=12"],
         PARTIAL,
         PPO,
         [*PPO, "cluster.placement=split"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-FUSED = ["schedule=fused", "rollout.migration_threshold=12"]
+FUSED = ["schedule=fused", "schedule.migration_threshold=12"]
 STRICT = "deterministic=strict"
 # As users train: AdamW divides by gradients near zero, so a last bit somewhere reaches everything.
 ADAM = [
@@ -51,7 +51,7 @@ def test_serial_and_fused_are_equal_bit_for_bit(run: Callable[..., Any]) -> None
     """After three steps: every parameter, and each sample's tokens, log-probabilities, reward."""
     serial = run("serial", STRICT)
     assert changed(serial)
-    fused = run("fused", STRICT, *FUSED, "rollout.migration=kv")
+    fused = run("fused", STRICT, *FUSED, "schedule.migration=kv")
     assert all(line["migrated"] > 0 for line in fused.metrics)
     assert different(serial, fused) == []
 
@@ -63,7 +63,7 @@ def test_moves_and_layouts(run: Callable[..., Any], layout: list[str]) -> None:
     serial = run("serial", STRICT, *layout)
     for name in ("recompute", "kv", "auto", "again"):
         migration = "auto" if name == "again" else name
-        fused = run(name, STRICT, *FUSED, f"rollout.migration={migration}", *layout)
+        fused = run(name, STRICT, *FUSED, f"schedule.migration={migration}", *layout)
         assert all(line["migrated"] > 0 for line in fused.metrics)
         assert different(serial, fused) == [], name
     assert different(serial, run("serial_again", STRICT, *layout)) == []

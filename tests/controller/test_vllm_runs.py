@@ -16,7 +16,7 @@ from hybridrl.telemetry.records import read_lines
 pytestmark = pytest.mark.vllm
 
 HEADS = "model.tiny.head_dim=32"  # vLLM's CPU attention has no smaller ones
-FUSED = ["schedule=fused", "rollout.migration_threshold=12"]
+FUSED = ["schedule=fused", "schedule.migration_threshold=12"]
 ADAPTERS = ["actor.lora.rank=4", "actor.lora.alpha=8"]
 RUNS = {
     "native": [],

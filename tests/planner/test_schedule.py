@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.config import ConfigError
+from hybridrl.config import (
+    ConfigError,
+    FusedScheduleConfig,
+    PartialScheduleConfig,
+    ScheduleConfig,
+    SerialScheduleConfig,
+)
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     Advanced,
@@ -26,6 +32,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
+from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
 from hybridrl.planner.command import read_setting, run
@@ -229,7 +236,7 @@ def test_serial_takes_the_sum_of_its_parts() -> None:
         switch_s=5.0,
         train_switch_s=3.0,
     )
-    found = replay(setting(LogNormal(16, 0.0), costs), "serial")
+    found = replay(setting(LogNormal(16, 0.0), costs), SerialScheduleConfig())
     tokens = 24 * (16 + 8)  # an instance's
     front = 6 * 8 * 0.01 + 16 * (1 + 24 * 0.1) + 0.003 * tokens
     assert found.front_s == pytest.approx(front)
@@ -237,8 +244,18 @@ def test_serial_takes_the_sum_of_its_parts() -> None:
     assert found.bubbles == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("name", ["serial", "fused", "partial"])
-def test_an_instance_does_one_thing_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        SerialScheduleConfig(),
+        FusedScheduleConfig(migration_threshold=12),
+        PartialScheduleConfig(),
+    ],
+    ids=lambda config: config.kind.value,
+)
+def test_an_instance_does_one_thing_at_a_time(
+    config: ScheduleConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[SimulatedExecutor] = []
     begin = SimulatedExecutor.__init__
 
@@ -247,7 +264,7 @@ def test_an_instance_does_one_thing_at_a_time(name: str, monkeypatch: pytest.Mon
         made.append(self)
 
     monkeypatch.setattr(SimulatedExecutor, "__init__", watched)
-    replay(setting(), name, 12 if name == "fused" else None)
+    replay(setting(), config)
     (simulated,) = made
     for instance in range(2):
         mine = sorted(
@@ -273,7 +290,10 @@ def test_no_schedule_beats_the_bound(
         LogNormal(median, sigma, 500, seed), steps=1, num_instances=num_instances, max_held=64
     )
     bound = lower_bound(case)
-    serial, fused = replay(case, "serial"), replay(case, "fused", threshold)
+    serial, fused = (
+        replay(case, SerialScheduleConfig()),
+        replay(case, FusedScheduleConfig(migration_threshold=threshold)),
+    )
     assert min(serial.front_s, fused.front_s) >= bound * (1 - 1e-9)
     assert serial.off_policy == fused.off_policy == 0
     assert 0 <= fused.bubbles < 1
@@ -281,14 +301,14 @@ def test_no_schedule_beats_the_bound(
 
 def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:
     case = setting(LogNormal(40, 0.9, 600), steps=6)
-    serial, partial = replay(case, "serial"), replay(case, "partial")
+    serial, partial = replay(case, SerialScheduleConfig()), replay(case, case.partial)
     assert partial.front_s < serial.front_s
     assert 0 < partial.off_policy < 1
 
 
 def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
     """So simulating with measured costs is simulating with those that were there."""
-    from hybridrl.planner.schedule import _schedule
+    from hybridrl.planner.schedule import _parts
 
     case = setting(steps=4)
     simulated = SimulatedExecutor(
@@ -299,7 +319,8 @@ def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
         max_running=256,
         scopes=case.scope_of,
     )
-    schedule = _schedule(case, "fused", simulated, 16)
+    config = FusedScheduleConfig(migration_threshold=16)
+    schedule = FusedSchedule.build(_parts(case, simulated), config)
     for step in range(4):
         schedule.run_step(step)
     found = schedule.meter.costs()

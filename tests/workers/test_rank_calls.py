@@ -49,12 +49,12 @@ def test_calls_reach_the_group_s_method_of_that_name() -> None:
     group.texts.assert_called_once_with(ids)
     saved = calls.per_rank(ActorWorker.save_pending, ["path"], [()])
     assert saved is group.save_pending.return_value
-    group.export.assert_called_once_with([(ids,)], [()])
+    group.save_pending.assert_called_once_with(["path"], [()])
 
 
 def test_a_method_is_called_as_it_is_marked() -> None:
     calls = RankCalls(mock.Mock())
-    with pytest.raises(AssertionError, match="export is called per rank"):
-        calls.same(ActorWorker.export, (), ())
-    with pytest.raises(AssertionError, match="send is called alike"):
-        calls.per_rank(ActorWorker.send, [], [])
+    with pytest.raises(AssertionError, match="save_pending is called per rank"):
+        calls.same(ActorWorker.save_pending, "path", ())
+    with pytest.raises(AssertionError, match="texts is called alike"):
+        calls.per_rank(ActorWorker.texts, [])

@@ -1,12 +1,14 @@
 """What every schedule shares: a step's prompts, its rounds, its barriers, its record."""
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, final
+from typing import Any, Self, final
 
+from hybridrl.config import ScheduleConfig
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.costs import CostMeter
 from hybridrl.flow.executor import (
@@ -42,6 +44,7 @@ from hybridrl.flow.ledger import (
     record_computed,
     wanted,
 )
+from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
 
@@ -59,6 +62,25 @@ class StepSettings:
     sampling: Sampling
     decode_steps: int
     prompts_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleParts:
+    """What a schedule is built from, besides its own settings.
+
+    An instance is given at most `max_held` samples at a time, and one call of a forward pass
+    `chunk_tokens`. `key_of` says what a length ranker may know of a prompt. Samples travel without
+    their keys and values where the engine does not hand them out (`exports_kv`).
+    """
+
+    graph: Graph
+    executor: Executor
+    prompts: Iterator[Prompt]
+    settings: StepSettings
+    max_held: int
+    chunk_tokens: int
+    key_of: Callable[[Any], PromptKey]
+    exports_kv: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +122,16 @@ class Schedule(ABC):
         self._ledger = Ledger()
         self._steps_done = 0
         self._clear(0)
+
+    @classmethod
+    @abstractmethod
+    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
+        """The schedule with its settings, `config`, which are of its own dataclass."""
+
+    @classmethod
+    def check_graph(cls, graph: Graph) -> None:
+        """Raise `ValueError`, with what is allowed, for a recipe that the schedule cannot run."""
+        graph.check()
 
     def run_step(self, step: int) -> StepResult:
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
@@ -363,6 +395,12 @@ class Schedule(ABC):
             "samples/tokens": float(sum(sample.tokens for sample in used)),
         }
         return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
+
+
+def schedule_class(config: ScheduleConfig) -> type[Schedule]:
+    """The schedule that these settings are of."""
+    schedule: type[Schedule] = pkgutil.resolve_name(config.entry.schedule)
+    return schedule
 
 
 def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample] = ()) -> None:

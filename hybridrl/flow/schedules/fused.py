@@ -4,12 +4,14 @@ RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Self
 
+from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
 from hybridrl.flow.executor import Executor, Scope
 from hybridrl.flow.graph import Graph, SourceStage
-from hybridrl.flow.lengths import LengthModel
+from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION, MigrationPlan, best_migration_plan
-from hybridrl.flow.schedules.base import Batch, Prompt, StepSettings
+from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule
@@ -39,6 +41,24 @@ class FusedSchedule(StreamingSchedule):
         step = (graph, executor, prompts, settings)
         super().__init__(*step, limits=limits, length_model=length_model)
         self.migration_threshold = migration_threshold
+
+    @classmethod
+    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
+        """The schedule with its settings, a `FusedScheduleConfig`."""
+        assert isinstance(config, FusedScheduleConfig)
+        return cls(
+            parts.graph,
+            parts.executor,
+            parts.prompts,
+            parts.settings,
+            limits=RoundLimits(
+                max_held=parts.max_held,
+                chunk_tokens=parts.chunk_tokens,
+                migration=config.migration if parts.exports_kv else Migration.recompute,
+            ),
+            length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
+            migration_threshold=config.migration_threshold,
+        )
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)

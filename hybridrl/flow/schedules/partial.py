@@ -8,15 +8,16 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
+from hybridrl.config import ParkedKV, PartialScheduleConfig, ScheduleConfig
 from hybridrl.flow.executor import Executor, Parked
 from hybridrl.flow.graph import Graph, SourceStage, UpdateStage
 from hybridrl.flow.ledger import Drop, DropReason, SampleStatus
-from hybridrl.flow.lengths import LengthModel
+from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, StepSettings
+from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule
@@ -79,6 +80,30 @@ class PartialSchedule(StreamingSchedule):
         self._began: dict[int, int] = {}  # the step in which each trained prompt's samples began
 
     # -- between steps -------------------------------------------------------------------------
+
+    @classmethod
+    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
+        """The schedule with its settings, a `PartialScheduleConfig`."""
+        assert isinstance(config, PartialScheduleConfig)
+        return cls(
+            parts.graph,
+            parts.executor,
+            parts.prompts,
+            parts.settings,
+            limits=RoundLimits(
+                max_held=parts.max_held,
+                chunk_tokens=parts.chunk_tokens,
+                stale_kv=config.parked_kv is ParkedKV.keep,
+            ),
+            length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
+            over_provision=config.over_provision,
+            max_staleness=config.max_staleness,
+        )
+
+    @classmethod
+    def check_graph(cls, graph: Graph) -> None:
+        """Raise `ValueError`, with what is allowed, for a recipe whose samples cannot be parked."""
+        check_partial(graph)
 
     def state_dict(self) -> dict[str, Any]:
         """With the pending prompts and their samples."""

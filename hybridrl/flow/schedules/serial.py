@@ -4,12 +4,14 @@ It is the specification: the batch that it trains on is what every on-policy sch
 """
 
 from collections.abc import Sequence
+from typing import Self
 
+from hybridrl.config import ScheduleConfig
 from hybridrl.flow.executor import Advanced, Phase, Submit, TargetsLoaded, WorkerDied
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules.base import Batch, Schedule, learn
+from hybridrl.flow.schedules.base import Batch, Schedule, ScheduleParts, learn
 
 
 class SerialSchedule(Schedule):
@@ -18,6 +20,11 @@ class SerialSchedule(Schedule):
     Prompts are dealt to instances by position in the step, all samples of a prompt to one. An
     instance that dies ends the run.
     """
+
+    @classmethod
+    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
+        """The schedule, which has no settings of its own."""
+        return cls(parts.graph, parts.executor, parts.prompts, parts.settings)
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for stage in with_updates_together(stages):

@@ -1,0 +1,30 @@
+"""Keys that have another name now: refused on a command line, understood in old checkpoints."""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+RENAMED_KEYS = {
+    "recipe.centre": "recipe.center",
+    "recipe.normalise": "recipe.normalize",
+    "recipe.reference_decay": "recipe.reference_ema_decay",
+    "recipe.std_normalise": "recipe.std_normalize",
+    "rollout.length_ranker": "schedule.length_ranker",
+    "rollout.max_staleness": "schedule.max_staleness",
+    "rollout.migration": "schedule.migration",
+    "rollout.migration_threshold": "schedule.migration_threshold",
+    "rollout.over_provision": "schedule.over_provision",
+    "rollout.parked_kv": "schedule.parked_kv",
+    "schedule": "schedule.kind",  # in settings alone: a command line has schedule=NAME still
+}
+"""Old to new, in full."""
+
+
+def with_new_names(settings: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """Stored `settings`, by dotted key, with the names of now.
+
+    What is `known` keeps its name: a recipe of one's own may have a key that others had.
+    """
+    return {
+        key if key in known else RENAMED_KEYS.get(key, key): value
+        for key, value in settings.items()
+    }

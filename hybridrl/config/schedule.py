@@ -1,0 +1,167 @@
+"""When and where each sample's next subtask runs: a dataclass a schedule, and what each is."""
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from hybridrl.config.bounds import bounded, check_bounds
+from hybridrl.config.errors import ConfigError
+
+
+class ScheduleKind(Enum):
+    """When and where each sample's next subtask runs."""
+
+    serial = "serial"  # every stage waits for the whole batch
+    fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
+    partial = "partial"  # more prompts than a step needs; what is unfinished goes on in the next
+
+
+class Migration(Enum):
+    """What travels with a sample that changes instance."""
+
+    auto = "auto"  # whichever is measured to cost less
+    kv = "kv"  # its keys and values
+    recompute = "recompute"  # its tokens, from which the rest is computed again
+
+
+class Ranker(Enum):
+    """What predicts the length of a response, by which prompts go to instances."""
+
+    running = "running"  # running means per prompt and per task
+    learned = "learned"  # a regression on the prompt's tokens
+
+
+class ParkedKV(Enum):
+    """What becomes of the keys and values of a parked sample when the weights change."""
+
+    recompute = "recompute"  # computed again under the new weights
+    keep = "keep"  # used as they are
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """What every schedule has; chosen by `schedule=serial`, `fused` or `partial`."""
+
+    kind: ScheduleKind
+    """Which schedule; choose it by `schedule=NAME`, which brings its settings along."""
+
+    @property
+    def entry(self) -> "ScheduleEntry":
+        """What this schedule is."""
+        return SCHEDULES[self.kind]
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of range, or settings of another schedule."""
+        if type(self) is not self.entry.settings:
+            name = self.kind.value
+            raise ConfigError("schedule.kind", name, f"schedule={name} in its place")
+        check_bounds(self, "schedule")
+
+    def check_kv_stays(self, allowed: str) -> None:
+        """Raise ConfigError for a setting that needs keys and values of an engine without them.
+
+        `allowed` says which engine that is.
+        """
+
+
+@dataclass(kw_only=True, slots=True)
+class SerialScheduleConfig(ScheduleConfig):
+    """Every stage waits for the whole batch; nothing to set."""
+
+    kind: ScheduleKind = ScheduleKind.serial
+    """This schedule."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlappedScheduleConfig(ScheduleConfig):
+    """What schedules share whose stages start as samples finish."""
+
+    length_ranker: Ranker = Ranker.running
+    """How response lengths are predicted, by which prompts are dealt to instances."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FusedScheduleConfig(OverlappedScheduleConfig):
+    """The batch of the serial schedule, sooner."""
+
+    kind: ScheduleKind = ScheduleKind.fused
+    """This schedule."""
+    migration_threshold: int | None = bounded(None, least=0)
+    """At so few unfinished samples they are gathered on few instances; 0 is never, null what a
+    model of the step finds best, from the lengths of earlier steps and measured costs."""
+    migration: Migration = Migration.auto
+    """What travels with a sample that is moved."""
+
+    def check_kv_stays(self, allowed: str) -> None:
+        """Raise ConfigError where a sample is to travel with its keys and values."""
+        if self.migration is Migration.kv:
+            raise ConfigError("schedule.migration", "kv", f"auto or recompute {allowed}")
+
+
+@dataclass(kw_only=True, slots=True)
+class PartialScheduleConfig(OverlappedScheduleConfig):
+    """More prompts than a step needs; what is unfinished goes on in the next."""
+
+    kind: ScheduleKind = ScheduleKind.partial
+    """This schedule."""
+    over_provision: float = bounded(1.5, least=1)
+    """So many times the prompts that a step trains on are in progress."""
+    max_staleness: int = bounded(1, least=1)
+    """The most steps between a sample's first token and its training."""
+    parked_kv: ParkedKV = ParkedKV.recompute
+    """The KV cache of what is parked, once the weights have changed."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        ScheduleConfig.check(self)
+        if self.over_provision > 1 + self.max_staleness:
+            allowed = f"1 to 1 + schedule.max_staleness, which is {1 + self.max_staleness}"
+            raise ConfigError("schedule.over_provision", self.over_provision, allowed)
+
+    def check_kv_stays(self, allowed: str) -> None:
+        """Raise ConfigError where parked samples are to keep their keys and values."""
+        if self.parked_kv is ParkedKV.keep:
+            raise ConfigError("schedule.parked_kv", "keep", f"recompute {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleEntry:
+    """What a schedule is, for whoever must know more of it than its name."""
+
+    settings: type[ScheduleConfig]
+    """The dataclass of `schedule.*`."""
+    schedule: str
+    """Dotted path of the class in `flow`, which builds itself from `settings`."""
+    moves_samples: bool = False
+    """Whether a sample may change instance before the step's last one is finished."""
+    may_be_stale: bool = False
+    """Whether it may train on samples that older weights made."""
+
+
+SCHEDULES = {
+    ScheduleKind.serial: ScheduleEntry(
+        settings=SerialScheduleConfig,
+        schedule="hybridrl.flow.schedules.serial:SerialSchedule",
+    ),
+    ScheduleKind.fused: ScheduleEntry(
+        settings=FusedScheduleConfig,
+        schedule="hybridrl.flow.schedules.fused:FusedSchedule",
+        moves_samples=True,
+    ),
+    ScheduleKind.partial: ScheduleEntry(
+        settings=PartialScheduleConfig,
+        schedule="hybridrl.flow.schedules.partial:PartialSchedule",
+        moves_samples=True,
+        may_be_stale=True,
+    ),
+}
+"""Every schedule: its line here, its dataclass above, `conf/schedule/NAME.yaml`, its class."""
+
+
+def owners(name: str) -> list[str]:
+    """The schedules that have a setting `name`."""
+    return [k.value for k, e in SCHEDULES.items() if name in {f.name for f in fields(e.settings)}]
+
+
+def on_policy_names() -> str:
+    """`a or b`: the schedules whose samples are of the weights that train on them."""
+    return " or ".join(kind.value for kind, e in SCHEDULES.items() if not e.may_be_stale)

@@ -1,0 +1,59 @@
+"""The schedule that a config asks for."""
+
+from collections.abc import Iterator
+
+from hybridrl.config import Config, ScheduleConfig
+from hybridrl.data import Item
+from hybridrl.flow import Graph
+from hybridrl.flow.executor import Executor, Sampling
+from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.schedules.base import (
+    Prompt,
+    Schedule,
+    ScheduleParts,
+    StepSettings,
+    schedule_class,
+)
+
+
+def make_schedule(
+    config: Config,
+    schedule: ScheduleConfig,
+    graph: Graph,
+    executor: Executor,
+    prompts: Iterator[Prompt],
+    sampling: Sampling,
+    prompts_per_step: int,
+) -> Schedule:
+    """The `schedule` over `graph`, which need not be that of `config`."""
+    rollout = config.rollout
+    parts = ScheduleParts(
+        graph=graph,
+        executor=executor,
+        prompts=prompts,
+        settings=StepSettings(
+            sampling=sampling, decode_steps=rollout.decode_steps, prompts_per_step=prompts_per_step
+        ),
+        max_held=samples_held(config),
+        chunk_tokens=config.trainer.max_tokens_per_micro_batch,
+        key_of=key_of,
+        exports_kv=rollout.features.exports_kv,
+    )
+    return schedule_class(schedule).build(parts, schedule)
+
+
+def key_of(item: Item) -> PromptKey:
+    """What a length ranker may know of a prompt."""
+    return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
+
+
+def samples_held(config: Config) -> int:
+    """Samples that decode together on an instance, whatever their lengths: KV cache and batch.
+
+    At least one: that one fits is checked for the prompts that there are, not for the longest.
+    """
+    rollout = config.rollout
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    blocks = -(-longest // rollout.block_size)
+    cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
+    return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running
