@@ -176,7 +176,6 @@ def _plan(args: list[str]) -> None:
 
 
 def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
-    from hybridrl.config import Engine
     from hybridrl.layout.grouping import TrainAxes
     from hybridrl.layout.layout import stages_of_layers
     from hybridrl.layout.switching import plan_switch
@@ -198,7 +197,7 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
         gen.tp,
         gen.grouping,
         stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
-        ascending=config.rollout.engine is Engine.vllm,
+        ascending=config.rollout.features.ascending,
     )
     itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
     seconds = time.perf_counter() - started

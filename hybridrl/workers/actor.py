@@ -12,7 +12,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from hybridrl.config import Config, ConfigError, DType
 from hybridrl.data import Item, end_token_id
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
-from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.train.engine import TrainEngine
@@ -37,7 +36,7 @@ from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.ema import MovingAverage
-from hybridrl.workers.generation import layout_options, make_rollout_engine
+from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import Fields, UpdateShare, train
@@ -115,7 +114,8 @@ class Actor:
             rollout.layout.tp,
             rollout.layout.grouping,
             engine.dims.stage_of_layer(num_layers),
-            **layout_options(rollout.engine),
+            vocab_multiple=rollout.features.vocab_multiple,
+            ascending=rollout.features.ascending,
         )
 
     def _load_base(self) -> AdapterSwitch | None:
@@ -153,7 +153,8 @@ class Actor:
         They are in host memory and must not change. None once the adapters have been trained, and
         where no base is kept in `dtype`.
         """
-        same = dtype is self.config.rollout.dtype and isinstance(self.rollout, NativeEngine)
+        rollout = self.config.rollout
+        same = dtype is rollout.dtype and rollout.features.shares_weights
         if self.adapters is None or self.train_engine.version or not same:
             return None
         return self.adapters.base

@@ -12,19 +12,12 @@ from hybridrl.engines.rollout.interface import RolloutEngine
 from hybridrl.engines.rollout.memory import plan_memory
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.stops import StopStrings
-from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine, kv_bytes_per_token
+from hybridrl.engines.rollout.vllm.engine import VLLMEngine, kv_bytes_per_token
 from hybridrl.layout.switching import Switch
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.device_residency import free_cached_memory
 
 logger = logging.getLogger(__name__)
-
-
-def layout_options(engine: Engine) -> dict[str, Any]:
-    """The options of `plan_switch` that depend on how an engine holds weights."""
-    if engine is Engine.vllm:
-        return {"vocab_multiple": VOCAB_MULTIPLE, "ascending": True}
-    return {}
 
 
 def make_rollout_engine(

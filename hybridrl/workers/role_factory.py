@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import Config
-from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.flow.graph import Graph
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
@@ -90,11 +89,11 @@ class ActorRoleFactory(RoleFactory):
         return self.frozen_copy()
 
     def old_policy(self) -> OldPolicyScorer | None:
-        """A scorer over the generation weights, where the engine has them as a module."""
+        """A scorer over the generation weights, where the engine shares them."""
         actor, strict = self.actor, self.config.strict
-        if not isinstance(actor.rollout, NativeEngine):
-            return None
         model = actor.rollout.model
+        if model is None:
+            return None
         return OldPolicyScorer(
             self.config, model, actor.parallel, actor.device, self.store, deterministic=strict
         )

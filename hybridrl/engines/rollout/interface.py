@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import SwitchStats, Tensors
@@ -133,6 +134,11 @@ class RolloutEngine(Protocol):
     cache back (`release_cache`) and makes a new one when there is work. Weights may be updated only
     while nothing runs.
     """
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The module with the weights, which others may compute with; None where none has them."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, first come first served; a parked request goes on where it stopped.

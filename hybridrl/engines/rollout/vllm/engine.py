@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.interface import Output, Request, Stats
 from hybridrl.engines.rollout.stops import StopStrings
@@ -27,7 +28,7 @@ from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
-VOCAB_MULTIPLE = 64
+VOCAB_MULTIPLE = ENGINES[Engine.vllm].vocab_multiple
 """vLLM pads the rows of a vocabulary, of all tp ranks together, to a multiple of this."""
 
 
@@ -157,6 +158,11 @@ class VLLMEngine:
         self._counts: Counter[str] = Counter()
 
     # Requests
+
+    @property
+    def model(self) -> None:
+        """vLLM packs the weights for itself."""
+        return None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, first come first served; a parked request goes on where it stopped.
