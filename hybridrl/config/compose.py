@@ -28,7 +28,7 @@ from omegaconf.errors import (
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.bounds import check_finite
 from hybridrl.config.errors import RenamedKeyError, names
-from hybridrl.config.recipe_folder import recipe_by_path
+from hybridrl.config.recipe_folder import recipe_by_path, with_defaults
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
@@ -36,7 +36,11 @@ CONFIG_MODULE = "hybridrl.conf"
 
 
 def register() -> None:
-    """Make the typed schema and every recipe's own config known to Hydra."""
+    """Make known to Hydra what has no file of its own in the tree.
+
+    That is the typed schema, every recipe with the defaults of its dataclass, and `cost=NAME`, of
+    which each is `reward=NAME` under another key.
+    """
     store = ConfigStore.instance()
     schema: Any = OmegaConf.structured(Config)
     schema.schedule = ScheduleConfig  # the group's choice says which one of them
@@ -44,10 +48,15 @@ def register() -> None:
     for kind, entry in SCHEDULES.items():
         name, settings = kind.value, entry.settings
         store.store(group="schedule/schema", name=name, node=settings, provider="hybridrl")
+    for file in sorted((importlib.resources.files(CONFIG_MODULE) / "reward").iterdir(), key=str):
+        node = OmegaConf.create(file.read_text())
+        store.store(group="cost", name=Path(file.name).stem, node=node, provider=CONFIG_MODULE)
     for folder in sorted(importlib.resources.files("hybridrl.recipes").iterdir(), key=str):
         config = folder / "config.yaml"
         if config.is_file():
-            node = OmegaConf.create(config.read_text())
+            recipe = OmegaConf.create(config.read_text())
+            assert isinstance(recipe, DictConfig)
+            node = with_defaults(recipe)
             store.store(group="recipe", name=folder.name, node=node, provider="hybridrl.recipes")
 
 

@@ -4,10 +4,13 @@ import importlib.resources
 import keyword
 import re
 import shutil
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from hybridrl.config.dotted import load_function
 from hybridrl.config.errors import ConfigError, names
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -17,7 +20,8 @@ def recipe_by_path(override: str) -> tuple[str, DictConfig] | None:
     """The name and the config of the folder that `recipe=PATH` means; None for anything else.
 
     A value is a path if it has a slash and is no mapping. A target `:function` is a function of the
-    folder's own `__init__.py`. Raises ConfigError where the folder is no recipe.
+    folder's own `__init__.py`. What the yaml leaves out has the default of the recipe's dataclass.
+    Raises ConfigError where the folder is no recipe.
     """
     key, sign, value = override.partition("=")
     if key != "recipe" or not sign or "/" not in value or value.startswith("{"):
@@ -31,7 +35,23 @@ def recipe_by_path(override: str) -> tuple[str, DictConfig] | None:
         raise ConfigError("recipe", value, "a config.yaml with target: MODULE:FUNCTION")
     if node.target.startswith(":"):
         node.target = f"{folder / '__init__.py'}{node.target}"
-    return folder.name, node
+    return folder.name, with_defaults(node)
+
+
+def with_defaults(node: DictConfig) -> DictConfig:
+    """The yaml `node` of a recipe on top of the settings of its dataclass, where it has one.
+
+    These are plain values: their types and bounds are checked when the recipe is built. Raises
+    ConfigError where the recipe cannot be imported.
+    """
+    recipe: Any = load_function("recipe.target", node.target)
+    config_type = get_type_hints(getattr(recipe, "function", recipe)).get("cfg")
+    if not (isinstance(config_type, type) and is_dataclass(config_type)):
+        return node
+    settings = OmegaConf.to_container(OmegaConf.structured(config_type), enum_to_str=True)
+    filled = OmegaConf.merge({"target": node.target}, settings, node)
+    assert isinstance(filled, DictConfig)
+    return filled
 
 
 def new_recipe(name: str, source: str, parent: Path) -> Path:

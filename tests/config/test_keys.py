@@ -2,7 +2,7 @@
 
 import ast
 import enum
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -100,10 +100,6 @@ NEEDED = {
     ("reward", "function"): ["reward.function=a:b"],
     ("cluster", "ray"): ["cluster.address=http://head:8265"],
     ("reward", "sum"): ["+reward.parts={a: {kind: exact}}"],
-    ("cost", "function"): ["cost.function=a:b"],
-    ("cost", "model"): ["cost.model=some/model"],
-    ("cost", "regex"): ["cost.pattern=x"],
-    ("cost", "sum"): ["+cost.parts={a: {kind: exact}}"],
     ("reward", "regex"): ["reward.pattern=x"],
     ("reward", "model"): ["reward.model=some/model"],
 }
@@ -115,13 +111,21 @@ def test_every_option_composes(group: str, option: str) -> None:
     assert getattr(config, group)
 
 
+@pytest.mark.parametrize("name", sorted(file.stem for file in ROOT.glob("conf/reward/*.yaml")))
+def test_every_cost_is_the_reward_of_its_name(name: str) -> None:
+    needed = NEEDED.get(("reward", name), [])
+    reward = to_config(composed(f"reward={name}", *needed)).reward
+    needed = [override.replace("reward.", "cost.") for override in needed]
+    assert to_config(composed(f"cost={name}", *needed)).cost == replace(reward, extract=None)
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes(name: str) -> None:
     assert to_config(composed(f"experiment={name}")).trainer.steps > 0
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipes_yaml_holds_the_defaults_of_its_dataclass(name: str) -> None:
+def test_a_recipe_has_all_settings_of_its_dataclass(name: str) -> None:
     given = dict(to_config(composed(f"recipe={name}")).recipe)
     target = given.pop("target")
     assert target.startswith(f"hybridrl.recipes.{name}:")
@@ -132,6 +136,8 @@ def test_a_recipes_yaml_holds_the_defaults_of_its_dataclass(name: str) -> None:
     borrowed = {key: given[key] for key in given if OmegaConf.is_interpolation(raw, key)}
     assert given == plain | borrowed
     assert given.keys() == plain.keys()
+    differs = raw.keys() - {"target", "defaults"}
+    assert all(raw[key] != plain[key] for key in differs - borrowed.keys())
 
 
 def test_root_defaults_are_the_dataclasses() -> None:

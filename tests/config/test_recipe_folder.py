@@ -95,9 +95,22 @@ def test_a_wrong_key_of_a_recipe_without_a_dataclass(
     """The line says what the recipe's yaml has, wherever the yaml is."""
     file = tmp_path / ("config.yaml" if way == "path" else "recipe/mine.yaml")
     file.parent.mkdir(exist_ok=True)
-    file.write_text(f"target: hybridrl.recipes.sft:sft\n{yaml}")
+    code = tmp_path / "mine.py"
+    code.write_text("def mine(flow, cfg):\n    pass\n")
+    file.write_text(f"target: {code}:mine\n{yaml}")
     config_dir = str(tmp_path) if way == "config dir" else None
     recipe = "mine" if config_dir else str(tmp_path)
     with pytest.raises(ConfigError) as raised:
         check(take_recipe_paths([f"recipe={recipe}", "recipe.group=3"]), config_dir)
     assert str(raised.value) == f"recipe.group=3: wanted {allowed}"
+
+
+def test_a_copy_has_the_settings_that_its_yaml_leaves_out(tmp_path: Path) -> None:
+    folder = new_recipe("other", "grpo", tmp_path)
+    (folder / "config.yaml").write_text("target: :other\ngroup_size: 3\n")
+    recipe = check(take_recipe_paths([f"recipe={folder}", "recipe.clip_low=0.1"])).recipe
+    settings = check(["recipe=grpo"]).recipe
+    own = {"target": f"{folder}/__init__.py:other", "group_size": 3, "clip_low": 0.1}
+    assert recipe == settings | own
+    with pytest.raises(ConfigError, match=r"recipe\.clip=1: wanted a known key: one of baseline,"):
+        check(take_recipe_paths([f"recipe={folder}", "recipe.clip=1"]))
