@@ -57,4 +57,4 @@ def test_a_method_is_called_as_it_is_marked() -> None:
     with pytest.raises(AssertionError, match="save_pending is called per rank"):
         calls.same(ActorWorker.save_pending, "path", ())
     with pytest.raises(AssertionError, match="texts is called alike"):
-        calls.per_rank(ActorWorker.texts, [])
+        calls.per_rank(ActorWorker.texts, [], [])
