@@ -1,5 +1,5 @@
-"""Which rank holds which part of which parameter, and how weights move between two such layouts.
+"""Layouts, the boxes of every parameter that each rank holds, and the switch between two of them.
 
-Start from `Layout` (`layout.py`: boxes by parameter and rank), `plan` (`plan.py`: who sends what)
-and `WeightSwitch` (`weight_switch.py`: the plan carried out in buckets).
+Start from `Layout` (`layout.py`: boxes by parameter and rank), `plan` (`plan.py`: transfers between
+ranks) and `WeightSwitch` (`weight_switch.py`: the plan executed in buckets).
 """

@@ -1,8 +1,8 @@
-"""The weight switch of a model with adapters: its own weights come once, then adapters alone.
+"""The weight switch of a model with adapters: base weights are sent once, then adapters alone.
 
-What generates is W + scaling B A in one tensor, so generation costs what it costs without adapters.
-W stays beside it in host memory, as generation has it: each switch begins from it, so that nothing
-adds up, and whoever frees the device's weights can have them again.
+Generation uses W + scaling B A in one tensor, so it costs the same as without adapters. A copy of
+W stays in host memory in the generation layout. Each switch starts from that copy, so rounding
+errors do not add up, and freed device weights can be restored.
 """
 
 import time
@@ -18,20 +18,20 @@ from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 Fill = Callable[[Tensors], None]
-"""Writes the weights of the names that it is given, each whole as the rank has it."""
+"""Writes the rank's shard of every weight that it is called with."""
 
 
 class AdapterSwitch:
     """Moves what a rank needs to generate with a model that has adapters.
 
-    States: made -> `load` -> `switch`, any number of times. All ranks of the plans make one and
-    call both together. `pairs` names A and B of each weight that has them. A rank's part of a
-    weight is its part of W and its parts of B and A, of which one is whole: so their product needs
-    nobody else (`models.adapters.adapter_parameters`).
+    States: created -> `load` -> `switch`, any number of times. All ranks of the plans make one and
+    call both together. `pairs` names A and B of each weight with adapters. A rank holds shards of
+    W, B and A. One of B and A is replicated, so their product needs no other rank
+    (`models.adapters.adapter_parameters`).
 
-    Example: W [1024, 1024] in bf16 with adapters of rank 8, halved along its rows by generation: a
-    rank holds 1 MiB of W, and a switch brings it B [512, 8] and A [8, 1024], less what it has of
-    them: at most 24 KiB.
+    Example: W [1024, 1024] in bf16 with adapters of rank 8; generation halves W along its rows. A
+    rank holds 1 MiB of W. A switch brings it B [512, 8] and A [8, 1024], less the elements that it
+    holds already: at most 24 KiB.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AdapterSwitch:
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`base` moves the weights, `adapters` the pairs; `dtype` is what generates."""
+        """`base` moves the weights, `adapters` the pairs; `dtype` is the generation weights'."""
         self.pairs, self.scaling, self.dtype = pairs, scaling, dtype
         self._base_plan, self._bucket_bytes, self._rank = base, bucket_bytes, rank
         self._adapter_names = adapters.src.shapes.keys()
@@ -57,17 +57,17 @@ class AdapterSwitch:
         self._switch = WeightSwitch(adapters, rank, dtype, bucket_bytes)
         self._loaded: SwitchStats | None = None
         self.base: dict[str, torch.Tensor] = {}
-        """The rank's part of W by name, in host memory; not to be changed."""
+        """The rank's shard of W by name, in host memory; read-only."""
 
     def load(self, source: Tensors, device: torch.device) -> None:
-        """Bring the weights themselves, layer by layer over `device`; `source` may hold more."""
+        """Bring the base weights, layer by layer over `device`; `source` may hold more names."""
         layers = by_layer(self._base_plan.dst.rules)
         switch = LayerwiseSwitch(
             self._base_plan, self._rank, self.dtype, layers, self._bucket_bytes
         )
 
         @contextmanager
-        def place(names: Sequence[str]) -> Iterator[Tensors]:
+        def layer_tensors(names: Sequence[str]) -> Iterator[Tensors]:
             tensors = {
                 name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
                 for name in names
@@ -77,25 +77,25 @@ class AdapterSwitch:
             for name, tensor in tensors.items():
                 self.base[name] = tensor if device.type == "cpu" else tensor.cpu().pin_memory()
 
-        self._loaded = switch.switch(source, place)
+        self._loaded = switch.switch(source, layer_tensors)
 
     def switch(
         self, source: Tensors, write: Callable[[Fill], None], device: torch.device
     ) -> SwitchStats:
-        """Bring the adapters and have `write` fill what generates on `device`.
+        """Bring the adapters and let `write` fill the generation weights on `device`.
 
-        `write` calls what it is given with the rank's tensors, once or a layer at a time. The
-        answer counts the adapters' bytes; that to the first call also those of `load`.
+        `write` calls its argument with the rank's tensors, once or a layer at a time. The result
+        counts the adapters' bytes; the first call's also counts those of `load`.
         """
         assert self.base or not self._base_plan.dst.rules, "load comes first"
         begun = time.perf_counter()
-        given = {name: source[name] for name in self._adapter_names if name in source}
+        inputs = {name: source[name] for name in self._adapter_names if name in source}
         adapters = {
             name: torch.empty(self._shapes[name], dtype=self.dtype, device=device)
             for name in self._adapter_names
             if name in self._shapes
         }
-        stats = self._switch.switch(given, adapters)
+        stats = self._switch.switch(inputs, adapters)
         held = sum(tensor.nbytes for tensor in adapters.values())
         write(lambda tensors: self._fill(tensors, adapters))
         if device.type == "cuda":
@@ -120,7 +120,7 @@ class AdapterSwitch:
             tensor = tensors[name]
             if name in self.pairs:
                 a, b = (adapters[adapter].float() for adapter in self.pairs[name])
-                whole = base.to(tensor.device, torch.float32)
-                tensor.copy_(torch.addmm(whole, b, a, alpha=self.scaling))
+                weight = base.to(tensor.device, torch.float32)
+                tensor.copy_(torch.addmm(weight, b, a, alpha=self.scaling))
             else:
                 tensor.copy_(base, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Boxes: half-open index ranges, one a dimension. Everything that moves weights is made of them."""
+"""Boxes: half-open index ranges, one a dimension, the unit of every plan that moves weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What lies in both; None where that is nothing."""
+        """The common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(int.__lt__, start, stop)) else None
 
     def narrow(self, dim: int, start: int, stop: int) -> "Box":
-        """The part with indices `start` to `stop` along `dim`."""
+        """The sub-box with indices `start` to `stop` along `dim`."""
         return Box(
             (*self.start[:dim], start, *self.start[dim + 1 :]),
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
@@ -53,11 +53,11 @@ class Box:
 
 
 def cut(boxes: Sequence[Box], dim: int, index: int, parts: int) -> tuple[Box, ...]:
-    """Part `index` of `parts` of what a rank holds, in chunks of ceil(extent / parts) along `dim`.
+    """Shard `index` of `parts` of a rank's tensor, in chunks of ceil(extent / parts) along `dim`.
 
-    The boxes lie behind each other in the rank's tensor, and it is that tensor that is cut, as
-    FSDP2 cuts the local tensor of a tensor-parallel rank: boxes that differ along `dim` are cut as
-    one row, others each alike. Chunks at the end may be smaller, or empty.
+    The rank's tensor concatenates its boxes. FSDP2 cuts the local tensor of a tensor-parallel
+    rank, and so does this: boxes that differ along `dim` are cut as one row, others each alike.
+    Chunks at the end may be smaller, or empty.
     """
     if not boxes:
         return ()

@@ -10,9 +10,9 @@ from hybridrl.layout.mesh import Mesh
 
 
 def layout_of(tensors: Mapping[str, DTensor]) -> Layout:
-    """Where DTensors of one mesh lie, by their own placements.
+    """The layout of DTensors of one mesh, from their placements.
 
-    FSDP2 cuts what tensor parallelizm has left, though its axis comes first in the mesh: DTensor
+    FSDP2 cuts the shards of tensor parallelism, though its axis comes first in the mesh: DTensor
     marks that by a strided shard. Shapes are the DTensors', a padded vocabulary included; pipeline
     stages are not in the mesh of a DTensor. Raises ValueError for tensors of different meshes, for
     none, and for placements other than copies and shards.

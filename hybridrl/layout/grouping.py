@@ -1,9 +1,9 @@
-"""Which training rank takes which place in generation (HybridFlow, arXiv 2409.19256, section 5.3).
+"""Generation coordinates of each training rank (HybridFlow, arXiv 2409.19256, section 5.3).
 
-A rank that generates with the weights that it trains receives only what is missing. With training
+A rank that generates with weights that it trains receives only the missing elements. With training
 p-t-d and generation p_g-t_g, HybridFlow's strided rule makes a rank's generation shard contain its
-training shard; here training shards are split by FSDP as well, which refines tp: the fine index
-q = tp * F + fsdp runs over T * F parts.
+training shard. Here FSDP splits training shards as well, which refines tp: the fine index
+q = tp * F + fsdp runs over T * F shards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +38,9 @@ class TrainAxes:
 
 
 def gen_positions(train: TrainAxes, pp: int, tp: int, grouping: Grouping) -> list[Position]:
-    """The place of every rank in generation with `pp` stages and `tp` ways of tensor parallelizm.
+    """The generation coordinates of every rank, with `pp` stages and `tp`-way tensor parallelism.
 
-    Every place of every instance is taken once. `auto` is not an order: see `layout.switching`.
+    Every position of every instance has one rank. `auto` is not an order: see `layout.switching`.
     """
     assert train.ranks % (pp * tp) == 0, (train, pp, tp)
     if grouping is Grouping.vanilla:
@@ -50,10 +50,10 @@ def gen_positions(train: TrainAxes, pp: int, tp: int, grouping: Grouping) -> lis
 
 
 def _strided(train: TrainAxes, pp: int, tp: int) -> Iterator[Position]:
-    """Stage and fine index decide stage and tp as far as they divide; the rest fills up.
+    """Training stage and fine index decide generation stage and tp as far as they divide.
 
-    Along an axis of P training and G generation parts the first gcd(P, G) ones correspond. What is
-    left of the training digits is a free number; it gives the generation digits that are left, and
+    Along an axis of P training and G generation shards the first gcd(P, G) ones correspond. The
+    remaining training digits form a free number; it gives the remaining generation digits, and
     then the instance.
     """
     fine = train.tp * train.fsdp

@@ -1,7 +1,7 @@
 """The weight switch one layer at a time, for destinations that cannot hold all of it at once.
 
-An engine that repacks its weights has no place for the tensors as they come: each layer gets a
-place, is filled, and is taken away before the next one comes.
+An engine that repacks its weights has no memory for all incoming tensors: each layer gets
+temporary tensors, is filled, and is repacked before the next layer arrives.
 """
 
 import re
@@ -20,8 +20,8 @@ from hybridrl.layout.weight_switch import BUCKET_BYTES, Groups, SwitchStats, Ten
 class LayerwiseSwitch:
     """A `WeightSwitch` for each of `layers` (names of parameters, the same lists on every rank).
 
-    All ranks of the plan make one and call `switch` together. Layers do not overlap; within one,
-    buckets do.
+    All ranks of the plan make one and call `switch` together. Buckets of one layer overlap, layers
+    do not.
     """
 
     def __init__(
@@ -38,27 +38,27 @@ class LayerwiseSwitch:
         groups: Groups = {}
         self.layers = [tuple(names) for names in layers]
         self._switches = [
-            WeightSwitch(part(plan, names), rank, dtype, bucket_bytes, groups=groups)
+            WeightSwitch(subplan(plan, names), rank, dtype, bucket_bytes, groups=groups)
             for names in self.layers
         ]
 
     def switch(
         self,
         source: Tensors,
-        place: Callable[[Sequence[str]], AbstractContextManager[Tensors]],
+        destination_of: Callable[[Sequence[str]], AbstractContextManager[Tensors]],
     ) -> SwitchStats:
-        """Fill, layer by layer, the tensors that `place(names)` gives on entering.
+        """Fill, layer by layer, the tensors that `destination_of(names)` yields.
 
-        They are as `WeightSwitch.switch` wants them, and whole when the context is left.
-        `bytes_held` of the answer is the most that a layer's tensors took.
+        `WeightSwitch.switch` says their shapes; they are complete when the context exits.
+        `bytes_held` of the result is the largest size of one layer's tensors.
         """
         begun = time.perf_counter()
         total = SwitchStats("local", 0)
         paths: set[str] = set()
         for names, switch in zip(self.layers, self._switches, strict=True):
-            with place(names) as destination:
-                given = {name: source[name] for name in names if name in source}
-                stats = switch.switch(given, destination)
+            with destination_of(names) as destination:
+                inputs = {name: source[name] for name in names if name in source}
+                stats = switch.switch(inputs, destination)
                 held = sum(tensor.nbytes for tensor in destination.values())
             paths.update(stats.path.split("+"))
             total = replace(
@@ -71,21 +71,21 @@ class LayerwiseSwitch:
                 seconds_wait=total.seconds_wait + stats.seconds_wait,
                 seconds_copy=total.seconds_copy + stats.seconds_copy,
             )
-        path = "+".join(way for way in ("gather", "exchange") if way in paths) or "local"
+        path = "+".join(step for step in ("gather", "exchange") if step in paths) or "local"
         return replace(total, path=path, seconds=time.perf_counter() - begun)
 
 
 def by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Names of parameters, those of a decoder layer together, the others each by itself."""
+    """Names of parameters in groups: one a decoder layer, one for each other parameter."""
     layers: dict[str, list[str]] = {}
     for name in names:
-        found = re.search(r"\.layers\.\d+\.", name)
-        layers.setdefault(name[: found.end()] if found else name, []).append(name)
+        layer_prefix = re.search(r"\.layers\.\d+\.", name)
+        layers.setdefault(name[: layer_prefix.end()] if layer_prefix else name, []).append(name)
     return [tuple(layer) for layer in layers.values()]
 
 
-def part(plan: Plan, names: Sequence[str]) -> Plan:
-    """The part of a plan that moves the parameters `names`."""
+def subplan(plan: Plan, names: Sequence[str]) -> Plan:
+    """The plan restricted to the parameters `names`."""
     wanted = set(names)
     classes = (
         replace(cls, names=tuple(name for name in cls.names if name in wanted))

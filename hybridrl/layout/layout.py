@@ -14,11 +14,11 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Mesh axis `axis` cuts dimension `dim` into chunks, as many as the axis has places.
+    """Mesh axis `axis` cuts dimension `dim` into as many chunks as the axis is long.
 
-    With `units` (heads, say) chunks are whole units; an axis with more places than units has
-    several places that hold the same one. With `blocks` the dimension is made of so many equal
-    blocks (gate and up in one tensor) and each is cut, so a place holds a box of every block.
+    With `units` (heads, say) chunks are full units; several coordinates of an axis longer than
+    the number of units hold the same one. With `blocks` the dimension consists of so many equal
+    blocks (gate and up in one tensor). Each is cut, so a coordinate holds a box of every block.
     """
 
     axis: str
@@ -26,25 +26,25 @@ class Split:
     units: int = 0
     blocks: int = 1
 
-    def apply(self, boxes: Sequence[Box], place: int, places: int) -> tuple[Box, ...]:
-        """What `place` of `places` holds out of `boxes`."""
-        if self.units and places > self.units:
-            assert places % self.units == 0, f"{places} places cannot share {self.units} units"
-            place, places = place * self.units // places, self.units
+    def apply(self, boxes: Sequence[Box], index: int, extent: int) -> tuple[Box, ...]:
+        """The boxes of coordinate `index` on an axis of length `extent`, out of `boxes`."""
+        if self.units and extent > self.units:
+            assert extent % self.units == 0, f"{extent} shards cannot share {self.units} units"
+            index, extent = index * self.units // extent, self.units
         if self.blocks > 1:
             boxes = [
-                part for i in range(self.blocks) for part in cut(boxes, self.dim, i, self.blocks)
+                block for i in range(self.blocks) for block in cut(boxes, self.dim, i, self.blocks)
             ]
-            return tuple(piece for box in boxes for piece in cut([box], self.dim, place, places))
-        return cut(boxes, self.dim, place, places)
+            return tuple(piece for box in boxes for piece in cut([box], self.dim, index, extent))
+        return cut(boxes, self.dim, index, extent)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where a parameter lies: on the pipeline `stages` named, there cut by `splits` in turn.
+    """The placement of a parameter: its pipeline `stages`, and the `splits` applied in turn.
 
-    Axes of no split hold copies. A tied embedding lies on the first and on the last stage. Where
-    `padded` is set, ranks hold parts of a tensor of that shape, whose end is not the parameter's.
+    Axes of no split hold copies. The first and the last stage hold a tied embedding. If `padded`
+    is set, ranks hold shards of a tensor of that shape, which ends in padding.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -54,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters of `shapes` on the ranks of `mesh`, each by its rule. The axis `pp` is of stages.
+    """Parameters of `shapes` on the ranks of `mesh`, each by its rule; axis `pp` counts stages.
 
     Example: with `Mesh((("fsdp", 2), ("tp", 2)))`, a [8, 4] matrix under
     `Rule(splits=(Split("tp", 0), Split("fsdp", 0)))` has rows 4 and 5 on rank 1 (fsdp 0, tp 1).
@@ -65,9 +65,9 @@ class Layout:
     rules: Mapping[str, Rule]
 
     def boxes(self, name: str, rank: int) -> tuple[Box, ...]:
-        """What `rank` holds of a parameter, in the order in which its tensor has them."""
+        """The boxes of a parameter that `rank` holds, in the order of its local tensor."""
         whole = Box.whole(self.shapes[name])
-        return tuple(part for box in self.local(name, rank) if (part := box.intersect(whole)))
+        return tuple(real for box in self.local(name, rank) if (real := box.intersect(whole)))
 
     def local(self, name: str, rank: int) -> tuple[Box, ...]:
         """The boxes that the rank's tensor consists of, padding included."""
@@ -77,16 +77,16 @@ class Layout:
         return self._held(name, tuple(coordinates.get(split.axis, 0) for split in rule.splits))
 
     def cells(self, name: str) -> dict[Coordinates, tuple[Box, ...]]:
-        """The boxes at each place along the axes of the parameter's splits, without padding."""
+        """The boxes at each coordinate on the axes of the parameter's splits, without padding."""
         extents = [range(self.mesh.extent(split.axis)) for split in self.rules[name].splits]
         whole = Box.whole(self.shapes[name])
         return {
-            cell: tuple(part for box in self._held(name, cell) if (part := box.intersect(whole)))
+            cell: tuple(real for box in self._held(name, cell) if (real := box.intersect(whole)))
             for cell in product(*extents)
         }
 
     def ranks(self, name: str, cell: Coordinates) -> np.ndarray:
-        """All ranks at a place along the split axes, on every stage and copy, ascending."""
+        """All ranks at a coordinate on the split axes, on every stage and copy, ascending."""
         rule = self.rules[name]
         fixed = dict(zip((split.axis for split in rule.splits), cell, strict=True))
         index = tuple(
@@ -97,16 +97,16 @@ class Layout:
 
     def elements(self, name: str, num_ranks: int) -> np.ndarray:
         """Elements of a parameter that each of the ranks 0 to `num_ranks` - 1 holds."""
-        found = np.zeros(num_ranks, np.int64)
+        counts = np.zeros(num_ranks, np.int64)
         for cell, boxes in self.cells(name).items():
-            found[self.ranks(name, cell)] = sum(box.size for box in boxes)
-        return found
+            counts[self.ranks(name, cell)] = sum(box.size for box in boxes)
+        return counts
 
-    def _held(self, name: str, places: Coordinates) -> tuple[Box, ...]:
+    def _held(self, name: str, cell: Coordinates) -> tuple[Box, ...]:
         rule = self.rules[name]
         boxes: tuple[Box, ...] = (Box.whole(rule.padded or self.shapes[name]),)
-        for split, place in zip(rule.splits, places, strict=True):
-            boxes = split.apply(boxes, place, self.mesh.extent(split.axis))
+        for split, index in zip(rule.splits, cell, strict=True):
+            boxes = split.apply(boxes, index, self.mesh.extent(split.axis))
         return boxes
 
 
@@ -115,9 +115,9 @@ def stages_of_layers(
 ) -> list[int]:
     """The pipeline rank of every layer, `per_rank` chunks of consecutive layers a rank.
 
-    Chunk i lies on rank i % pp (interleaved 1F1B), or with `zigzag` on rank 0 to pp - 1 and back
-    (zero-bubble V). Chunks differ by at most one layer; earlier ones are larger. Raises ValueError
-    for fewer layers than chunks.
+    Rank i % pp holds chunk i (interleaved 1F1B); with `zigzag` chunks run from rank 0 to pp - 1
+    and back (zero-bubble V). Chunks differ by at most one layer; earlier ones are larger. Raises
+    ValueError for fewer layers than chunks.
     """
     out: list[int] = []
     for chunk, (start, stop) in enumerate(chunk_bounds(num_layers, pp * per_rank)):
@@ -136,5 +136,5 @@ def chunk_bounds(num_layers: int, chunks: int) -> list[tuple[int, int]]:
 
 def rank_of_chunk(chunk: int, pp: int, zigzag: bool = False) -> int:
     """The pipeline rank that holds a chunk, see `stages_of_layers`."""
-    turn, place = divmod(chunk, pp)
-    return pp - 1 - place if zigzag and turn % 2 else place
+    pass_number, offset = divmod(chunk, pp)
+    return pp - 1 - offset if zigzag and pass_number % 2 else offset

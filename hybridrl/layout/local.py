@@ -1,4 +1,4 @@
-"""How boxes lie in the tensor of a rank."""
+"""The position of boxes in the local tensor of a rank."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from hybridrl.layout.box import Box
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A rank's tensor of `boxes`, which lie behind each other along the dimension they differ in.
+    """A rank's tensor: its `boxes`, concatenated along the dimension in which they differ.
 
     Example: a tensor-parallel rank of gate and up in one [8, 4] matrix holds rows 0, 1 and 4, 5.
     Its tensor is [4, 4], and row 4 of the matrix is row 2 of it.
@@ -17,9 +17,9 @@ class LocalTensor:
 
     @property
     def dim(self) -> int:
-        """The dimension along which the boxes lie behind each other; 0 for one box."""
+        """The dimension along which the boxes are concatenated; 0 for one box."""
         ranges = [zip(box.start, box.stop, strict=True) for box in self.boxes]
-        differ = [dim for dim, found in enumerate(zip(*ranges, strict=True)) if len({*found}) > 1]
+        differ = [dim for dim, sides in enumerate(zip(*ranges, strict=True)) if len({*sides}) > 1]
         assert len(differ) <= 1, f"boxes that differ in {len(differ)} dimensions: {self.boxes}"
         return differ[0] if differ else 0
 
@@ -32,15 +32,15 @@ class LocalTensor:
         shape[dim] = sum(box.shape[dim] for box in self.boxes)
         return tuple(shape)
 
-    def slices(self, part: Box) -> tuple[slice, ...]:
-        """Where in the tensor `part` is, which lies within one of the boxes."""
+    def slices(self, inner: Box) -> tuple[slice, ...]:
+        """The index of `inner`, which must be inside one of the boxes, in the tensor."""
         dim, passed = self.dim, 0
         for box in self.boxes:
-            if box.intersect(part) == part or box == part:
-                found = list(part.slices(box))
-                if found:
-                    at = found[dim]
-                    found[dim] = slice(at.start + passed, at.stop + passed)
-                return tuple(found)
+            if box.intersect(inner) == inner or box == inner:
+                index = list(inner.slices(box))
+                if index:
+                    at = index[dim]
+                    index[dim] = slice(at.start + passed, at.stop + passed)
+                return tuple(index)
             passed += box.shape[dim] if box.shape else 0
-        raise AssertionError(f"{part} lies in none of {self.boxes}")
+        raise AssertionError(f"{inner} is inside none of {self.boxes}")

@@ -1,4 +1,4 @@
-"""The layouts of a model in training and in generation, from what is known of its parameters."""
+"""The layouts of a model in training and in generation, derived from its parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,9 @@ from hybridrl.layout.mesh import Mesh
 class Parameter:
     """A parameter as layouts see it, by its Hugging Face name.
 
-    `layer` is the decoder layer that it belongs to; -1 for what stands before the layers, -2 for
-    what stands behind them, -3 for what both ends need (a tied embedding). `tp_dim` is the
-    dimension that tensor parallelizm splits (None: every tp rank has it whole), in whole `units`
-    (heads) where set, within each of `blocks`.
+    `layer` is its decoder layer; -1 (`FIRST`) is before the layers, -2 (`LAST`) after them, -3
+    (`BOTH`) both (a tied embedding). `tp_dim` is the dimension that tensor parallelism splits
+    (None: replicated over tp), in full `units` (heads) if set, within each of `blocks`.
     """
 
     name: str
@@ -41,11 +40,11 @@ def train_layout(
     stage_of_layer: Sequence[int],
     gen_tp: int = 1,
 ) -> Layout:
-    """Where training holds the parameters: split by tp, then by FSDP, copied over replicas.
+    """The training layout of the parameters: split by tp, then by FSDP, copied over replicas.
 
     `stage_of_layer` is the pipeline rank of each layer (`stages_of_layers`); the first and the last
-    chunk hold what stands before and behind the layers. `gen_tp` decides FSDP's dimension, see
-    `fsdp_dim`.
+    chunk also hold the parameters before and after the layers. `gen_tp` decides FSDP's dimension,
+    see `fsdp_dim`.
     """
     rules = {}
     for parameter in parameters:
@@ -60,7 +59,7 @@ def train_layout(
 def gen_layout(
     parameters: Sequence[Parameter], mesh: Mesh, num_layers: int, vocab_multiple: int = 1
 ) -> Layout:
-    """Where generation holds the parameters on `mesh` (`gen_mesh`): split by tp alone.
+    """The generation layout of the parameters on `mesh` (`gen_mesh`): split by tp alone.
 
     An engine may want the rows of a vocabulary, of all tp ranks together, to be a multiple of
     `vocab_multiple`.
@@ -80,9 +79,9 @@ def gen_layout(
 def fsdp_dim(parameter: Parameter, axes: TrainAxes, gen_tp: int) -> int:
     """The dimension that FSDP shards.
 
-    Dimension 0, except where generation has more tensor parallelizm than training: then FSDP cuts
-    further where tp has cut, so that a rank's shard lies within its generation shard. FSDP2 allows
-    that only for dimensions that divide evenly.
+    Dimension 0, unless generation has more tensor parallelism than training. Then FSDP cuts tp's
+    dimension further, so that a rank's shard is inside its generation shard. FSDP2 allows that
+    only for dimensions that divide evenly.
     """
     dim = parameter.tp_dim
     if dim is None or gen_tp <= axes.tp or parameter.shape[dim] % (axes.tp * axes.fsdp):
@@ -103,7 +102,7 @@ def _stages(parameter: Parameter, stage_of_layer: Sequence[int]) -> tuple[int, .
 
 
 def _padded(parameter: Parameter, multiple: int) -> tuple[int, ...] | None:
-    """Tensor parallelizm needs equal parts: a vocabulary that does not divide is padded."""
+    """Tensor parallelism needs equal shards: a vocabulary that does not divide is padded."""
     dim = parameter.tp_dim
     if dim is None or parameter.units or parameter.shape[dim] % multiple == 0:
         return None

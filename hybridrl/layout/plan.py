@@ -1,4 +1,4 @@
-"""Plans: which rank sends which box to which, so that one layout becomes another. Pure data.
+"""Plans: the boxes that each rank sends to each other rank, from one layout to another. Pure data.
 
 Invariants, asserted by the tests against single elements:
 1. every element that a rank holds in the destination is covered exactly once;
@@ -7,8 +7,8 @@ Invariants, asserted by the tests against single elements:
    sends, so replicas serve themselves and senders are balanced.
 
 Planning is by class: parameters of one shape and one rule in each layout. Within a class, ranks are
-symbolic: the boxes of the places along the split axes are intersected once, whatever the number of
-copies, layers or ranks; only the arrays of sender and receiver know ranks.
+symbolic. The boxes of all coordinates on the split axes are intersected once, whatever the number
+of copies, layers or ranks; only the arrays of senders and receivers name ranks.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from hybridrl.layout.layout import Coordinates, Layout, Rule
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`src` gives `dst` a box of the parameter `name`; from a rank to itself it is a copy."""
+    """`src` sends `dst` a box of the parameter `name`; from a rank to itself it is a copy."""
 
     name: str
     box: Box
@@ -34,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box that each of `receivers` gets from the sender beside it, for every name of a class."""
+    """A box that `receivers[i]` gets from `senders[i]`, for every name of a class."""
 
     box: Box
     senders: np.ndarray
@@ -51,7 +51,7 @@ class ParameterClass:
 
 @dataclass(frozen=True)
 class Plan:
-    """The way from `src` to `dst`."""
+    """The transfers from `src` to `dst`."""
 
     src: Layout
     dst: Layout
@@ -91,17 +91,17 @@ class Plan:
                 np.add.at(kept, transfer.receivers[~away], size)
                 pairs.append(transfer.senders[away] * self.num_ranks + transfer.receivers[away])
                 sizes.append(np.full(len(pairs[-1]), size))
-        found, where = np.unique(np.concatenate(pairs), return_inverse=True)
-        total = np.zeros(len(found), np.int64)
-        np.add.at(total, where, np.concatenate(sizes))
-        ends = zip(*(side.tolist() for side in np.divmod(found, self.num_ranks)), strict=True)
+        links, link_of_pair = np.unique(np.concatenate(pairs), return_inverse=True)
+        total = np.zeros(len(links), np.int64)
+        np.add.at(total, link_of_pair, np.concatenate(sizes))
+        ends = zip(*(side.tolist() for side in np.divmod(links, self.num_ranks)), strict=True)
         return Traffic(received, sent, kept, dict(zip(ends, total.tolist(), strict=True)))
 
     @cached_property
     def least(self) -> np.ndarray:
-        """Elements that each rank at its place must receive: what it shall hold less what it holds.
+        """Lower bound on the elements that each rank receives: those wanted less those held.
 
-        Per parameter, so that a surplus of one does not pay for another. Reached where the rank's
+        Per parameter, so that a surplus of one does not pay for another. Reached if the rank's
         shards nest.
         """
         total = np.zeros(self.num_ranks, np.int64)
@@ -126,9 +126,8 @@ class Traffic:
 def plan(src: Layout, dst: Layout) -> Plan:
     """The moves that make `dst` out of `src`.
 
-    The layouts may be of different meshes and of different ranks. Raises ValueError where they
-    differ in parameters or shapes, or where the boxes of the source, equal ones counted once, have
-    not as many elements as the parameter.
+    The layouts may differ in mesh and ranks. Raises ValueError if they differ in parameters or
+    shapes, or if the source's boxes, equal ones counted once, do not have the parameter's size.
     """
     _check(src, dst)
     groups: dict[tuple[tuple[int, ...], Rule, Rule], list[str]] = defaultdict(list)
@@ -147,30 +146,32 @@ def plan(src: Layout, dst: Layout) -> Plan:
 def _check(src: Layout, dst: Layout) -> None:
     for name in dst.rules.keys() | src.rules.keys():
         if name not in src.rules or name not in dst.rules:
-            where = "source" if name not in src.rules else "destination"
-            raise ValueError(f"{name}: the {where} layout has no parameter of that name")
+            side = "source" if name not in src.rules else "destination"
+            raise ValueError(f"{name}: the {side} layout has no parameter of that name")
         if tuple(src.shapes[name]) != tuple(dst.shapes[name]):
             raise ValueError(f"{name}: {src.shapes[name]} in the source, {dst.shapes[name]} after")
 
 
 def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
-    """The transfers of one parameter: each destination place meets the boxes of the source."""
+    """The transfers of one parameter: destination boxes intersected with source boxes."""
     holders: dict[tuple[Box, ...], list[Coordinates]] = defaultdict(list)
     for cell, boxes in src.cells(name).items():
         if boxes:
             holders[boxes].append(cell)
     size = Box.whole(src.shapes[name]).size
-    found = sum(box.size for boxes in holders for box in boxes)
-    if found != size:
-        raise ValueError(f"{name}: the source holds {found} of {size} elements, counted once each")
+    num_elements = sum(box.size for boxes in holders for box in boxes)
+    if num_elements != size:
+        raise ValueError(
+            f"{name}: the source holds {num_elements} of {size} elements, counted once each"
+        )
     for cell, boxes in dst.cells(name).items():
         receivers = dst.ranks(name, cell)
-        own = _coordinates(src, receivers)
+        coordinates = _coordinates(src, receivers)
         covered = 0
         for held, cells in holders.items():
             overlaps = [o for a in boxes for b in held if (o := a.intersect(b)) is not None]
             if overlaps:
-                senders = _senders(src, name, cells, own)
+                senders = _senders(src, name, cells, coordinates)
                 for box in overlaps:
                     covered += box.size
                     yield Transfer(box, senders, receivers)
@@ -180,36 +181,36 @@ def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
 
 
 def _senders(
-    src: Layout, name: str, cells: list[Coordinates], own: dict[str, np.ndarray]
+    src: Layout, name: str, cells: list[Coordinates], receiver: dict[str, np.ndarray]
 ) -> np.ndarray:
     """For each receiver the holder that is nearest to it in the source mesh.
 
-    `cells` are the places along the split axes that hold the same boxes, `own` the receivers'
-    coordinates in the source mesh. On all other axes a sender has the receiver's own.
+    `cells` are the coordinates on the split axes that hold the same boxes, `receiver` the
+    receivers' coordinates in the source mesh. On all other axes sender and receiver agree.
     """
-    rule, mesh, own = src.rules[name], src.mesh, dict(own)
+    rule, mesh, receiver = src.rules[name], src.mesh, dict(receiver)
     axes = [split.axis for split in rule.splits]
     if axes:
         options = np.array(cells)
-        # The receiver's own place where it is one of the holders, else spread over them.
-        place = np.stack([own[axis] for axis in axes], 1)
-        same = (place[:, None] == options[None]).all(-1)
-        spread = (place * np.cumprod([1, *map(mesh.extent, axes[:-1])])).sum(1) % len(cells)
+        # The receiver's own coordinate if it is a holder, else spread over the holders.
+        wanted = np.stack([receiver[axis] for axis in axes], 1)
+        same = (wanted[:, None] == options[None]).all(-1)
+        spread = (wanted * np.cumprod([1, *map(mesh.extent, axes[:-1])])).sum(1) % len(cells)
         chosen = options[np.where(same.any(1), same.argmax(1), spread)]
-        own |= {axis: chosen[:, i] for i, axis in enumerate(axes)}
-    if "pp" in own:
+        receiver |= {axis: chosen[:, i] for i, axis in enumerate(axes)}
+    if "pp" in receiver:
         stages = np.array(rule.stages)
-        held = np.isin(own["pp"], stages)
-        own["pp"] = np.where(held, own["pp"], stages[own["pp"] % len(stages)])
-    return mesh.grid()[tuple(own[axis] for axis, _ in mesh.axes)]
+        held = np.isin(receiver["pp"], stages)
+        receiver["pp"] = np.where(held, receiver["pp"], stages[receiver["pp"] % len(stages)])
+    return mesh.grid()[tuple(receiver[axis] for axis, _ in mesh.axes)]
 
 
 def _coordinates(layout: Layout, ranks: np.ndarray) -> dict[str, np.ndarray]:
-    """By axis; a rank outside of the mesh counts as one within."""
+    """Coordinates of `ranks` by axis; a rank outside of the mesh is wrapped into it."""
     mesh = layout.mesh
-    places = np.zeros(1 + max(ranks.max(), *mesh.ranks), np.int64) - 1
-    places[list(mesh.ranks)] = np.arange(mesh.size)
-    found = places[ranks]
-    found = np.where(found < 0, ranks % mesh.size, found)
+    index_of_rank = np.zeros(1 + max(ranks.max(), *mesh.ranks), np.int64) - 1
+    index_of_rank[list(mesh.ranks)] = np.arange(mesh.size)
+    index = index_of_rank[ranks]
+    index = np.where(index < 0, ranks % mesh.size, index)
     sizes = [size for _, size in mesh.axes]
-    return dict(zip(mesh.names, np.unravel_index(found, sizes), strict=True))
+    return dict(zip(mesh.names, np.unravel_index(index, sizes), strict=True))

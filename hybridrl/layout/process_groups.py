@@ -1,13 +1,13 @@
-"""Process groups that only their members make, under names that all members derive alike.
+"""Process groups that only their members create, under names that all members derive alike.
 
-`torch.distributed.new_group` offers two ways. Either every rank of the world takes part in every
-group, which takes seconds with many groups at 512 ranks. Or, with `use_local_synchronization`, only
-the members do; but torch then puts the number of groups that the process has made so far into the
-name, so members that have made different numbers of groups wait for each other under two names.
+By default every rank of the world must call `torch.distributed.new_group`, which takes seconds
+with many groups at 512 ranks. With `use_local_synchronization` only the members call it. But then
+torch puts the process's count of groups into the name, so members whose counts differ wait for
+each other under two names.
 
-Here a name consists of the group's ranks and of how many groups of exactly these ranks came before.
-All members of a group make all groups of these ranks, so they count alike, whatever else each of
-them has made. Members must make their groups in one common order; `WeightSwitch` sorts them.
+Here a name consists of the group's ranks and the number of earlier groups of exactly these ranks.
+All members count these groups alike, whatever other groups each of them has created. Members must
+create their groups in one common order; `WeightSwitch` sorts them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ GROUP_TIMEOUT_S = 120.0
 
 
 class GroupTimeout(RuntimeError):
-    """Some members of a process group did not come; the message names the group and them."""
+    """Some members of a process group did not join; the message names the group and them."""
 
 
 def group_name(ranks: Sequence[int], num_before: int) -> str:
@@ -31,9 +31,9 @@ def group_name(ranks: Sequence[int], num_before: int) -> str:
 
 
 def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.ProcessGroup:
-    """Make the process group of `ranks` (numbers in the world, ascending); only they call it.
+    """Create the process group of `ranks` (global ranks, ascending); only they call it.
 
-    Raises GroupTimeout where a member has not called it after `timeout_s` seconds.
+    Raises GroupTimeout if a member has not called it after `timeout_s` seconds.
     """
     members = tuple(ranks)
     rank = dist.get_rank()
@@ -67,7 +67,7 @@ def _prefix(ranks: Sequence[int]) -> str:
 
 
 def _meet(store: Any, name: str, members: Sequence[int], rank: int, timeout_s: float) -> None:
-    """Wait until all members have come to make the group `name`."""
+    """Wait until all members have called `new_group` for the group `name`."""
     keys = {member: f"{name}/here/{member}" for member in members}
     store.set(keys[rank], "")
     try:

@@ -17,7 +17,7 @@ from hybridrl.layout.plan import Plan, plan
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """How weights get from training to generation, and by which order of ranks."""
+    """The plan from the training to the generation layout, and the order of ranks in it."""
 
     plan: Plan
     grouping: Grouping
@@ -25,10 +25,10 @@ class Switch:
 
     @property
     def theory(self) -> int:
-        """Elements received by all ranks where shards nest: M/(p_g t_g) - M/(p f t) by each.
+        """Elements received by all ranks if shards nest: M/(p_g t_g) - M/(p f t) by each.
 
         HybridFlow's formula (section 5.4) with FSDP's split f among those of training. Exact for
-        parameters that all axes split evenly; a norm, which tp ranks have whole, differs a little.
+        parameters that all axes split evenly; a norm, replicated over tp, differs a little.
         """
         mesh, dst = self.plan.src.mesh, self.plan.dst.mesh
         shards = mesh.extent("pp") * mesh.extent("fsdp") * mesh.extent("tp")
@@ -50,9 +50,8 @@ def plan_switch(
 ) -> Switch:
     """Plan the switch; `auto` tries every order and keeps the one that moves the fewest bytes.
 
-    See `gen_layout` for `vocab_multiple`. With `ascending`, for engines whose process groups number
-    their members as the world does, the ranks of every pp and tp group must ascend. Raises
-    ConfigError for a `grouping` in which they do not.
+    See `gen_layout` for `vocab_multiple`. With `ascending` the ranks of every pp and tp group must
+    ascend, for engines whose groups follow global ranks. Raises ConfigError for another `grouping`.
     """
     num_layers = 1 + max(parameter.layer for parameter in parameters)
     stages = stage_of_layer or stages_of_layers(num_layers, axes.pp)

@@ -1,17 +1,17 @@
-"""When which part of a plan travels: rounds that never hold more than a bucket. Pure data.
+"""Transfer rounds: a plan cut into rounds that never hold more than a bucket. Pure data.
 
 Invariants, asserted by the tests:
 1. copies, gathers and exchanges of a rank together are its moves of the plan, each element once;
 2. a round takes at most one bucket of scratch on every rank, whatever the size of a parameter;
 3. what a rank sends in a round is what its peers expect in that round, in the same order.
 
-A rank computes the schedule of the ranks that it is connected with, and no others: all of them
-compute the same one, so nothing is agreed upon over the wire.
+A rank computes the rounds of the ranks that it is connected with, and no others. All of them
+compute the same rounds, so they need no message to agree.
 
-Two ways to travel. Where the members of a group each give all the others the same boxes, of equal
-shapes (the micro data-parallel group of HybridFlow, section 5.3: training shards that nest evenly
-in a generation shard), buckets are all-gathered. All else goes from rank to rank: a move gets the
-earliest round in which both its sender and its receiver have room, and is cut where they have not.
+Buckets are all-gathered if every member of a group sends all others the same boxes, of equal
+shapes: the micro data-parallel group of HybridFlow, section 5.3, whose training shards nest evenly
+in a generation shard. All other moves go from rank to rank. A move gets the earliest round in
+which both its sender and its receiver have room, and is cut if it does not fit.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces that lie behind each other on their way to or from `peer`."""
+    """Pieces sent to, or received from, `peer` in one buffer."""
 
     peer: int
     pieces: tuple[Piece, ...]
@@ -57,7 +57,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A round in which all `ranks` get everyone's pieces; pieces of all have the same shapes."""
+    """An all-gather among `ranks`; every member contributes pieces of the same shapes."""
 
     ranks: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
@@ -65,13 +65,13 @@ class Gather:
 
     @property
     def size(self) -> int:
-        """Elements that each member gives."""
+        """Elements that each member contributes."""
         return sum(piece.box.size for piece in self.pieces[0])
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRounds:
-    """What one rank does: `copies` of its own, and rounds in this order."""
+    """The work of one rank: local `copies`, then gathers, then exchanges."""
 
     copies: tuple[Piece, ...]
     gathers: tuple[Gather, ...]
@@ -79,11 +79,11 @@ class TransferRounds:
 
 
 def transfer_rounds(plan: Plan, rank: int, bucket: int, least_group: int = 3) -> TransferRounds:
-    """The schedule of `rank` for rounds of at most `bucket` elements of scratch.
+    """The rounds of `rank`, each with at most `bucket` elements of scratch.
 
-    An exchange may fill half of the bucket with what it sends and half with what it receives, a
-    gather among n ranks holds n + 1 parts. Groups of fewer than `least_group` exchange, which costs
-    no process group.
+    An exchange may fill half of the bucket with sent and half with received elements; a gather
+    among n ranks holds n + 1 shards. Groups smaller than `least_group` exchange instead, which
+    needs no process group.
     """
     links = [_Links(cls, plan.num_ranks, least_group) for cls in plan.classes]
     by_name = {name: link for link in links for name in link.names}
@@ -93,8 +93,8 @@ def transfer_rounds(plan: Plan, rank: int, bucket: int, least_group: int = 3) ->
     for name, link in zip(plan.dst.rules, names, strict=True):
         copies += [Piece(name, box) for box in link.kept.get(rank, ())]
         if group := link.group_of.get(rank):
-            given = [[Piece(name, box) for box in link.given[member]] for member in group]
-            groups[group] += zip(*given, strict=True)
+            pieces = [[Piece(name, box) for box in link.contributed[member]] for member in group]
+            groups[group] += zip(*pieces, strict=True)
     return TransferRounds(
         tuple(copies),
         tuple(
@@ -107,18 +107,18 @@ def transfer_rounds(plan: Plan, rank: int, bucket: int, least_group: int = 3) ->
 
 
 _LOOK_BACK = 64
-"""Rounds before its last one in which a rank may still get something."""
+"""Rounds before a rank's last one that are still searched for room."""
 
 _ByPeer = dict[int, list[Piece]]
 
 
 class _Links:
-    """Who gives what to whom, for every parameter of a class."""
+    """Senders, receivers and boxes, for every parameter of a class."""
 
     def __init__(self, cls: ParameterClass, num_ranks: int, least_group: int) -> None:
         self.names = cls.names
         self.kept: dict[int, list[Box]] = defaultdict(list)
-        self.given: dict[int, list[Box]] = {}
+        self.contributed: dict[int, list[Box]] = {}
         self.group_of: dict[int, tuple[int, ...]] = {}
         ids: dict[Box, int] = {}
         parts = [np.zeros((0, 3), np.int64)]
@@ -131,23 +131,26 @@ class _Links:
         self.boxes = list(ids)
         links = np.concatenate(parts)
         gathered = np.zeros(len(links), bool)
-        for found in _split(links, num_ranks):
-            gathered[found] = self._gathers(links[found], least_group)
+        for group in _split(links, num_ranks):
+            gathered[group] = self._gathers(links[group], least_group)
         self.exchanged = links[~gathered]
 
     def _gathers(self, links: np.ndarray, least_group: int) -> bool:
         """Whether connected links are an all-gather: every member gives all others the same."""
         ranks = np.unique(links[:, :2])
-        given, counts = np.unique(links[:, [0, 2]], axis=0, return_counts=True)
+        distinct, counts = np.unique(links[:, [0, 2]], axis=0, return_counts=True)
         if len(ranks) < least_group or (counts != len(ranks) - 1).any():
             return False
         boxes: dict[int, list[Box]] = {rank: [] for rank in ranks.tolist()}
-        for sender, box in given.tolist():
+        for sender, box in distinct.tolist():
             boxes[sender].append(self.boxes[box])
-        if len({tuple(box.shape for box in sorted(own)) for own in boxes.values()}) > 1:
+        if (
+            len({tuple(box.shape for box in sorted(rank_boxes)) for rank_boxes in boxes.values()})
+            > 1
+        ):
             return False
-        for rank, own in boxes.items():
-            self.given[rank] = sorted(own)
+        for rank, rank_boxes in boxes.items():
+            self.contributed[rank] = sorted(rank_boxes)
             self.group_of[rank] = tuple(boxes)
         return True
 
@@ -157,7 +160,7 @@ def _split(links: np.ndarray, num_ranks: int) -> Iterator[np.ndarray]:
     labels = _connected(links, num_ranks)[links[:, 0]]
     order = np.argsort(labels, kind="stable")
     borders = np.flatnonzero(np.diff(labels[order])) + 1
-    return (found for found in np.split(order, borders) if len(found))
+    return (indices for indices in np.split(order, borders) if len(indices))
 
 
 def _connected(links: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -181,17 +184,17 @@ def _gathers(
     bucket: list[list[Piece]] = [[] for _ in rows[0]]
     filled = 0
     for row in rows:
-        cuts = [list(_cut_to(piece.box, room)) for piece in row]
-        for parts in zip(*cuts, strict=True):
-            rest: list[Box] = list(parts)
-            while rest:
-                taken = [_take(box, room - filled) for box in rest]
-                heads = [head for head, _ in taken if head]
+        fitting = [list(_cut_to(piece.box, room)) for piece in row]
+        for boxes in zip(*fitting, strict=True):
+            remaining: list[Box] = list(boxes)
+            while remaining:
+                cuts = [_split_rows(box, room - filled) for box in remaining]
+                heads = [head for head, _ in cuts if head]
                 if heads:
-                    for own, piece, head in zip(bucket, row, heads, strict=True):
-                        own.append(Piece(piece.name, head))
+                    for member_bucket, piece, head in zip(bucket, row, heads, strict=True):
+                        member_bucket.append(Piece(piece.name, head))
                     filled += heads[0].size
-                    rest = [tail for _, tail in taken if tail]
+                    remaining = [tail for _, tail in cuts if tail]
                 else:
                     yield tuple(map(tuple, bucket))
                     bucket, filled = [[] for _ in row], 0
@@ -205,22 +208,22 @@ def _exchanges(plan: Plan, links: Sequence[_Links], rank: int, room: int) -> Ite
     moves: dict[str, list[tuple[Box, int, int]]] = {}
     for link in links:
         near = nearest[link.exchanged[:, 0]] == nearest[rank]
-        found = [(link.boxes[box], src, dst) for src, dst, box in link.exchanged[near].tolist()]
-        moves |= dict.fromkeys(link.names, found)
+        of_class = [(link.boxes[box], src, dst) for src, dst, box in link.exchanged[near].tolist()]
+        moves |= dict.fromkeys(link.names, of_class)
     sent, received = _Buckets(room), _Buckets(room)
     rounds: dict[int, tuple[_ByPeer, _ByPeer]] = defaultdict(
         lambda: (defaultdict(list), defaultdict(list))
     )
     for name in _alternating(plan):
         for box, src, dst in moves[name]:
-            for part in _cut_to(box, room):
-                rest: Box | None = part
-                while rest:
-                    number, taken, rest = _place(rest, sent, src, received, dst)
+            for fitting in _cut_to(box, room):
+                remaining: Box | None = fitting
+                while remaining:
+                    number, head, remaining = _first_fit(remaining, sent, src, received, dst)
                     if src == rank:
-                        rounds[number][0][dst].append(Piece(name, taken))
+                        rounds[number][0][dst].append(Piece(name, head))
                     elif dst == rank:
-                        rounds[number][1][src].append(Piece(name, taken))
+                        rounds[number][1][src].append(Piece(name, head))
     for _, (outgoing, incoming) in sorted(rounds.items()):
         yield Exchange(_messages(outgoing), _messages(incoming))
 
@@ -241,8 +244,8 @@ def _alternating(plan: Plan) -> Iterator[str]:
 class _Buckets:
     """How full the bucket of every rank is in every round.
 
-    Invariant: rounds before `first[rank]` have less than a sixteenth left. They are not looked at,
-    nor are those long before the rank's last one: a full search takes minutes for large models.
+    Invariant: rounds before `first[rank]` have less than a sixteenth left. The search skips them
+    and rounds long before the rank's last one: a full search takes minutes for large models.
     """
 
     def __init__(self, room: int) -> None:
@@ -262,29 +265,32 @@ class _Buckets:
         self.first[rank] = first
 
 
-def _place(
+def _first_fit(
     box: Box, sent: _Buckets, src: int, received: _Buckets, dst: int
 ) -> tuple[int, Box, Box | None]:
-    """The earliest round with room for some of `box`; what goes there and what is left."""
+    """The earliest round with room for some of `box`, the box in it, and the remaining box."""
     least = _row(box)
     round = max(sent.earliest(src), received.earliest(dst))
-    out, come = sent.filled[src], received.filled[dst]
-    while round < max(len(out), len(come)):
-        most = max(out[round] if round < len(out) else 0, come[round] if round < len(come) else 0)
+    sizes_out, sizes_in = sent.filled[src], received.filled[dst]
+    while round < max(len(sizes_out), len(sizes_in)):
+        most = max(
+            sizes_out[round] if round < len(sizes_out) else 0,
+            sizes_in[round] if round < len(sizes_in) else 0,
+        )
         if sent.room - most >= least:
             break
         round += 1
     else:
         most = 0
-    head, tail = _take(box, sent.room - most)
+    head, tail = _split_rows(box, sent.room - most)
     assert head, (box, sent.room)
     sent.add(src, round, head.size)
     received.add(dst, round, head.size)
     return round, head, tail
 
 
-def _take(box: Box, room: int) -> tuple[Box | None, Box | None]:
-    """As many whole rows of `box` as `room` elements hold, and the rest."""
+def _split_rows(box: Box, room: int) -> tuple[Box | None, Box | None]:
+    """As many full rows of `box` as fit into `room` elements, and the remaining box."""
     if box.size <= room:
         return box, None
     rows = room // _row(box)
@@ -305,7 +311,7 @@ def _row(box: Box) -> int:
 
 
 def _cut_to(box: Box, room: int, dim: int = 0) -> Iterator[Box]:
-    """Parts of `box` of which a row, at least, fits into `room` elements."""
+    """Boxes that together are `box`, of each of which at least a row fits into `room` elements."""
     if dim + 1 >= len(box.shape) or prod(box.shape[dim + 1 :]) <= room:
         yield box
         return

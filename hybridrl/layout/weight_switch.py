@@ -1,4 +1,4 @@
-"""The weight switch: a plan carried out over torch.distributed, in buckets."""
+"""The weight switch (HybridFlow: resharding): a plan executed in buckets."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,17 +32,17 @@ class SwitchStats:
     path: str
     """How parameters travelled: gather, exchange, both (gather+exchange), or local."""
     bytes_theory: int
-    """Bytes that the rank must receive at its place: what it shall hold less what it held."""
+    """Lower bound on the bytes that the rank receives: `Plan.least`."""
     bytes_received: int = 0
     """Bytes in the buffers that came from other ranks."""
     scratch_bytes: int = 0
     """Most extra memory at a time: buckets."""
     bytes_held: int = 0
-    """Most that tensors on their way into repacked ones took beside (see `LayerwiseSwitch`)."""
+    """Largest size of temporary tensors that an engine repacks (see `LayerwiseSwitch`)."""
     seconds: float = 0.0
     """The whole switch."""
     seconds_pack: float = 0.0
-    """Copies and casts into buckets and of what stays on the rank. On GPUs, their launch."""
+    """Copies and casts into buckets and within the rank. On GPUs, their launch."""
     seconds_wait: float = 0.0
     """Waiting for the wire. On GPUs, until the wait is queued."""
     seconds_copy: float = 0.0
@@ -52,11 +52,11 @@ class SwitchStats:
 class WeightSwitch:
     """Moves the weights of one rank from the source layout of a plan to its destination layout.
 
-    All ranks of the plan make one and call `switch` together, as often as they like; what travels
-    when is computed once. Ranks of the plan are those of `group` (by default, of all processes).
-    Under NCCL it must have run a collective before, as torch's `batch_isend_irecv` demands. `dtype`
-    is the generation weights' and what travels. Scratch is allocated for the time of a
-    switch: two rounds are in flight, each of at most `bucket_bytes`.
+    All ranks of the plan make one and call `switch` together, any number of times; the rounds are
+    computed once. Ranks of the plan are those of `group` (by default, of all processes). Under NCCL
+    it must have run a collective before, as torch's `batch_isend_irecv` demands. Weights are sent
+    in `dtype`, the generation weights'. Scratch is allocated during a switch: two rounds are in
+    flight, each of at most `bucket_bytes`.
 
     Example: with `source["w"]` rows 2 and 3 of a [4, 8] matrix and `destination["w"]` all of it,
     rank 1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
@@ -76,35 +76,39 @@ class WeightSwitch:
         self.dtype = dtype
         self.source = _locals(plan.src, rank)
         self.destination = _locals(plan.dst, rank)
-        made = transfer_rounds(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
+        rounds = transfer_rounds(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
         self._copies = list(
-            zip(_row(made.copies, self.source), _row(made.copies, self.destination), strict=True)
+            zip(
+                _row(rounds.copies, self.source), _row(rounds.copies, self.destination), strict=True
+            )
         )
         sides = self.source, self.destination
         groups = {} if groups is None else groups
-        for ranks in {g.ranks: 0 for g in made.gathers}:
+        for ranks in {g.ranks: 0 for g in rounds.gathers}:
             if ranks not in groups:
                 members = [dist.get_global_rank(group, r) if group else r for r in ranks]
                 groups[ranks] = new_group(members)
         self._rounds: list[_Round] = [
-            *(_GatherRound(gather, rank, *sides, groups[gather.ranks]) for gather in made.gathers),
-            *(_ExchangeRound(exchange, *sides, group) for exchange in made.exchanges),
+            *(
+                _GatherRound(gather, rank, *sides, groups[gather.ranks])
+                for gather in rounds.gathers
+            ),
+            *(_ExchangeRound(exchange, *sides, group) for exchange in rounds.exchanges),
         ]
-        used = (["gather"] if made.gathers else []) + (["exchange"] if made.exchanges else [])
+        used = (["gather"] if rounds.gathers else []) + (["exchange"] if rounds.exchanges else [])
         self.path = "+".join(used) or "local"
         self.bytes_theory = int(plan.least[rank]) * dtype.itemsize
 
     def switch(self, source: Tensors, destination: Tensors) -> SwitchStats:
         """Fill `destination` from `source`; every rank of the plan calls it.
 
-        Both hold the rank's own part of a parameter under its name, as `layout.local(name, rank)`
-        says, padding included: boxes lie behind each other along the dimension they differ in. A
-        parameter of which the rank holds nothing may be missing. `source` may hold DTensors;
-        `destination` is written in place and may be views of fused tensors. A tied name beside its
-        layout's name must share the storage.
+        Both hold the rank's shard of each parameter under its name, as `layout.local(name, rank)`
+        says, padding included: its boxes are concatenated (`LocalTensor`). A parameter of which
+        the rank holds nothing may be missing. `source` may hold DTensors; `destination` is written
+        in place and may hold views of fused tensors. A second, tied name must share the storage.
 
-        Afterwards each destination equals the whole parameter's part, cast to `dtype`, bit for bit;
-        padding in it is left as it was. Raises ValueError, before anything is sent, where a name is
+        Afterwards each destination equals its boxes of the parameter, cast to `dtype`, bit for bit;
+        padding in it is unchanged. Raises ValueError, before anything is sent, if a name is
         missing or a shape or dtype is not the layout's.
         """
         begun = time.perf_counter()
@@ -126,14 +130,14 @@ class WeightSwitch:
             round.pack(slots[i % 2], source)
             stats.seconds_pack += time.perf_counter() - begun_round
             work.append(round.start(slots[i % 2]))
-            if i:  # the last round is copied out while this one travels
+            if i:  # the last round is copied out while this one is sent
                 self._finish(i - 1, work, slots, destination, stats)
             else:
-                self._copy_own(source, destination, stats)
+                self._copy_kept(source, destination, stats)
         if self._rounds:
             self._finish(len(self._rounds) - 1, work, slots, destination, stats)
         else:
-            self._copy_own(source, destination, stats)
+            self._copy_kept(source, destination, stats)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
         stats.seconds = time.perf_counter() - begun
@@ -156,10 +160,10 @@ class WeightSwitch:
         stats.seconds_wait += waited - begun
         stats.seconds_copy += time.perf_counter() - waited
 
-    def _copy_own(self, source: Tensors, destination: Tensors, stats: SwitchStats) -> None:
+    def _copy_kept(self, source: Tensors, destination: Tensors, stats: SwitchStats) -> None:
         begun = time.perf_counter()
-        for here, there in self._copies:
-            there.of(destination).copy_(here.of(source))
+        for source_box, destination_box in self._copies:
+            destination_box.of(destination).copy_(source_box.of(source))
         stats.seconds_pack += time.perf_counter() - begun
 
     def _check(self, source: Tensors, destination: Tensors) -> None:
@@ -189,7 +193,7 @@ class WeightSwitch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PackedBox:
     """A box: `index` in a rank's tensor of the parameter, [start, stop) in a row of a bucket."""
 
     name: str
@@ -209,19 +213,19 @@ class _Part:
         self.of(destination).copy_(row[self.start : self.stop].view(self.shape))
 
 
-def _row(pieces: Iterable[Piece], local: Mapping[str, LocalTensor]) -> list[_Part]:
-    """The pieces behind each other in a row."""
-    parts, start = [], 0
+def _row(pieces: Iterable[Piece], local: Mapping[str, LocalTensor]) -> list[_PackedBox]:
+    """The pieces, packed into a row one after another."""
+    boxes, start = [], 0
     for piece in pieces:
         stop = start + piece.box.size
         index = local[piece.name].slices(piece.box)
-        parts.append(_Part(piece.name, index, piece.box.shape, start, stop))
+        boxes.append(_PackedBox(piece.name, index, piece.box.shape, start, stop))
         start = stop
-    return parts
+    return boxes
 
 
 class _ExchangeRound:
-    """What is sent lies before what is received, each by peer."""
+    """A round of point-to-point messages; the slot holds sent, then received boxes, by peer."""
 
     def __init__(
         self,
@@ -242,8 +246,8 @@ class _ExchangeRound:
         self.scratch = self.num_sent + self.received
 
     def pack(self, slot: torch.Tensor, source: Tensors) -> None:
-        for part in self.sends:
-            part.pack(slot, source)
+        for box in self.sends:
+            box.pack(slot, source)
 
     def start(self, slot: torch.Tensor) -> list[dist.Work]:
         operations, offset = [], 0
@@ -254,12 +258,12 @@ class _ExchangeRound:
         return dist.batch_isend_irecv(operations)
 
     def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
-        for part in self.receives:
-            part.unpack(slot[self.num_sent :], destination)
+        for box in self.receives:
+            box.unpack(slot[self.num_sent :], destination)
 
 
 class _GatherRound:
-    """The rank's own part lies before those of all members."""
+    """An all-gather; the slot holds the rank's contribution, then those of all members."""
 
     def __init__(
         self,
@@ -271,7 +275,7 @@ class _GatherRound:
     ) -> None:
         self.group, self.size = group, gather.size
         self.shape = (len(gather.ranks), gather.size)
-        self.own = _row(gather.pieces[gather.ranks.index(rank)], source)
+        self.contributed = _row(gather.pieces[gather.ranks.index(rank)], source)
         self.others = [
             (member, _row(pieces, destination))
             for member, pieces in enumerate(gather.pieces)
@@ -281,19 +285,19 @@ class _GatherRound:
         self.scratch = self.size * (1 + len(gather.ranks))
 
     def pack(self, slot: torch.Tensor, source: Tensors) -> None:
-        for part in self.own:
-            part.pack(slot, source)
+        for box in self.contributed:
+            box.pack(slot, source)
 
     def start(self, slot: torch.Tensor) -> list[dist.Work]:
-        own = slot[None, : self.size]
-        work = _all_gather(self._gathered(slot), own, group=self.group, async_op=True)
+        contribution = slot[None, : self.size]
+        work = _all_gather(self._gathered(slot), contribution, group=self.group, async_op=True)
         return [work]
 
     def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
         gathered = self._gathered(slot)
-        for member, parts in self.others:
-            for part in parts:
-                part.unpack(gathered[member], destination)
+        for member, boxes in self.others:
+            for box in boxes:
+                box.unpack(gathered[member], destination)
 
     def _gathered(self, slot: torch.Tensor) -> torch.Tensor:
         return slot[self.size : self.scratch].view(self.shape)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer, part
+from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer, subplan
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
@@ -54,7 +54,7 @@ def test_parameters_of_a_layer_stand_together() -> None:
 def test_parts_move_what_the_whole_moves(case: tuple[Any, ...]) -> None:
     """Each move once, with the least bytes of each; nothing of other layers is known."""
     whole = plan_of(*case)
-    parts = [part(whole, names) for names in by_layer(whole.dst.rules)]
+    parts = [subplan(whole, names) for names in by_layer(whole.dst.rules)]
     moves = [move for there in parts for move in there.moves()]
     assert sorted(map(repr, moves)) == sorted(map(repr, whole.moves()))
     for count in ("received", "sent", "kept"):

@@ -159,5 +159,5 @@ def test_where_boxes_lie_in_a_rank_s_tensor() -> None:
     scalar = Box((), ())
     assert LocalTensor((scalar,)).shape == ()
     assert LocalTensor((scalar,)).slices(scalar) == ()
-    with pytest.raises(AssertionError, match="lies in none of"):
+    with pytest.raises(AssertionError, match="is inside none of"):
         two.slices(Box((1, 1), (5, 3)))
