@@ -1,4 +1,4 @@
-"""Low-rank adapters in a Hugging Face model: peft makes them, here they get names and places.
+"""Low-rank adapters (LoRA) in a Hugging Face model: created by peft, named and laid out here.
 
 A layer `q_proj` with weight W [out, in] gets `lora_A` [rank, in] and `lora_B` [out, rank] and
 computes W x + scaling B A x (Hu et al., arXiv 2106.09685, section 4.1). B begins at zero, so the
@@ -21,12 +21,12 @@ from hybridrl.models.stages import ADAPTER, head_name, plain_name
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: torch.dtype) -> Any:
-    """Give `model` adapters and freeze its weights, which are kept in `frozen` from now on.
+    """Add adapters to `model` and freeze its weights, converted to the dtype `frozen`.
 
-    Answers with peft's own config of them.
+    Returns peft's config of the adapters.
 
-    The head of a sequence classifier is trained as it is. The same `seed` gives the same adapters
-    whatever the ranks; the caller's generator of random numbers is left as it was. Raises
+    The head of a sequence classifier is trained in full. The same `seed` gives the same adapters
+    on all ranks; the caller's random state is unchanged. Raises
     ValueError for a layer that the model does not have, see `check_lora`.
     """
     from peft import inject_adapter_in_model
@@ -59,7 +59,7 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig) -> Any:
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Names of the layers with adapters, as they are called within a block."""
+    """Names, within a block, of the layers with adapters."""
     known = _linear_layers(model)
     if ALL_LINEAR in lora.target_modules:
         return known
@@ -90,25 +90,25 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def pair_of(weight: str) -> tuple[str, str]:
-    """The names of A and B of a weight `....q_proj.weight`, if it has adapters."""
+    """The names that A and B of a weight `....q_proj.weight` would have."""
     module = weight.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def adapter_parameters(model: PreTrainedModel, parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The adapters in `model`, whole, as layouts see them; `parameters` are the model's own.
+    """The adapters in `model` as `Parameter`s of a layout; `parameters` are the base model's.
 
-    Tensor parallelizm cuts an adapter where it cuts the weight: B along the outputs, A along the
-    inputs. So a rank's part of B A is B's part times A's, and of the pair one is always whole.
+    Tensor parallelism cuts an adapter where it cuts the weight: B along the outputs, A along the
+    inputs. So a rank's shard of B A is B's shard times A's, and one of the two is replicated.
     """
     shapes = {plain_name(name): tuple(p.shape) for name, p in model.named_parameters()}
-    found = []
+    adapters = []
     for parameter in parameters:
         for dim, name in zip((1, 0), pair_of(parameter.name), strict=True):
             if name not in shapes:
                 continue
             cut = parameter.tp_dim == dim
-            found.append(
+            adapters.append(
                 replace(
                     parameter,
                     name=name,
@@ -117,4 +117,4 @@ def adapter_parameters(model: PreTrainedModel, parameters: Sequence[Parameter]) 
                     units=parameter.units if cut else 0,
                 )
             )
-    return found
+    return adapters

@@ -6,13 +6,13 @@ from typing import Any
 from torch import nn
 
 _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache"})
-"""Keywords of the model's own call, which layers hand on and no attention function reads."""
+"""Keywords of the model's call that layers pass through and no attention function reads."""
 
 
 def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError for one that has a value and is not computed, such as gpt-oss's `s_aux`.
+    """Raise ValueError for a keyword that would be ignored, such as gpt-oss's `s_aux`.
 
-    `keywords` are those that the attention function has no parameter for.
+    `keywords` are those without a parameter in the attention function.
     """
     for name, value in keywords.items():
         if value is not None and value is not False and name not in _WITHOUT_EFFECT:

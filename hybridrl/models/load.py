@@ -1,4 +1,4 @@
-"""Hugging Face decoders: from safetensors only, and only what is computed right."""
+"""Loads Hugging Face decoders, from safetensors only; refuses unsupported architectures."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The model's config. A local directory stays local.
 
-    Raises ConfigError, which names `key`, where `path` is no model.
+    Raises ConfigError, which names `key`, if `path` is no model.
     """
     directory = Path(path)
     if directory.exists() and not (directory / "config.json").is_file():
@@ -55,15 +55,15 @@ def load_causal_lm(
 def load_value_model(
     path: str, attn_implementation: str, dtype: torch.dtype = torch.float32, key: str = "model.path"
 ) -> PreTrainedModel:
-    """A model that gives one number a token: a sequence classifier with its head `score`, no bias.
+    """A value model, one number a token: a sequence classifier with a head `score` without bias.
 
-    From a classifier's directory the head is loaded. From a causal language model's it begins at
-    zero, and the vocabulary's is left out: every rank begins alike without a seed, the first values
-    are 0, so that the first advantages are plain returns, and the first step moves the head alone,
-    with nothing random flowing back into the trained layers. Nothing is tied.
+    A classifier's directory has the head. With a causal language model the head starts at zero, and
+    the vocabulary's head is dropped. So every rank starts alike without a seed, and the first
+    values are 0: the first advantages are plain returns. The first step changes the head alone; no
+    random gradient reaches the trained layers. Nothing is tied.
 
-    Raises as `load_causal_lm` does, in the name of `key`; also for a classifier with another number
-    of labels than one.
+    Raises as `load_causal_lm` does, in the name of `key`; also for a classifier with more than one
+    label.
     """
     config = load_value_config(path, key)
     model, missing = _load(
@@ -77,7 +77,7 @@ def load_value_model(
 
 
 def load_value_config(path: str, key: str = "model.path") -> PretrainedConfig:
-    """The config of `load_value_model`; raises for what it would refuse by its config."""
+    """The config of `load_value_model`; raises as that does for an unsuitable config."""
     config = load_config(path, key)
     if is_classifier(config) and config.num_labels != 1:
         allowed = f"a classifier with one label (num_labels is {config.num_labels})"
@@ -146,7 +146,7 @@ def _is_dropout(name: str, value: object) -> bool:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raise ValueError for a model whose logits or attention would come out wrong, naming why.
+    """Raise ValueError for a model whose logits or attention would be wrong, with the reason.
 
     Refused: logits that are scaled or capped after the head, capped attention scores, layers that
     are neither full nor sliding-window attention (recurrent ones would leak between sequences),
@@ -165,8 +165,10 @@ def check_supported(config: PretrainedConfig) -> None:
             )
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(config, "is_encoder_decoder", False):
-        what = ", ".join(sorted(other)) or "an encoder"
-        raise ValueError(f"model type {config.model_type}: {what} is not supported; {supported}")
+        unsupported = ", ".join(sorted(other)) or "an encoder"
+        raise ValueError(
+            f"model type {config.model_type}: {unsupported} is not supported; {supported}"
+        )
 
 
 def _line(error: Exception) -> str:

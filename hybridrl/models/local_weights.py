@@ -1,4 +1,4 @@
-"""Weights from safetensors into one rank's part of a model: each rank reads what it holds."""
+"""Loads one rank's shards of a model from safetensors, without reading other elements."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from hybridrl.models.shard import GenParallel, instance_layout
 def weight_files(path: str) -> dict[str, Path]:
     """The file of each tensor of the model at `path`, a directory or a hub name.
 
-    Raises OSError where there are none that can be read.
+    Raises OSError if none can be read.
     """
     index = _optional(path, "model.safetensors.index.json")
     if index is None:
@@ -32,16 +32,16 @@ def weight_files(path: str) -> dict[str, Path]:
 
 
 def _optional(path: str, name: str) -> Path | None:
-    """A file of a directory or of a hub's model, which is fetched once; None where it has none."""
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    """A file of a directory or of a hub's model, which is fetched once; None if it is missing."""
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
 
 
 def _required(path: str, name: str) -> Path:
-    found = _optional(path, name)
-    if found is None:
+    file = _optional(path, name)
+    if file is None:
         raise OSError(f"{name} is missing")
-    return found
+    return file
 
 
 def _open(file: Path) -> Any:
@@ -61,20 +61,20 @@ def load_local(
     classifier: bool = False,
     key: str = "model.path",
 ) -> None:
-    """Fill `model` (`shard.local_model` of `config`) with its part of the weights at `path`.
+    """Fill `model` (`shard.local_model` of `config`) with its shards of the weights at `path`.
 
-    Nothing but the rank's own boxes is read; padded rows of a vocabulary become zeros. Raises
-    ConfigError, which names `key`, for weights that are missing, damaged or of another shape.
+    Only the rank's boxes are read; padded rows of a vocabulary become zeros. Raises ConfigError,
+    which names `key`, for weights that are missing, damaged or of another shape.
     """
     layout = instance_layout(config, parallel.pp, parallel.tp, classifier)
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     try:
         files = weight_files(path)
         _check_names(layout.shapes, files, path, key)
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
-            for name, parameter in own.items():
-                # A tied head has the embedding's name on stages without an embedding too.
+            for name, parameter in parameters.items():
+                # A tied head has the embedding's name even on stages without an embedding.
                 file = files[name]
                 if file not in opened:
                     opened[file] = stack.enter_context(_open(file))
@@ -97,9 +97,9 @@ def _check_names(
 
 
 def _fill(tensor: torch.Tensor, stored: Any, held: Box, shape: tuple[int, ...]) -> None:
-    """Copy the box of a stored tensor of `shape`; of the box, what is padding becomes zeros."""
-    part = held.intersect(Box.whole(shape))
-    if part != held:
+    """Copy the box `held` of a stored tensor of `shape`; padding in it becomes zeros."""
+    unpadded = held.intersect(Box.whole(shape))
+    if unpadded != held:
         tensor.zero_()
-    if part is not None:
-        tensor[part.slices(held)].copy_(stored[part.slices()])
+    if unpadded is not None:
+        tensor[unpadded.slices(held)].copy_(stored[unpadded.slices()])

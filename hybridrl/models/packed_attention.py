@@ -1,13 +1,13 @@
 """Attention over one row of packed sequences, through transformers' attention interface.
 
-All sequences of a micro-batch lie behind each other in one row, so no padding token is computed
-anywhere. A micro-batch is described once (`Packing`) and the description travels to every layer
-as an extra keyword of the model's call. Two implementations:
+All sequences of a micro-batch are concatenated in one row, so no padding token is computed. A
+micro-batch is described once (`Packing`); every layer gets the description as an extra keyword of
+the model's call. Two implementations:
 
 - `flash`: flash-attn's variable-length kernel, on a GPU;
-- `torch`: the row is sorted by length, so sequences of one length are a contiguous block, which is
-  viewed as a batch [sequences, heads, length, head_dim] and given to torch's causal attention: one
-  call per distinct length, no padding and no mask over the row.
+- `torch`: the row is sorted by length, so sequences of one length are a contiguous block. torch's
+  causal attention gets it as a batch [sequences, heads, length, head_dim]: one call per distinct
+  length, no padding and no mask over the row.
 """
 
 import importlib.util
@@ -28,12 +28,12 @@ from hybridrl.models.attention_keywords import check_keywords
 logger = logging.getLogger(__name__)
 
 NAME = "hybridrl_packed"
-"""What the attention is called in transformers' interface."""
+"""The attention's name in transformers' interface."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a packed row lie; they stand in the order of ascending length.
+    """The positions of sequences in a packed row, in the order of ascending length.
 
     `blocks` holds (number of sequences, length) of each run of equal lengths, `starts`
     [sequences + 1] the first token of each sequence (int32, on the row's device) and the end,
@@ -57,9 +57,9 @@ def make_packing(
 
 
 def choose_attention(wanted: Attention, device: torch.device) -> Attention:
-    """The implementation to use: flash where it is installed and `device` is a GPU, else torch.
+    """The implementation to use: flash if it is installed and `device` is a GPU, else torch.
 
-    Raises ConfigError where flash is asked for and cannot run.
+    Raises ConfigError if flash is asked for and cannot run.
     """
     has_flash = importlib.util.find_spec("flash_attn") is not None
     usable = has_flash and device.type == "cuda"

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, as an attention function of transformers.
 
-All tokens of a forward pass ride in one row of `input_ids` [1, tokens] with their own
-`position_ids`; a `PagedBatch`, handed to the model as the keyword argument `paged`, says where
-their keys and values go and which pages each sequence reads.
+All tokens of a forward pass are in one row of `input_ids` [1, tokens] with their own
+`position_ids`. The keyword argument `paged` of the model's call, a `PagedBatch`, says which cache
+rows their keys and values are written to and which pages each sequence reads.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ NAME = "hybridrl_paged"
 class KVPool:
     """Keys and values of all layers: `blocks` [layers, blocks, 2, kv_heads, block_size, head_dim].
 
-    The tokens of a block lie together per head, so that gathered blocks are contiguous per head.
+    The tokens of a block are contiguous per head, so that gathered blocks are, too.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class KVPool:
     ) -> None:
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
         shape = (layers, blocks, 2, kv_heads, block_size, head_dim)
-        # Zeros, since masked positions are multiplied by 0 and what is uninitialized may be NaN.
+        # Zeros, since masked positions are multiplied by 0 and uninitialized memory may be NaN.
         if device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
             size = int(np.prod(shape)) * dtype.itemsize
@@ -59,8 +59,8 @@ class KVPool:
         """
         kept = self.blocks.new_empty(len(self.blocks), 2, self.kv_heads, tokens, self.head_dim)
         full, partly = divmod(tokens, self.block_size)
-        whole = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))
-        whole.copy_(self.blocks[:, blocks[:full]].permute(0, 2, 3, 1, 4, 5))
+        full_blocks = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))
+        full_blocks.copy_(self.blocks[:, blocks[:full]].permute(0, 2, 3, 1, 4, 5))
         if partly:
             kept[:, :, :, full * self.block_size :] = self.blocks[:, blocks[full], :, :, :partly]
         return kept.cpu()
@@ -69,18 +69,18 @@ class KVPool:
         """The reverse of `read_blocks`: `kept` [layers, 2, kv_heads, tokens, head_dim]."""
         kept = kept.to(self.blocks.device)
         full, partly = divmod(kept.shape[3], self.block_size)
-        whole = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))
-        self.blocks[:, blocks[:full]] = whole.permute(0, 3, 1, 2, 4, 5)
+        full_blocks = kept[:, :, :, : full * self.block_size].unflatten(3, (full, self.block_size))
+        self.blocks[:, blocks[:full]] = full_blocks.permute(0, 3, 1, 2, 4, 5)
         if partly:
             self.blocks[:, blocks[full], :, :, :partly] = kept[:, :, :, full * self.block_size :]
 
     def rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Where tokens at `offsets` [tokens] in `blocks` [tokens] are written, for `write`."""
+        """Row indices, for `write`, of tokens at `offsets` [tokens] in `blocks` [tokens]."""
         rows = (blocks[:, None] * len(self._heads) + self._heads) * self.block_size
         return (rows + offsets[:, None]).view(-1)
 
     def write(self, layer: int, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Keep `new` [tokens, 2, kv_heads, head_dim] at `rows`."""
+        """Store `new` [tokens, 2, kv_heads, head_dim] at `rows`."""
         self._rows[layer].index_copy_(0, rows, new.reshape(-1, self.head_dim))
 
     def arena(self, tokens: int, lane: int = 0) -> torch.Tensor:
@@ -100,7 +100,7 @@ class KVPool:
     ) -> torch.Tensor:
         """The blocks of `tables` [rows, pages]: [2, rows, kv_heads, pages * block_size, head_dim].
 
-        Contiguous; in the memory of `out` where it is given.
+        Contiguous; in the memory of `out`, if passed.
         """
         heads = self._heads.view(2, 1, -1, 1)
         index = (tables[:, None] * len(self._heads) + heads).view(-1)
@@ -113,10 +113,10 @@ class KVPool:
 class Workspace:
     """The gathered keys and values of a decode group, kept from step to step.
 
-    A step reads them in place and writes one token, instead of copying every block; what the steps
-    wrote reaches the pool by `flush`, before the group changes. `tables` [rows, pages] may have
-    pages to spare, so that it serves until they are full; `positions` [rows] are those of the first
-    step; `memory` is a part of the pool's arena. Costs the running sequences' cache once more.
+    A step reads them in place and writes one token, instead of copying every block. `flush` copies
+    the written tokens to the pool before the group changes. `tables` [rows, pages] may have spare
+    pages, for later steps; `positions` [rows] are those of the first step; `memory` is a slice of
+    the pool's arena. Costs a second copy of the running sequences' cache.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Workspace:
         self._steps = 0
         self.width = tables.shape[1] * pool.block_size
         lines = torch.arange(2 * len(tables) * pool.kv_heads, device=tables.device)
-        # A new token comes as [rows, 2, kv_heads]; its lines lie in [2, rows, kv_heads, width].
+        # A new token is [rows, 2, kv_heads]; its lines index [2, rows, kv_heads, width].
         lines = lines.view(2, -1, pool.kv_heads).transpose(0, 1) * self.width
         self._lines = (lines + positions[:, None, None]).reshape(-1)
 
@@ -148,7 +148,7 @@ class Workspace:
         self._steps += 1
 
     def flush(self, tables: torch.Tensor) -> None:
-        """Write what the steps added to the pool, at the blocks of `tables` as they are now."""
+        """Write the tokens of all steps to the pool, at the blocks of the current `tables`."""
         steps = torch.arange(self._steps, device=tables.device)
         positions = self._first[:, None] + steps
         blocks = tables.gather(1, positions // self._pool.block_size)
@@ -194,9 +194,9 @@ class PagedGroup:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One forward pass: `rows` (see `KVPool.rows`) are where keys and values are written.
+    """One forward pass: keys and values are written to `rows` (see `KVPool.rows`).
 
-    None where workspaces take them.
+    None if workspaces hold them.
     """
 
     pool: KVPool
@@ -220,14 +220,14 @@ class PagedBatch:
             self.pool.write(layer, self.rows, new)
         outs = []
         for group in self.groups:
-            part = slice(group.start, group.start + group.rows * group.queries)
+            token_range = slice(group.start, group.start + group.rows * group.queries)
             if group.workspace is None:
                 assert group.tables is not None
                 kept = self.pool.gather(layer, group.tables)
             else:
-                kept = group.workspace.fetch(layer, new[part])
+                kept = group.workspace.fetch(layer, new[token_range])
             keys, values = kept[:, :, :, : group.keys]
-            outs.append(_attend_group(query[part], keys, values, group, scaling, window))
+            outs.append(_attend_group(query[token_range], keys, values, group, scaling, window))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -1,7 +1,7 @@
-"""What transformers knows about a model's parallelizm, as layouts need it.
+"""Layout `Parameter`s of a model, from the tensor-parallel plan that transformers ships.
 
-transformers ships a tensor-parallel plan with every family (`base_model_tp_plan` of its config).
-Here it becomes a dimension per parameter; what the plan leaves out (the embedding) is added.
+Every family has such a plan (`base_model_tp_plan` of its config). Here it becomes a dimension per
+parameter; the embedding, which the plan omits, is added.
 """
 
 import copy
@@ -15,7 +15,7 @@ from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""Model types that take tensor and pipeline parallelizm."""
+"""Model types that take tensor and pipeline parallelism."""
 
 _WEIGHT_DIM = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}
 _REPLICATED = "replicated_with_grad_allreduce"
@@ -47,20 +47,20 @@ def tp_style(config: PretrainedConfig, module: str) -> str | None:
 def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list[Parameter]:
     """Every parameter once, in the model's order; tied weights under their first name.
 
-    With `classifier` the model is a sequence classifier: it has a `score` head, whole on every rank
-    of the last stage, and no vocabulary's, so that a tied embedding stays on the first.
+    With `classifier` the model is a sequence classifier: a `score` head, replicated on the last
+    stage, in place of the vocabulary's, so that a tied embedding is on the first stage only.
     """
     model = meta_model(config)
     prefix = f"{model.base_model_prefix}."
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    found = []
+    parameters = []
     for name, tensor in model.named_parameters():
         inner = name.removeprefix(prefix)
-        module, _, kind = inner.rpartition(".")
+        module, _, leaf = inner.rpartition(".")
         layer = int(inner.split(".")[1]) if inner.startswith("layers.") else LAST
         dim = _WEIGHT_DIM.get(tp_style(config, module) or "")
-        if kind == "bias" and dim == 1:
+        if leaf == "bias" and dim == 1:
             dim = None
         if tensor is model.get_input_embeddings().weight:
             layer, dim = (BOTH if tied else FIRST), 0
@@ -69,31 +69,31 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
         units = 0
         if dim is not None and ".self_attn." in inner:
             units = tensor.shape[dim] // head
-        found.append(Parameter(name, tuple(tensor.shape), layer, dim, units))
+        parameters.append(Parameter(name, tuple(tensor.shape), layer, dim, units))
     if not classifier:
-        return found
-    first = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in found]
+        return parameters
+    untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
     score = Parameter("score.weight", (config.num_labels, config.hidden_size), LAST)
-    return [*(p for p in first if p.name != "lm_head.weight"), score]
+    return [*(p for p in untied if p.name != "lm_head.weight"), score]
 
 
 def check_train_layout(
     config: PretrainedConfig, layout: TrainLayoutConfig, key: str = "trainer.layout"
 ) -> None:
-    """Raise ConfigError, which names `key`, for a layout that the model cannot be trained under."""
+    """Raise ConfigError, which names `key`, for a training layout that the model does not allow."""
     _check(f"{key}.tp", layout.tp, _tp_allowed(config, layout.tp, share_kv_heads=False))
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
 
 
 def check_family(config: PretrainedConfig, key: str = "model.path") -> None:
-    """Raise ConfigError, which names `key`, for a family that no engine here has been proven on."""
+    """Raise ConfigError, which names `key`, for a family that the engines were not tested with."""
     if config.model_type not in FAMILIES:
         allowed = f"a model of type {', '.join(FAMILIES)} (its type is {config.model_type})"
         raise ConfigError(key, config.name_or_path or config.model_type, allowed)
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, key: str = "model.path") -> None:
-    """Raise ConfigError for a layout that the model cannot be generated with; `key` is its path's.
+    """Raise ConfigError for a generation layout that the model does not allow; `key` is its path's.
 
     Several ranks may hold the same key and value head.
     """
@@ -108,7 +108,7 @@ def _check(key: str, value: int, allowed: str | None) -> None:
 
 
 def _tp_allowed(config: PretrainedConfig, tp: int, share_kv_heads: bool) -> str | None:
-    """None where `tp` is."""
+    """The allowed values and the reason; None if `tp` is allowed."""
     if tp > 1 and config.model_type not in FAMILIES:
         return _fsdp_alone(config)
     reason = _tp_problem(config, tp, share_kv_heads)

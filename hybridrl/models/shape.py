@@ -1,4 +1,4 @@
-"""The Hugging Face config of a model of which no weights are needed."""
+"""The Hugging Face config of a model, without its weights."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ from hybridrl.models.tiny import make_tiny_model
 def model_shape(config: ModelConfig) -> PretrainedConfig:
     """From `model.shape` where it is set, else from `model.path`, else of the tiny model.
 
-    Raises ConfigError where the shape is no Hugging Face config.
+    Raises ConfigError if the shape is no Hugging Face config.
     """
     if config.shape:
         shape = dict(config.shape)

@@ -1,9 +1,9 @@
-"""One rank's part of a model that generates: plain local tensors, collectives in the forward pass.
+"""One rank's shard of a generating model: plain local tensors, collectives in the forward pass.
 
-What a rank holds is what `gen_layout` says. Heads and widths of a Hugging Face module follow from
-the shapes of its weights, so a module with smaller weights computes its part; what is added here is
-the sum behind a row-parallel product and the look-up in a vocabulary of which a rank has a part
-(Shoeybi et al., Megatron-LM, arXiv 1909.08053).
+`gen_layout` says which boxes a rank holds. Heads and widths of a Hugging Face module follow from
+the shapes of its weights, so a module with smaller weights computes its shard. This module adds the
+sum after a row-parallel product and the look-up in a sharded vocabulary (Shoeybi et al.,
+Megatron-LM, arXiv 1909.08053).
 """
 
 import copy
@@ -31,12 +31,12 @@ from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_styl
 
 @dataclass(frozen=True, slots=True)
 class GenParallel:
-    """A rank's place among the `pp` x `tp` ranks of one generation instance, and its groups.
+    """A rank's coordinates among the `pp` x `tp` ranks of a generation instance, and its groups.
 
     `tp_group` has the instance's ranks of the same stage, `pp_group` those of the same `tp_rank`;
-    None where there is only one. torch numbers the ranks of a group as the world does, and that
-    need not be the order of places: `tp_peers` and `pp_peers` give each place's number. Drawn
-    tokens travel on the host: a group of GPUs needs a backend for both (`cpu:gloo,cuda:nccl`).
+    None for a single rank. torch orders the ranks of a group by global rank, which may differ from
+    the order of coordinates: `tp_peers` and `pp_peers` map a coordinate to its group rank. Sampled
+    tokens are sent from the host: a group of GPUs needs both backends (`cpu:gloo,cuda:nccl`).
     """
 
     pp: int = 1
@@ -58,24 +58,24 @@ class GenParallel:
             object.__setattr__(self, f"{axis}_peers", peers)
             if size > 1:
                 assert group is not None, f"{axis}={size} without its group"
-                here = (group.size(), group.rank())
-                assert here == (size, peers[rank]), f"not the group of {axis}"
+                actual = (group.size(), group.rank())
+                assert actual == (size, peers[rank]), f"not the group of {axis}"
 
     @classmethod
     def make(cls, mesh: Mesh, device_type: str) -> "GenParallel":
-        """This process's place in a generation mesh (`layout.mesh.gen_mesh`) of the whole world.
+        """This process's coordinates in a generation mesh (`layout.mesh.gen_mesh`) of all ranks.
 
-        Makes the process groups: all ranks call it together.
+        Creates the process groups: all ranks call it together.
         """
-        place, grid = mesh.coordinates(dist.get_rank()), mesh.grid()
+        coordinates, grid = mesh.coordinates(dist.get_rank()), mesh.grid()
         groups = DeviceMesh(device_type, torch.from_numpy(grid), mesh_dim_names=mesh.names)
         rows = {
-            "pp": grid[place["instance"], :, place["tp"]].tolist(),
-            "tp": grid[place["instance"], place["pp"]].tolist(),
+            "pp": grid[coordinates["instance"], :, coordinates["tp"]].tolist(),
+            "tp": grid[coordinates["instance"], coordinates["pp"]].tolist(),
         }
         settings: dict[str, Any] = {}
         for axis, ranks in rows.items():
-            settings[axis], settings[f"{axis}_rank"] = len(ranks), place[axis]
+            settings[axis], settings[f"{axis}_rank"] = len(ranks), coordinates[axis]
             settings[f"{axis}_peers"] = tuple(sorted(ranks).index(rank) for rank in ranks)
             settings[f"{axis}_group"] = groups.get_group(axis) if len(ranks) > 1 else None
         return cls(**settings)
@@ -103,10 +103,10 @@ class GenParallel:
 
 
 class StageLink:
-    """Hidden states on their way between the pipeline stages of an instance.
+    """Sends hidden states between the pipeline stages of an instance.
 
-    They are sent without waiting, so that a stage computes while its messages are underway: at most
-    `pp` of them, kept until they have left.
+    Sends do not block, so a stage computes while its messages are in flight: at most `pp` of them,
+    kept until they are sent.
     """
 
     def __init__(self, parallel: GenParallel) -> None:
@@ -116,14 +116,14 @@ class StageLink:
     def receive(
         self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Hidden states [tokens, features] of the stage before."""
+        """Hidden states [tokens, features] of the previous stage."""
         hidden = torch.empty(shape, dtype=dtype, device=device)
         source = self._parallel.pp_peers[self._parallel.pp_rank - 1]
         dist.recv(hidden, group=self._parallel.pp_group, group_src=source)
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Hidden states [tokens, features] to the stage behind."""
+        """Send hidden states [tokens, features] to the next stage."""
         if len(self._sending) == self._parallel.pp:
             self._sending.popleft()[0].wait()
         hidden = hidden.contiguous()
@@ -133,15 +133,15 @@ class StageLink:
         self._sending.append((work, hidden))
 
     def flush(self) -> None:
-        """Return when all that was sent has left."""
+        """Wait until all messages are sent."""
         while self._sending:
             self._sending.popleft()[0].wait()
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each tp rank has a part of the inputs.
+    """A linear layer sharded over tp along its inputs.
 
-    The bias, which every rank has whole, is added once, behind the sum.
+    The bias is replicated and added once, after the sum.
     """
 
     def __init__(self, linear: nn.Linear, parallel: GenParallel) -> None:
@@ -156,7 +156,7 @@ class RowLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """An embedding of which each tp rank has an equal part of the (padded) rows."""
+    """An embedding sharded over tp along its (padded) rows."""
 
     def __init__(self, embedding: nn.Embedding, parallel: GenParallel) -> None:
         super().__init__()
@@ -180,15 +180,15 @@ class VocabEmbedding(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """In the place of a layer that another pipeline stage has."""
+    """Replaces a layer of another pipeline stage."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Passes the hidden states on."""
+        """The hidden states, unchanged."""
         return hidden_states
 
 
 def instance_layout(config: PretrainedConfig, pp: int, tp: int, classifier: bool = False) -> Layout:
-    """Where the ranks `pp_rank * tp + tp_rank` of one instance hold the parameters.
+    """The layout of the parameters on the ranks `pp_rank * tp + tp_rank` of one instance.
 
     With `classifier` the model is a sequence classifier, see `model_parameters`.
     """
@@ -204,7 +204,7 @@ def local_shapes(
     shapes = {}
     for name in layout.shapes:
         boxes = layout.local(name, rank)
-        assert len(boxes) <= 1, f"{name} lies in {len(boxes)} boxes"
+        assert len(boxes) <= 1, f"{name} has {len(boxes)} boxes"
         if boxes:
             shapes[name] = torch.Size(boxes[0].shape)
     return shapes
@@ -219,12 +219,12 @@ def local_model(
     device: torch.device,
     classifier: bool = False,
 ) -> PreTrainedModel:
-    """The rank's part of the model with uninitialized weights, under the names of the whole.
+    """The rank's shard of the model with uninitialized weights, under the full model's names.
 
-    Layers of other stages are `Elsewhere`, `layer_idx` counts the stage's own. On other stages than
-    the first there is no embedding to call (a tied one holds the head's weight), on others than the
-    last neither norm nor head. Memory is taken for the rank's part alone. With `classifier` the
-    head is a sequence classifier's, see `instance_layout`.
+    Layers of other stages are `Elsewhere`; `layer_idx` counts this stage's layers. Only the first
+    stage has an embedding to call (elsewhere a tied one holds the head's weight), only the last
+    norm and head. Memory is allocated for the rank's shards alone. With `classifier` the head is a
+    sequence classifier's, see `instance_layout`.
     """
     check_gen_layout(config, parallel.pp, parallel.tp)
     shapes = local_shapes(config, parallel.pp, parallel.tp, parallel.instance_rank, classifier)
@@ -235,11 +235,11 @@ def local_model(
     body: Any = model.base_model
     tied = not classifier and model.lm_head.weight is model.get_input_embeddings().weight
     for name in [name for name, _ in model.named_parameters()]:
-        module, _, kind = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         if name in shapes:
             empty = torch.empty(shapes[name], dtype=dtype, device=device)
             parameter = nn.Parameter(empty, requires_grad=False)
-            setattr(model.get_submodule(module), kind, parameter)
+            setattr(model.get_submodule(module), leaf, parameter)
     body.embed_tokens = VocabEmbedding(body.embed_tokens, parallel)
     if tied:
         model.lm_head.weight = body.embed_tokens.weight
@@ -259,7 +259,7 @@ def own_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.Size]) -> None:
-    """Take out what other stages have."""
+    """Remove the modules of other stages."""
     body, prefix = model.base_model, model.base_model_prefix
     for index, layer in enumerate(body.layers):
         name = f"{prefix}.layers.{index}"

@@ -1,4 +1,4 @@
-"""A Hugging Face model cut into pipeline chunks that keep its code and its names."""
+"""Pipeline chunks of a Hugging Face model, with its code and its names."""
 
 import copy
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive layers of a model as a model of its own, with `offset` layers before them.
+    """Consecutive layers of a model as a separate model, with `offset` layers before them.
 
     The `first` one has the embedding, the `last` one norm and head.
     """
@@ -35,29 +35,29 @@ class Chunk:
         tied = self.model.config.tie_word_embeddings
         for name, parameter in self.model.named_parameters():
             if name.startswith(layers):
-                number, _, rest = name.removeprefix(layers).partition(".")
-                name = f"{layers}{int(number) + self.offset}.{rest}"
+                number, _, suffix = name.removeprefix(layers).partition(".")
+                name = f"{layers}{int(number) + self.offset}.{suffix}"
             elif tied and not self.first and name == "lm_head.weight":
                 name = f"{base}.embed_tokens.weight"
             yield plain_name(name), parameter
 
 
 def plain_name(name: str) -> str:
-    """What files call a module or parameter: its name without what peft's wrapping adds.
+    """The name of a module or parameter in checkpoints: without the components that peft adds.
 
     Weights keep their Hugging Face names; adapters are called as in `adapter_model.safetensors`.
 
     Example: `layers.0.mlp.up_proj.base_layer.weight` is `layers.0.mlp.up_proj.weight`, and
     `layers.0.mlp.up_proj.lora_A.default.weight` is `layers.0.mlp.up_proj.lora_A.weight`.
     """
-    parts = name.split(".")
-    wrapping = {i for i, part in enumerate(parts) if part == "base_layer"}
-    wrapping |= {i + 1 for i, part in enumerate(parts) if part in ("lora_A", "lora_B")}
-    return ".".join(part for i, part in enumerate(parts) if i not in wrapping)
+    components = name.split(".")
+    wrapping = {i for i, word in enumerate(components) if word == "base_layer"}
+    wrapping |= {i + 1 for i, word in enumerate(components) if word in ("lora_A", "lora_B")}
+    return ".".join(word for i, word in enumerate(components) if i not in wrapping)
 
 
 def head_name(model: PreTrainedModel) -> str:
-    """The module behind the norm: `score` in a sequence classifier, else the vocabulary's head."""
+    """The module after the norm: `score` in a sequence classifier, else the vocabulary's head."""
     return "score" if hasattr(model, "score") else "lm_head"
 
 
@@ -67,11 +67,11 @@ def whole(model: PreTrainedModel) -> Chunk:
 
 
 def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
-    """Layers `start` to `stop` of `model`, whose modules are taken and not copied.
+    """Layers `start` to `stop` of `model`; the chunk shares its modules.
 
-    Except a tied head: the last chunk has a copy of the embedding, whose gradient has to be added
-    to that of the first. The chunk's forward is transformers' own; after the first it takes
-    `inputs_embeds`, and before the last its `last_hidden_state` is that of the last layer.
+    A tied head is the exception: the last chunk has a copy of the embedding, whose gradient must be
+    added to that of the first. The chunk's forward is transformers' own. Chunks after the first
+    take `inputs_embeds`; before the last, `last_hidden_state` is the last layer's output.
     """
     base, config = model.base_model, copy.deepcopy(model.config)
     first, last = start == 0, stop == config.num_hidden_layers
@@ -81,22 +81,22 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     name = head_name(model)
     auto = AutoModelForSequenceClassification if name == "score" else AutoModelForCausalLM
     with torch.device("meta"):
-        part = auto.from_config(config, attn_implementation=model.config._attn_implementation)
-    part.base_model.layers = nn.ModuleList(list(base.layers)[start:stop])
-    part.base_model.rotary_emb = base.rotary_emb
-    part.base_model.embed_tokens = base.embed_tokens if first else None
-    part.base_model.norm = base.norm if last else nn.Identity()
+        chunk = auto.from_config(config, attn_implementation=model.config._attn_implementation)
+    chunk.base_model.layers = nn.ModuleList(list(base.layers)[start:stop])
+    chunk.base_model.rotary_emb = base.rotary_emb
+    chunk.base_model.embed_tokens = base.embed_tokens if first else None
+    chunk.base_model.norm = base.norm if last else nn.Identity()
     head = getattr(model, name) if last else None
     if head is not None and not first and head.weight is base.embed_tokens.weight:
         head = copy.deepcopy(head)
-    setattr(part, name, head)
-    return Chunk(part.train(), start, first, last)
+    setattr(chunk, name, head)
+    return Chunk(chunk.train(), start, first, last)
 
 
 def hollow(model: PreTrainedModel) -> None:
-    """Let go of the modules of `model` after chunks have taken theirs; its config stays.
+    """Drop the modules of `model` once its chunks hold them; its config stays.
 
-    Without this every stage would keep the weights of all.
+    Otherwise every stage would keep the weights of all stages.
     """
     base = model.base_model
     base.layers = nn.ModuleList()

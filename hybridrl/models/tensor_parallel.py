@@ -1,8 +1,8 @@
-"""Tensor parallelizm of a Hugging Face model for training, as DTensors, by transformers' own plan.
+"""Tensor parallelism of a Hugging Face model for training, as DTensors, by transformers' own plan.
 
-Between the blocks activations are whole on every rank (Megatron-LM, arXiv 1909.08053, section 3).
-Every parameter becomes a DTensor on the tp axis, those that are whole too: the gradient norm and
-FSDP2 want no mixture.
+Activations between the blocks are replicated (Megatron-LM, arXiv 1909.08053, section 3). Every
+parameter becomes a DTensor on the tp axis, replicated ones too: the gradient norm and FSDP2 do not
+accept a mixture.
 """
 
 from functools import partial
@@ -27,18 +27,17 @@ from hybridrl.models.parallel import tp_style
 from hybridrl.models.stages import plain_name
 
 
-class Placed(ParallelStyle):
-    """Parameters whole on every rank, as DTensors; plain activations out.
+class ReplicatedParameters(ParallelStyle):
+    """Replicated parameters, as DTensors; plain activations out.
 
-    `inputs` is how the ranks hold a plain tensor that goes in, `outputs` how they shall hold what
-    comes out.
+    `inputs` is the placement of a plain input tensor, `outputs` the placement of the output.
     """
 
     def __init__(self, inputs: Placement, outputs: Placement) -> None:
         self.inputs, self.outputs = inputs, outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        partition = partial(_place, placement=Replicate())
+        partition = partial(_distribute_parameters, placement=Replicate())
         enter: Any = self._enter  # torch's type says that hooks give nothing; they may
         return distribute_module(module, device_mesh, partition, enter, self._leave)
 
@@ -54,23 +53,27 @@ class Placed(ParallelStyle):
         return outputs.redistribute(placements=[self.outputs]).to_local()
 
 
-class VocabularyRows(ParallelStyle):
-    """The weight cut by rows, for a head whose forward is never called: see `linear_log_probs`."""
+class RowShardedWeight(ParallelStyle):
+    """A weight sharded by rows, for a head that is never called: see `linear_log_probs`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, partial(_place, placement=Shard(0)))
+        return distribute_module(
+            module, device_mesh, partial(_distribute_parameters, placement=Shard(0))
+        )
 
 
-class WholeWeight(ParallelStyle):
-    """The weight whole on every rank, for a head whose forward is never called."""
+class ReplicatedWeight(ParallelStyle):
+    """A replicated weight, for a head whose forward is never called."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, partial(_place, placement=Replicate()))
+        return distribute_module(
+            module, device_mesh, partial(_distribute_parameters, placement=Replicate())
+        )
 
 
-def _place(name: str, module: nn.Module, mesh: DeviceMesh, placement: Any) -> None:
+def _distribute_parameters(name: str, module: nn.Module, mesh: DeviceMesh, placement: Any) -> None:
     for key, parameter in list(module.named_parameters(recurse=False)):
-        # src_data_rank None: every rank has read the same weights, nothing is sent.
+        # src_data_rank None: every rank has loaded the same weights, nothing is sent.
         tensor = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
         module.register_parameter(key, nn.Parameter(tensor, parameter.requires_grad))
 
@@ -78,8 +81,8 @@ def _place(name: str, module: nn.Module, mesh: DeviceMesh, placement: Any) -> No
 def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
     """Append rows of zeros to embedding and head until `multiple` divides their number.
 
-    torch's DTensors are only right for parts of equal size. The rows are never looked up, and
-    `linear_log_probs` leaves them out.
+    torch's DTensors are only correct for shards of equal size. The rows are never looked up, and
+    `linear_log_probs` excludes them.
     """
     head: Any = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
@@ -99,14 +102,14 @@ def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     """Make `model`, or a pipeline chunk of one, tensor parallel over the `mesh` of one axis.
 
-    With `sequence`, what lies between the blocks is split by tokens (sequence parallelizm,
-    Korthikanti et al., arXiv 2205.05198, section 4.2.2), whose number must then divide: it is the
-    same traffic, and activations outside of the blocks take 1 / tp of the memory.
+    With `sequence`, activations between the blocks are split by tokens (sequence parallelism,
+    Korthikanti et al., arXiv 2205.05198, section 4.2.2), whose number tp must divide. Traffic is
+    the same, and activations outside of the blocks take 1 / tp of the memory.
 
-    Heads and widths must divide (`models.parallel.check_train_layout`), the vocabulary too
-    (`pad_vocabulary`). The head's forward is not to be called afterwards; that of a sequence
-    classifier, `score`, is whole on every rank. Of a pair of adapters one is cut with its weight
-    and the other is whole (`models.adapters.adapter_parameters`).
+    tp must divide heads and widths (`models.parallel.check_train_layout`) and the vocabulary
+    (`pad_vocabulary`). The head's forward must not be called afterwards; the head of a sequence
+    classifier, `score`, is replicated. Of a pair of adapters one is sharded with its weight and the
+    other is replicated (`models.adapters.adapter_parameters`).
     """
     base, head = model.base_model, cast(Any, getattr(model, "lm_head", None))
     embedding = base.embed_tokens
@@ -126,7 +129,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
             case "colwise", "" | "B":
                 styles[name] = ColwiseParallel()
             case "colwise", "A":
-                styles[name] = Placed(Replicate(), Replicate())
+                styles[name] = ReplicatedParameters(Replicate(), Replicate())
             case "rowwise", "" | "A":
                 styles[name] = RowwiseParallel(output_layouts=between)
             case "replicated_with_grad_allreduce", _:
@@ -134,13 +137,13 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
             case _ if module is embedding:
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case _ if module is head:
-                styles[name] = VocabularyRows()
+                styles[name] = RowShardedWeight()
             case _ if name == "score":
-                styles[name] = WholeWeight()
+                styles[name] = ReplicatedWeight()
             case _ if module is base.norm:
-                styles[name] = Placed(between, Replicate())
+                styles[name] = ReplicatedParameters(between, Replicate())
             case _:
-                styles[name] = Placed(between, between)
+                styles[name] = ReplicatedParameters(between, between)
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     if tied:  # parallelize_module makes two parameters of it
@@ -150,7 +153,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
 
 
 def _gathering(name: str) -> ParallelStyle:
-    """Joins the tokens in front of a block, as a DTensor: its gradient is scattered once."""
+    """All-gathers the tokens before a block, as a DTensor: its gradient is scattered once."""
     if name.endswith(".mlp"):
         return PrepareModuleInput(
             input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=False

@@ -1,7 +1,6 @@
-"""A small Qwen3 with random weights and a character tokenizer, made on the spot.
+"""A small Qwen3 with random weights and a character tokenizer, created locally.
 
-It is written as an ordinary Hugging Face directory, so that nothing downstream knows the
-difference from a downloaded model.
+It is an ordinary Hugging Face directory, so that callers treat it as a downloaded model.
 """
 
 from pathlib import Path
@@ -19,8 +18,8 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 def make_tiny_model(path: str | Path, config: TinyModelConfig, seed: int) -> None:
     """Write weights, config and tokenizer to the directory `path`, which is made if need be.
 
-    The same `config` and `seed` give the same files, bit for bit; the caller's generator of random
-    numbers is left as it was. Raises ConfigError where the alphabet cannot be a vocabulary.
+    The same `config` and `seed` give the same files, bit for bit; the caller's random state is
+    unchanged. Raises ConfigError if the alphabet cannot be a vocabulary.
     """
     tokenizer = make_char_tokenizer(config.alphabet, config.max_positions)
     with torch.random.fork_rng(devices=[]):
@@ -50,7 +49,7 @@ def make_char_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenize
     """A tokenizer with one token a character of `alphabet`; ids 0, 1, 2 are pad, eos and unk.
 
     `decode(encode(text)) == text` for any text over the alphabet; no special token is added.
-    Raises ConfigError where a character stands twice or none is given.
+    Raises ConfigError if a character occurs twice or there is none.
     """
     repeated = sorted({char for char in alphabet if alphabet.count(char) > 1})
     if repeated or not alphabet:
