@@ -1,7 +1,7 @@
-"""Which requests run, in which lane, and in which blocks of the KV cache. Plain bookkeeping.
+"""Admission of requests to lanes and KV blocks, as plain bookkeeping.
 
-Nothing here depends on weights, so all ranks of a generation instance, told the same, decide the
-same.
+Nothing here depends on weights, so all ranks of a generation instance decide alike from the same
+calls.
 """
 
 from collections import deque
@@ -18,9 +18,9 @@ from hybridrl.engines.rollout.stage import Drawn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What an engine can take; sequences are of prompt and response, in tokens.
+    """The largest requests of an engine; sequences are of prompt and response, in tokens.
 
-    `last_cached` says that the cache must have room for the last token of a response, too.
+    `last_cached`: the cache must have room for the last token of a response, too.
     """
 
     vocab_size: int
@@ -100,7 +100,7 @@ class Entry:
 class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
-    `drawn` is what the last decode step draws, as long as nobody has looked at it; until then no
+    `drawn` holds the tokens of the last decode step until they are collected; until then no
     sequence joins or leaves. `batch` is kept from step to step until one does.
     """
 
@@ -110,8 +110,8 @@ class Lane:
     drawn: Drawn | None = None
 
     def end_batch(self, tables: Ints) -> None:
-        """The sequences are about to change."""
-        assert self.drawn is None, "drawn tokens are underway"
+        """Drop the batch, before a sequence joins or leaves."""
+        assert self.drawn is None, "sampled tokens are in flight"
         if self.batch is not None:
             self.batch.flush(tables)
         self.batch = None
@@ -121,8 +121,8 @@ class Lane:
 class _Prefix:
     """A shared prompt: `blocks` cache all but its last token, None while they are not computed.
 
-    The entry holds its blocks itself as long as `users` unfinished requests name it. Sequences
-    share the full ones and copy the last, partly filled one, since they go on writing in it.
+    The prefix holds its blocks while `users` unfinished requests name it. Sequences share the full
+    blocks and copy the last, partly filled one, since they write to it.
     """
 
     prompt_ids: list[int]
@@ -132,10 +132,10 @@ class _Prefix:
 
 @dataclass(slots=True)
 class Admitted:
-    """What is to be cached for `entries`, in this order.
+    """The work that fills the cache for the admitted `entries`, in this order.
 
-    First `prefixes`, then whole blocks are copied (`copies`: from, to), then `prompts`, then the
-    responses of `replayed`. `restored` are entries whose requests bring their keys and values.
+    First `prefixes`, then block copies (`copies`: source, destination), then `prompts`, then the
+    responses of `replayed`. The requests of `restored` entries carry their keys and values.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -149,15 +149,14 @@ class Admitted:
 class Admission:
     """Waiting and running requests of one engine, first come first served.
 
-    When blocks run out, prompts kept for sharing are given up first, then the newest sequence is
-    preempted: its blocks are freed, it waits at the head of the queue and is computed again. The
-    oldest sequence always goes on, and fits alone, so the queue drains.
+    When blocks run out, shared prompts are dropped first, then the newest sequence is preempted:
+    its blocks are freed, it waits at the head of the queue and is recomputed. The oldest sequence
+    is never preempted, and fits alone, so the queue drains.
 
     Invariants: an entry waits (slot -1, no blocks) or is in one lane; `tables` [slots, pages] has
     the blocks of running entries; a block is held once by each entry and each prefix that uses it.
 
-    With `replays` the prompts to be cached end before the response, whose tokens the engine feeds
-    again one by one.
+    With `replays` a prefill ends before the response; the engine feeds its tokens one by one.
     """
 
     def __init__(
@@ -210,18 +209,18 @@ class Admission:
             if request.prefix is not None and prompts.setdefault(request.prefix, prompt) != prompt:
                 raise ValueError(f"prefix {request.prefix!r} names two different prompts")
         for request in requests:
-            own = replace(
+            copied = replace(
                 request,
                 prompt_ids=list(request.prompt_ids),
                 response_ids=list(request.response_ids),
                 log_probs=list(request.log_probs),
             )
-            if own.prefix is not None:
-                prefix = self._prefixes.setdefault(own.prefix, _Prefix(list(own.prompt_ids)))
+            if copied.prefix is not None:
+                prefix = self._prefixes.setdefault(copied.prefix, _Prefix(list(copied.prompt_ids)))
                 prefix.users += 1
-            entry = Entry(own, self._submitted)
+            entry = Entry(copied, self._submitted)
             self._submitted += 1
-            self._entries[own.id] = entry
+            self._entries[copied.id] = entry
             self._waiting.append(entry)
 
     def running(self, id: object) -> Entry | None:
@@ -230,7 +229,7 @@ class Admission:
         return entry if entry is not None and entry.lane is not None else None
 
     def remove(self, id: object) -> Request | None:
-        """Take a request out, wherever it is; None for an unknown one."""
+        """Remove a waiting or running request; None for an unknown one."""
         entry = self._entries.pop(id, None)
         if entry is None:
             return None
@@ -242,13 +241,13 @@ class Admission:
         if request.prefix is not None:
             prefix = self._prefixes[request.prefix]
             prefix.users -= 1
-            if not prefix.users:  # with its last user a prefix goes
+            if not prefix.users:
                 self.allocator.release(prefix.blocks or [])
                 del self._prefixes[request.prefix]
         return request
 
     def drop_prefixes(self) -> None:
-        """Forget what is cached of shared prompts."""
+        """Release the blocks of shared prompts."""
         for prefix in self._prefixes.values():
             self.allocator.release(prefix.blocks or [])
             prefix.blocks = None
@@ -256,10 +255,10 @@ class Admission:
     # Admission
 
     def admit(self, lane: Lane) -> Admitted:
-        """Let waiting requests into a lane, as many as its share of all requests."""
+        """Move waiting requests to a lane, up to its share of all requests."""
         admitted = Admitted()
-        everyone = min(self._max_running, self.num_running + self.num_waiting)
-        share = -(-everyone // len(self.lanes))
+        total = min(self._max_running, self.num_running + self.num_waiting)
+        share = -(-total // len(self.lanes))
         while self._waiting and self._free_slots and len(lane.entries) < share:
             entry = self._waiting[0]
             shared = self._reserve(entry, admitted)
@@ -279,10 +278,10 @@ class Admission:
         return admitted
 
     def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:
-        """Give an entry its blocks: how many tokens a shared prefix caches; None if no room.
+        """Allocate an entry's blocks; the tokens that a shared prefix caches, None if no room.
 
-        One free block for each running sequence is left, so that an admission does not end in a
-        preemption at once.
+        One block for each running sequence stays free, so that an admission does not cause a
+        preemption in the next step.
         """
         prefix = self._prefixes.get(entry.request.prefix)
         if entry.request.kv is not None:
@@ -291,8 +290,8 @@ class Admission:
         free = self.allocator.num_free - self.num_running - 1
         if prefix is not None and len(prefix.prompt_ids) > 1:
             full, partly = divmod(len(prefix.prompt_ids) - 1, self._block_size)
-            own = full + bool(partly) if prefix.blocks is None else 0
-            if need - full + own <= free:
+            for_prefix = full + bool(partly) if prefix.blocks is None else 0
+            if need - full + for_prefix <= free:
                 return self._share(entry, prefix, need, admitted)
         elif need <= free:
             entry.blocks = self.allocator.allocate(need)
@@ -305,7 +304,7 @@ class Admission:
         return 0
 
     def _share(self, entry: Entry, prefix: _Prefix, need: int, admitted: Admitted) -> int:
-        """Blocks of an entry that begins with those of a prefix; the tokens that it caches."""
+        """Allocate the blocks of an entry that shares a prefix; the tokens that this caches."""
         shared = len(prefix.prompt_ids) - 1
         full, partly = divmod(shared, self._block_size)
         if prefix.blocks is None:
@@ -327,7 +326,7 @@ class Admission:
         lane.entries.append(entry)
 
     def _stop(self, entry: Entry) -> None:
-        """Take a running sequence's blocks and slot away."""
+        """Release a running sequence's blocks and slot."""
         assert entry.lane is not None
         entry.lane.end_batch(self.tables)
         entry.lane.entries.remove(entry)
@@ -345,7 +344,7 @@ class Admission:
         return sorted(starting, key=lambda entry: entry.order)
 
     def is_short(self, lane: Lane) -> bool:
-        """Whether `grow` may preempt; then no lane may have tokens underway."""
+        """Whether `grow` may preempt; then no lane may have tokens in flight."""
         return len(self._starting(lane)) > self.allocator.num_free
 
     def grow(self, lane: Lane) -> None:

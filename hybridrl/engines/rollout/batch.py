@@ -1,4 +1,4 @@
-"""The arrays of one forward pass of the rollout engine: who rides where, and what each reads."""
+"""The arrays of one forward pass of the rollout engine: tokens, positions and block tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,11 +55,11 @@ def split(sizes: Sequence[int], overhead: int) -> list[tuple[int, int]]:
 class DecodeBatch:
     """The running sequences, longest first, for as long as none joins or leaves.
 
-    All grow by one token a step, so the order by length stays and groups of like length are
-    contiguous rows. `counts` [rows] are response tokens so far, `slots` [rows] the rows' places in
-    the engine's block tables. Batches of the same `lane` follow each other. With `keep` they keep
-    the gathered keys and values from step to step (`Workspace`); without, a pass depends on nothing
-    but tokens, positions and what the pool has of the rows.
+    All grow by one token a step, so the order by length is stable and groups of similar length are
+    contiguous rows. `counts` [rows] are response tokens so far, `slots` [rows] the rows' indices in
+    the engine's block tables. Batches of the same `lane` share workspace memory. With `keep` they
+    keep the gathered keys and values from step to step (`Workspace`). Without, a pass depends only
+    on tokens, positions and the rows' blocks in the pool.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DecodeBatch:
         return PagedBatch(pool, rows, groups), self._tokens, positions
 
     def _kept_groups(self, pool: KVPool, tables: Ints) -> list[PagedGroup]:
-        """The groups with their workspaces, made at the first step."""
+        """The groups with their workspaces, created at the first step."""
         if not self._groups:
             pages = [int(self.positions[start]) // pool.block_size + 1 for start, _ in self._cuts]
             wide = [min(num + _SPARE_PAGES, tables.shape[1]) for num in pages]
@@ -118,11 +118,11 @@ class DecodeBatch:
             ]
             unit = 2 * pool.kv_heads * pool.head_dim
             memory = pool.arena(sum(tokens), self._lane).split([num * unit for num in tokens], 1)
-            for (start, stop), num, part in zip(self._cuts, wide, memory, strict=True):
+            for (start, stop), num, workspace_memory in zip(self._cuts, wide, memory, strict=True):
                 table = _tensor(tables[self.slots[start:stop], :num], self._device)
-                # Shares the memory of the array, which `advance` counts up.
+                # Shares the memory of the array, which `advance` increments.
                 positions = torch.from_numpy(self.positions[start:stop])
-                workspace = Workspace(pool, table, positions, part)
+                workspace = Workspace(pool, table, positions, workspace_memory)
                 group = PagedGroup(
                     start, stop - start, 1, 0, positions[:, None], workspace=workspace
                 )
@@ -134,7 +134,7 @@ class DecodeBatch:
 
     @property
     def full(self) -> bool:
-        """Whether a workspace has no room for another step: the batch is to be made anew."""
+        """Whether a workspace has no room for another step: then a new batch is needed."""
         return any(self.positions[g.start] >= workspace.width for g, workspace in self._groups)
 
     def advance(self, tokens: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class DecodeBatch:
             workspace.advance()
 
     def flush(self, tables: Ints) -> None:
-        """Bring the pool up to date; to be called before a sequence joins or leaves."""
+        """Copy the workspaces to the pool; call it before a sequence joins or leaves."""
         for group, workspace in self._groups:
             slots = self.slots[group.start : group.start + group.rows]
             workspace.flush(_tensor(tables[slots], self._device))

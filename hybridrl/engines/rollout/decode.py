@@ -1,9 +1,9 @@
-"""The decode step of Llama-like models with few operations: the module's own weights and algebra.
+"""The decode step of Llama-like models with few operations, on the module's own weights.
 
-A step for some hundred tokens of a small model is bound by the number of operations, so products
-that share an input are one (the module's weights are views of the fused tensor), norms are torch's
-fused ones, the rotation and the residual sums happen in place. The Hugging Face module stays the
-definition: it computes prefill and every other family, and a test holds the two equal.
+The number of operations bounds a step for some hundred tokens of a small model. So products of one
+input are fused (the module's weights are views of the fused tensor), norms are torch's fused ones,
+rotation and residual sums are in place. The Hugging Face module is the reference: it computes
+prefill and all other families, and a test holds the two equal.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ class FusedLinear:
         self.allocate()
 
     def allocate(self) -> None:
-        """Move the parameters, as they are, into fused tensors."""
+        """Copy the parameters into fused tensors and make them views."""
         self.weight = self._fuse([module.weight for module in self._modules])
         biases = [module.bias for module in self._modules if module.bias is not None]
         assert len(biases) in (0, len(self._modules)), "some of the fused layers have a bias"
         self.bias = self._fuse(biases) if biases else None
 
     def free(self) -> None:
-        """Forget the fused tensors; the modules' parameters are freed by who owns them."""
+        """Drop the fused tensors; their owner frees the modules' parameters."""
         self.weight, self.bias = self.weight.new_empty(0), None
 
     @staticmethod
@@ -53,9 +53,9 @@ class FusedLinear:
 
 
 class FusedDecoder:
-    """Computes what `model.model(inputs_embeds, position_ids, paged=...)` computes, for a step.
+    """Equals `model.model(inputs_embeds, position_ids, paged=...)` for a decode step.
 
-    The model may be a rank's part of one (`local_model`).
+    The model may be a rank's shard (`local_model`).
     """
 
     def __init__(self, model: PreTrainedModel, max_sequence: int) -> None:
@@ -85,7 +85,7 @@ class FusedDecoder:
             linear.allocate()
 
     def free(self) -> None:
-        """Forget the weights."""
+        """Drop the weights."""
         for linear in (*self._qkv, *self._gate_up):
             linear.free()
 
@@ -140,7 +140,7 @@ class FusedDecoder:
             qk[:, :heads].mul_(module.q_norm.weight)
             qk[:, heads:].mul_(module.k_norm.weight)
         swapped = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-        # Into the fused output, where the rotated keys lie beside the values.
+        # Into the fused output, where the rotated keys are adjacent to the values.
         torch.addcmul(qk * cos, swapped, sin, out=qkv[:, :rotated])
         new = qkv[:, heads:].view(len(x), 2, self._kv_heads, self._dim)
         out = paged.attend(index, qkv[:, :heads], new, module.scaling, self._windows[index])

@@ -1,4 +1,4 @@
-"""The one interface of rollout engines. An engine is local to a generation instance."""
+"""The interface of rollout engines. An engine is local to a generation instance."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from hybridrl.layout.weight_switch import SwitchStats, Tensors
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn: `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are all tokens."""
+    """Sampling parameters: `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are all tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -27,12 +27,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KV:
-    """What one rank has cached of a parked request, in host memory.
+    """One rank's KV cache of a parked request, in host memory.
 
     `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
     heads, of all tokens of prompt and response but the pending last one; contiguous. It pickles as
-    a numpy array, so that an object store takes and gives it without a copy; such a tensor may lie
-    in read-only memory and is only to be read.
+    a numpy array, so that an object store needs no copy. Such a tensor may be in read-only memory:
+    do not write to it.
     """
 
     blocks: torch.Tensor
@@ -49,7 +49,7 @@ class KV:
 
 def _unpickle_kv(array: npt.NDArray[np.uint8], dtype: torch.dtype) -> KV:
     with warnings.catch_warnings():
-        # An object store gives read-only memory; nobody writes to it.
+        # An object store returns read-only memory, and nothing writes to it.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return KV(torch.from_numpy(array).view(dtype))
 
@@ -60,10 +60,10 @@ class Request:
 
     `stream` is the sample's 64-bit random key: token number i draws its uniform from (stream, i),
     so batch, order and rank change nothing. `prefix` names a prompt whose KV blocks requests with
-    the same `prefix` share. `response_ids` and `log_probs` hold what was generated before a park.
+    the same `prefix` share. `response_ids` and `log_probs` hold the tokens generated before a park.
 
-    `kv` is what `park(..., with_kv=True)` found in the cache. `submit` then puts it back instead of
-    computing it, whatever weights it was made with; each rank of an instance gives its own part.
+    `kv` is the cache that `park(..., with_kv=True)` copied. `submit` then restores it instead of
+    computing it, whichever weights computed it; each rank of an instance passes its own shard.
     """
 
     id: object
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -85,10 +85,10 @@ class Request:
 class Output:
     """A finished response; `finish` is `stop` or `length`.
 
-    The last token is then the stop token, or that which completes a stop text.
+    After `stop` the last token is the stop token, or completes a stop text.
 
-    `log_probs[i]` is that of `token_ids[i]` under the distribution it was drawn from: after
-    temperature, before top-k and top-p.
+    `log_probs[i]` is that of `token_ids[i]` under the sampling distribution: after temperature,
+    before top-k and top-p.
     """
 
     id: object
@@ -99,15 +99,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the engine was made, and its present load.
+    """Counters since the engine was created, and its present load.
 
-    `running` counts finished requests that no step has handed out yet. For a cost model:
-    `decode_tokens` are the drawn tokens (rows summed over `decode_steps`), `cached_tokens` what
-    they attended to, summed likewise, `prefill_tokens` those
-    computed in `prefill_calls` forward passes, `replayed_tokens` those computed by decode passes
-    that draw nothing (deterministic engines only), `restored_tokens` those put back from a
-    `Request.kv`; `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after
-    `release_cache`.
+    `running` counts finished requests that no step has returned yet. For a cost model:
+    `decode_tokens` are the sampled tokens (rows summed over `decode_steps`), `cached_tokens` the
+    tokens they attended to, summed likewise. `prefill_tokens` were computed in `prefill_calls`
+    forward passes, `replayed_tokens` by decode passes without sampling (deterministic engines
+    only), `restored_tokens` were copied from a `Request.kv`; `kv_bytes_per_token` is this rank's.
+    `has_cache` is False asleep and after `release_cache`.
     """
 
     running: int
@@ -130,8 +129,8 @@ class Stats:
 class RolloutEngine(Protocol):
     """Continuous batching over a paged KV cache.
 
-    States: asleep (no weights, no cache) -> `wake` -> ready -> `sleep`. A ready engine may give its
-    cache back (`release_cache`) and makes a new one when there is work. Weights may be updated only
+    States: asleep (no weights, no cache) -> `wake` -> ready -> `sleep`. A ready engine may free its
+    cache (`release_cache`) and allocates a new one when there is work. Weights may be updated only
     while nothing runs.
     """
 
@@ -141,44 +140,42 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request goes on where it stopped.
+        """Queue requests, first come first served; a parked request continues from its last token.
 
-        With its `kv`, if it has one, else by computing its tokens again.
+        From its `kv`, if it has one, else its tokens are recomputed.
         """
         ...
 
     def step(self) -> list[Output]:
         """One decode step for all running requests (admitting and prefilling waiting ones).
 
-        Gives the finished ones; under pipeline parallelizm, those of the step before.
+        Returns the finished ones; under pipeline parallelism, those of the previous step.
         """
         ...
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Take unfinished requests out, with what they have generated; `submit` resumes them.
+        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
 
-        `with_kv` fills `Request.kv` of those that run; one that waits has what it was submitted
-        with.
+        `with_kv` fills `Request.kv` of running ones; a waiting one keeps its `kv`.
         """
         ...
 
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's part of the weights from the shards of training.
+        """Fill this rank's generation weights from the training shards.
 
         All ranks of the plan call it together; see `WeightSwitch.switch` for `source`.
         """
         ...
 
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Have `write` fill this rank's part of the weights, without any message.
+        """Let `write` fill this rank's shards of the weights, without communication.
 
-        It is called with tensors by name, with all of them or with those of one layer after the
-        other, and fills each whole.
+        It is called with tensors by name, all at once or layer by layer, and fills each entirely.
         """
         ...
 
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights; nothing may run. Work brings the cache back."""
+        """Free the KV cache, keep the weights; nothing may run. Work allocates it again."""
         ...
 
     def sleep(self) -> None:
@@ -186,7 +183,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work brings the cache."""
+        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
         ...
 
     def stats(self) -> Stats:
@@ -194,5 +191,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End what the engine started."""
+        """Release processes and groups that the engine started."""
         ...

@@ -32,24 +32,24 @@ class NativeEngine:
 
     `max_running` sequences decode at the same time, of at most `max_sequence` tokens each;
     `kv_cache_tokens` 0 gives room for all of them at full length. Weights are uninitialized until
-    `update_weights` or `load_weights`. Raises ValueError for a model family that the paged
-    attention does not cover, or that has fewer positions than `max_sequence`. `stops` ends
-    responses by their text, besides each request's stop tokens.
+    `update_weights` or `load_weights`. Raises ValueError for an unsupported model family, or one
+    with fewer positions than `max_sequence`. `stops` ends responses by their text, besides each
+    request's stop tokens.
 
-    With `parallel` the engine is one rank of an instance of several, and has a part of the weights
-    and of the cache. All ranks get the same calls in the same order; each knows all tokens and
-    gives the same outputs. Under pipeline parallelizm the sequences decode in as many lanes as
-    there are stages, so that a stage computes one lane while others compute the rest, and what a
-    step draws is looked at in the next one: outputs come one step later. `park` looks at it first.
+    With `parallel` the engine is one rank of an instance of several, with a shard of weights and
+    cache. All ranks get the same calls in the same order, know all tokens and return the same
+    outputs. Under pipeline parallelism there is one lane of sequences per stage, and stages compute
+    different lanes at the same time. A step's tokens are collected in the next step, so outputs
+    are one step late; `park` collects them first.
 
-    What a `deterministic` engine gives for a sample does not depend, bit for bit, on what else it
-    does: every sequence decodes in a lane of its own, a prefill has one prompt without its response
-    and its last token, and the response of a request that comes without its KV cache is fed again
-    token by token. It holds among engines of the same layout, block size and number of threads, and
-    costs the use of batches.
+    The output of a `deterministic` engine for a sample does not depend, bit for bit, on its other
+    work: every sequence decodes in a separate lane, a prefill has one prompt without its response
+    and its last token, and the response of a request without its KV cache is fed again token by
+    token. It holds among engines of the same layout, block size and number of threads, and forgoes
+    batching.
 
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
-    a1 b1 a2 b2. When stage 0 is done with b1, the tokens of a1 are there for a2.
+    a1 b1 a2 b2. When stage 0 has finished b1, the tokens of a1 have arrived for a2.
     """
 
     def __init__(
@@ -110,25 +110,25 @@ class NativeEngine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The rank's part of the Hugging Face module, with the engine's own weights.
+        """The rank's shard of the Hugging Face module, with the engine's own weights.
 
-        Its attention is the paged one (keyword argument `paged`); a caller that scores with it
-        names another attention function for the length of the call. Without weights while asleep.
+        Its attention is paged (keyword argument `paged`); a caller that scores with it selects
+        another attention function during the call. Without weights while asleep.
         """
         return self._stage.model
 
     @property
     def parallel(self) -> GenParallel:
-        """The rank's place in its instance."""
+        """The rank's coordinates in its instance."""
         return self._parallel
 
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request goes on where it stopped.
+        """Queue requests, first come first served; a parked request continues from its last token.
 
         Raises ValueError, before anything is queued, for a request that can never run, or whose
-        `kv` is not of this rank's layers and heads and of all its tokens but the last.
+        `kv` does not have this rank's layers and heads and all its tokens but the last.
         """
         requests = list(requests)
         for request in requests:
@@ -149,23 +149,23 @@ class NativeEngine:
 
     @torch.inference_mode()
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Take unfinished requests out, with what they have generated; `submit` resumes them.
+        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
 
-        `with_kv` fills `Request.kv` of those that run; one that waits has what it was submitted
-        with. An id that is not in the engine (it may just have finished) is passed over.
+        `with_kv` fills `Request.kv` of running ones; a waiting one keeps its `kv`. An id that is
+        not in the engine (it may just have finished) is skipped.
         """
         self._collect_all()
         parked = []
         for id_ in ids:
-            kv = self._take_kv(id_) if with_kv else None
+            kv = self._copy_kv(id_) if with_kv else None
             request = self._admission.remove(id_)
             if request is not None:
                 request.kv = (kv or request.kv) if with_kv else None
                 parked.append(request)
         return parked
 
-    def _take_kv(self, id_: object) -> KV | None:
-        """What is cached of a running request."""
+    def _copy_kv(self, id_: object) -> KV | None:
+        """A copy of a running request's KV cache."""
         entry = self._admission.running(id_)
         if entry is None or entry.lane is None:
             return None
@@ -223,16 +223,16 @@ class NativeEngine:
             self._prefill_calls += 1
 
     def _restore(self, entry: Entry) -> None:
-        """Write the keys and values that a request brings along into its blocks."""
+        """Write the keys and values that a request carries to its blocks."""
         request = entry.request
         assert self._pool is not None
         assert request.kv is not None
         self._pool.write_blocks(entry.blocks, request.kv.blocks)
-        request.kv = None  # if it is preempted, its tokens are computed
+        request.kv = None  # if it is preempted, its tokens are recomputed
         self._restored_tokens += entry.length - 1
 
     def _replay(self, entry: Entry) -> None:
-        """Feed a response again by the decode steps that made it; nothing is drawn."""
+        """Feed a response again by the decode steps that generated it; nothing is sampled."""
         request = entry.request
         assert self._pool is not None
         fresh = replace(request, response_ids=[])
@@ -248,7 +248,7 @@ class NativeEngine:
         return DecodeBatch(rows, self._block_size, self._vocab_size, self._device, lane, keep)
 
     def _launch(self, lane: Lane) -> None:
-        """Feed a lane's pending tokens; what is drawn may still be underway then."""
+        """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
         tables = self._admission.tables
         if lane.batch is not None and lane.batch.full:
             lane.end_batch(tables)
@@ -273,7 +273,7 @@ class NativeEngine:
             self._collect(lane)
 
     def _collect(self, lane: Lane) -> None:
-        """Add the tokens that a lane's step drew, if it made one; take finished sequences out."""
+        """Append the tokens of a lane's last step, if any; remove finished sequences."""
         if lane.drawn is None:
             return
         assert lane.batch is not None
@@ -304,28 +304,28 @@ class NativeEngine:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The rank's own tensors by state-dict name, tied ones once; to be written in place.
 
-        Shapes are those of `gen_layout(...).local(name, rank)`: padded rows of a vocabulary may
-        stay as they are.
+        Shapes are those of `gen_layout(...).local(name, rank)`: padded rows of a vocabulary need
+        no value.
         """
         assert not self._asleep, "the engine sleeps"
         return self._stage.parameters()
 
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's part of the weights from the shards of training; all ranks call it.
+        """Fill this rank's generation weights from the training shards; all ranks call it.
 
-        What is cached of prompts is of the old weights and is forgotten.
+        Cached prompts are dropped: the old weights computed them.
         """
         assert not self._admission.num_running, "weights change while requests run: park them first"
         self._admission.drop_prefixes()
         if self._switch is None or self._switch[0] is not plan:
-            made = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
-            self._switch = plan, made
+            switch = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
+            self._switch = plan, switch
         return self._switch[1].switch(source, self.parameters())
 
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Have `write` fill this rank's part of the weights, all at once.
+        """Let `write` fill this rank's shards of the weights, all at once.
 
-        What is cached of prompts is forgotten, as in `update_weights`.
+        Cached prompts are dropped, as in `update_weights`.
         """
         assert not self._admission.num_running, "weights change while requests run: park them first"
         self._admission.drop_prefixes()
@@ -335,31 +335,29 @@ class NativeEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors, named as in `state_dict()`, into the engine's parameters.
 
-        The names of a tied pair fill the same tensor: the pair's second name is passed over. A rank
-        of several gets what it has a part of, cut. Raises ValueError for an unknown name or another
-        shape.
+        The names of a tied pair fill the same tensor: the pair's second name is skipped. A rank of
+        several passes its own shards. Raises ValueError for an unknown name or another shape.
         """
         assert not self._admission.num_running, "weights change while requests run: park them first"
         self._admission.drop_prefixes()
-        own = self.parameters()
+        parameters = self.parameters()
         for name, tensor in weights:
             if name in self._stage.aliases:
                 continue
-            if name not in own:
+            if name not in parameters:
                 raise ValueError(f"the rollout model has no parameter {name!r}")
-            if own[name].shape != tensor.shape:
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}, wanted {tuple(own[name].shape)}"
-                )
-            own[name].copy_(tensor)
+            if parameters[name].shape != tensor.shape:
+                wanted = tuple(parameters[name].shape)
+                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
+            parameters[name].copy_(tensor)
 
     def release_cache(self) -> None:
         """Free the KV cache, keep the weights. Waiting requests stay; nothing may run.
 
-        The next step that has work makes a new cache.
+        The next step that has work allocates a new cache.
         """
         assert not self._admission.num_running, (
-            "the engine cannot give its cache back while requests run: park them first"
+            "the engine cannot free its cache while requests run: park them first"
         )
         self._admission.drop_prefixes()
         self._pool = None
@@ -374,7 +372,7 @@ class NativeEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work brings the cache."""
+        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
         if self._asleep:
             self._stage.allocate()
             self._asleep = False

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: what a sample draws depends on its key and the position alone.
+"""Counter-based random numbers: a sample's draws depend on its key and the position alone.
 
 Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -62,10 +62,10 @@ class UniformTable:
 
     def __init__(self, slots: int) -> None:
         self._rows = np.zeros((slots, _AHEAD))
-        self._starts = np.full(slots, -1)  # first position of what is in a row
+        self._starts = np.full(slots, -1)  # first position of each row
 
     def forget(self, slots: Sequence[int]) -> None:
-        """These slots get other requests."""
+        """Invalidate these slots, which get other requests."""
         self._starts[list(slots)] = -1
 
     def draw(

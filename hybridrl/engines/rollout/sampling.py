@@ -72,7 +72,7 @@ def sample(
 def restrict(
     weights: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
 ) -> torch.Tensor:
-    """Zero what top-k, then top-p (of what top-k left), exclude; ties with the last kept one stay.
+    """Zero the weights outside top-k, then top-p (of the remaining); ties with the last kept stay.
 
     `weights` [rows, vocab] are probabilities up to a factor per row.
     """
@@ -84,7 +84,7 @@ def restrict(
         weights = weights.where((weights >= last) | (top_k >= vocab)[:, None], 0.0)
     if top_p is not None:
         wanted = (top_p * weights.sum(-1, dtype=torch.float64))[:, None]
-        # A nucleus is mostly small: a full sort only where the first candidates do not fill it.
+        # A nucleus is mostly small: a full sort only if the first candidates do not fill it.
         for count in (min(_NUCLEUS, vocab), vocab):
             largest = weights.topk(count, -1).values
             reached = largest.double().cumsum(-1) >= wanted
@@ -92,7 +92,7 @@ def restrict(
                 break
         first = reached.int().argmax(-1, keepdim=True)
         last = largest.gather(-1, first)
-        # top_p 1 keeps all: rounding of the sums must not decide there.
+        # top_p 1 keeps all, whatever the rounding of the sums.
         everything = (top_p >= 1)[:, None] | ~reached[:, -1:]
         weights = weights.where((weights >= last) | everything, 0.0)
     return weights
@@ -103,18 +103,18 @@ def _ends(weights: torch.Tensor) -> torch.Tensor:
     vocab = weights.shape[-1]
     if vocab <= _CHUNK:
         return weights.cumsum(-1, dtype=torch.float64)
-    whole = vocab - vocab % _CHUNK
-    sums = weights[:, :whole].unflatten(-1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
-    if whole < vocab:
-        rest = weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)
-        sums = torch.cat((sums, rest), -1)
+    aligned = vocab - vocab % _CHUNK
+    sums = weights[:, :aligned].unflatten(-1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
+    if aligned < vocab:
+        remaining = weights[:, aligned:].sum(-1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat((sums, remaining), -1)
     return sums.cumsum(-1)
 
 
 def _invert(weights: torch.Tensor, ends: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token [rows] whose cumulative weight exceeds the uniform's share of the total.
 
-    In two levels, chunk and token, so that the float64 sums of a large vocabulary stay cheap.
+    In two levels, chunk and token, so that the float64 sums of a large vocabulary are cheap.
     """
     target = (uniforms * ends[:, -1])[:, None]
     index = _first_above(ends, target)
@@ -131,7 +131,7 @@ def _invert(weights: torch.Tensor, ends: torch.Tensor, uniforms: torch.Tensor) -
 def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The first index [rows, 1] where `ends` [rows, n] exceeds `target` [rows, 1].
 
-    Rounding may leave the target at the very end: it is kept below it, so that the index is one
-    whose own weight is positive.
+    Rounding may put the target at the last end. It is clamped below that, so that the weight at the
+    index is positive.
     """
     return torch.searchsorted(ends, target.minimum(ends[:, -1:] * (1 - 2.0**-52)), right=True)

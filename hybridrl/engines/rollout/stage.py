@@ -1,8 +1,8 @@
-"""One rank's part of the forward pass, and what travels between the ranks of an instance.
+"""One rank's forward pass, and the messages between the ranks of an instance.
 
-Hidden states go from stage to stage as soon as they are computed, drawn tokens from the last stage
-to all others; both without waiting, so that a stage computes while its messages are underway. Among
-tensor-parallel ranks one draws and tells the others, so that they cannot disagree.
+Each stage sends hidden states to the next as soon as they are computed; the last stage sends
+sampled tokens to all others. Sends do not block, so a stage computes while its messages are in
+flight. One tensor-parallel rank samples and sends the tokens to the others, so that all agree.
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layer
 
 @dataclass(slots=True)
 class Drawn:
-    """Tokens [rows] and their log-probabilities [rows] of a decode step, perhaps still underway.
+    """Tokens [rows] and their log-probabilities [rows] of a decode step, perhaps still in flight.
 
-    On the way they are one int64 `message` [2, rows], the log-probabilities as bits of a double.
+    In flight they are one int64 `message` [2, rows], the log-probabilities as bits of a double.
     """
 
     tokens: torch.Tensor | None = None
@@ -32,7 +32,7 @@ class Drawn:
     underway: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probabilities, here."""
+        """Wait for tokens and log-probabilities."""
         for work in self.underway:
             work.wait()
         if self.tokens is None or self.log_probs is None:
@@ -46,7 +46,7 @@ class RolloutStage:
     """The rank's layers with their weights, KV cache and neighbors.
 
     `decode` and `prefill` are called in the same order on all ranks of the instance, with the same
-    batches; each rank has its own part of the cache for them.
+    batches; each rank caches its own layers and heads.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RolloutStage:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def free(self) -> None:
-        """Give up the weights, when what was sent has arrived."""
+        """Free the weights, after all messages are sent."""
         self._link.flush()
         for parameter in self.model.parameters():
             parameter.data = torch.empty(0, dtype=self.dtype, device=self._device)
@@ -91,14 +91,14 @@ class RolloutStage:
             self.decoder.free()
 
     def allocate(self) -> None:
-        """Memory for the weights, uninitialized."""
+        """Allocate memory for the weights, uninitialized."""
         for name, parameter in self.model.named_parameters():
             parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self._device)
         if self.decoder is not None:
             self.decoder.allocate()
 
     def kv_shape(self, tokens: int) -> tuple[int, ...]:
-        """Of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim]."""
+        """Shape of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim]."""
         return len(own_layers(self.model)), 2, self._kv_heads, tokens, self._head_dim
 
     def make_pool(self, num_blocks: int, block_size: int) -> KVPool:
@@ -120,7 +120,7 @@ class RolloutStage:
     def decode(
         self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor | None:
-        """Logits [tokens, vocab] where tokens are drawn (`draws`), None on other ranks."""
+        """Logits [tokens, vocab] on the rank that samples (`draws`), None on others."""
         hidden = self.feed(paged, token_ids, positions)
         if not self.parallel.last:
             return None
@@ -138,15 +138,15 @@ class RolloutStage:
 
     @property
     def draws(self) -> bool:
-        """Whether this rank draws the tokens."""
+        """Whether this rank samples the tokens."""
         return self.parallel.last and self.parallel.tp_rank == 0
 
     def draw(
         self, logits: torch.Tensor | None, uniforms: torch.Tensor | None, batch: SamplingBatch
     ) -> Drawn:
-        """Draw the tokens of a decode step, or have them sent; `Drawn.wait` gives them.
+        """Sample the tokens of a decode step, or receive them; `Drawn.wait` returns them.
 
-        `logits` and `uniforms` [rows] are None on ranks that do not draw.
+        `logits` and `uniforms` [rows] are None on ranks that do not sample.
         """
         parallel, drawn = self.parallel, Drawn()
         rows = len(batch.temperature)
@@ -162,7 +162,7 @@ class RolloutStage:
         if parallel.last and parallel.tp > 1:
             dist.broadcast(drawn.message, group=parallel.tp_group, group_src=parallel.tp_peers[0])
         if parallel.pp > 1:
-            drawn.underway = self._tell(drawn.message)
+            drawn.underway = self._send_drawn(drawn.message)
         return drawn
 
     def _module(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -173,32 +173,32 @@ class RolloutStage:
         return hidden[0]
 
     def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden]: embedded, or from the stage before."""
+        """Hidden states [tokens, hidden]: embedded, or from the previous stage."""
         if self.parallel.first:
             embedded: torch.Tensor = self.model.base_model.embed_tokens(token_ids)
             return embedded
         return self._link.receive((len(token_ids), self._hidden_size), self.dtype, self._device)
 
     def _pass_on(self, hidden: torch.Tensor) -> None:
-        """Send hidden states to the stage behind; a message a lane may be underway."""
+        """Send hidden states to the next stage; one message a lane may be in flight."""
         if not self.parallel.last:
             self._link.send(hidden)
 
     def _join(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Logits of all tp ranks side by side, less the padding, where tokens are drawn."""
+        """Logits of all tp ranks, concatenated without padding, on the rank that samples."""
         if self.parallel.tp == 1:
             return logits
-        parts = None
+        shards = None
         if self.draws:
-            parts = [torch.empty_like(logits) for _ in range(self.parallel.tp)]
+            shards = [torch.empty_like(logits) for _ in range(self.parallel.tp)]
         peers = self.parallel.tp_peers
-        dist.gather(logits, parts, group=self.parallel.tp_group, group_dst=peers[0])
-        if parts is None:
+        dist.gather(logits, shards, group=self.parallel.tp_group, group_dst=peers[0])
+        if shards is None:
             return None
-        return torch.cat([parts[peer] for peer in peers], -1)[:, : self._vocab_size]
+        return torch.cat([shards[peer] for peer in peers], -1)[:, : self._vocab_size]
 
-    def _tell(self, message: torch.Tensor) -> list[dist.Work]:
-        """From the last stage to the others."""
+    def _send_drawn(self, message: torch.Tensor) -> list[dist.Work]:
+        """Send sampled tokens from the last stage to the others."""
         group, (*others, last) = self.parallel.pp_group, self.parallel.pp_peers
         if self.parallel.last:
             works = [dist.isend(message, group=group, group_dst=i) for i in others]

@@ -1,8 +1,8 @@
 """Forward passes on one generation instance: log-probabilities, and the scores of a reward model.
 
-A role that only scores keeps a whole replica within an instance, cut as generation cuts it, so that
-it can run while other instances still decode (RLHFuse, arXiv 2409.13221, section 4): no message
-leaves the instance's `pp` x `tp` ranks.
+A role that only scores has a replica within an instance, in the generation layout. So it can run
+while other instances still decode (RLHFuse, arXiv 2409.13221, section 4): it communicates only
+among the instance's `pp` x `tp` ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,16 +29,16 @@ Head = Callable[[torch.Tensor, PackedBatch, Sequence[TrainSequence]], torch.Tens
 
 
 class Weights(Enum):
-    """Where an engine's weights are."""
+    """The state of an engine's weights."""
 
     empty = "empty"  # memory without values
     here = "here"  # on the device, ready to score
     offloaded = "offloaded"  # on the host
-    borrowed = "borrowed"  # those of a model that belongs to someone else
+    borrowed = "borrowed"  # another owner's
 
 
 class ScoreEngine:
-    """One rank's part of a model that only scores.
+    """One rank's shard of a model that only scores.
 
     All ranks of the instance call `log_probs` and `values_at_end` together with the same sequences,
     and all get all results.
@@ -106,14 +106,14 @@ class ScoreEngine:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of this rank's own weights, on the device while they are there; 0 of borrowed."""
+        """Bytes of this rank's own weights; 0 if they are borrowed."""
         if self.weights is Weights.borrowed:
             return 0
         parameters = self._host or list(self.model.parameters())
         return sum(parameter.nbytes for parameter in parameters)
 
     def load(self, path: str, key: str = "model.path") -> None:
-        """Read this rank's part of the weights at `path`; see `load_local` for what it raises."""
+        """Read this rank's shards of the weights at `path`; raises as `load_local` does."""
         assert self.weights in (Weights.empty, Weights.here), f"load: weights are {self.weights}"
         load_local(
             self.model, path, self.config, self.parallel, classifier=self.classifier, key=key
@@ -122,9 +122,9 @@ class ScoreEngine:
         self.weights = Weights.here
 
     def share(self, host: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors in host memory by their names, which others have as well and nobody changes.
+        """Use tensors in host memory by name, which other owners share and no one changes.
 
-        Without an accelerator they are what scores.
+        Without an accelerator the model computes with these very tensors.
         """
         assert self.weights is Weights.empty, f"share: weights are {self.weights}"
         self._host = [host[name] for name, _ in self.model.named_parameters()]
@@ -133,13 +133,13 @@ class ScoreEngine:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The rank's own tensors by state-dict name, tied ones once; to be written in place."""
-        assert not self._shares, "others have these weights as well"
+        assert not self._shares, "these weights are shared"
         assert self.weights in (Weights.empty, Weights.here), f"weights are {self.weights}"
         self.weights, self._host = Weights.here, []
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def offload(self) -> None:
-        """Free the device's memory; the weights, which never change, stay on the host from now on.
+        """Free the device's memory; a copy of the weights, which never change, stays on the host.
 
         Without an accelerator only the state changes.
         """
@@ -176,7 +176,7 @@ class ScoreEngine:
         """The classifier's score of every sequence, at its last token.
 
         As in transformers, the last one that is not `pad_token_id`: a model whose end token is its
-        padding was trained with the score in front of it.
+        padding was trained with the score before it.
         """
         assert self.classifier, "only a sequence classifier has a score"
         bare = [TrainSequence(sequence.ids, 0) for sequence in sequences]
@@ -185,39 +185,39 @@ class ScoreEngine:
     def _run(
         self, sequences: Sequence[TrainSequence], counts: Sequence[int], head: Head
     ) -> list[torch.Tensor]:
-        """`counts[i]` values for sequence i, made by `head` on the last stage, here on the CPU."""
+        """`counts[i]` values for sequence i, computed by `head` on the last stage; on the CPU."""
         assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
         assert next(self.model.parameters()).numel(), "the owner of the weights sleeps"
         rows = self._rows(sequences, counts)
         order: list[int] = []
-        found: list[torch.Tensor] = []
+        row_values: list[torch.Tensor] = []
         with self._packed():
             for row in rows:
                 members = [sequences[i] for i in row]
                 batch = pack(members, self.attention, self.device)
-                order += [row[place] for place in batch.order]
+                order += [row[position] for position in batch.order]
                 hidden = self._stage(batch)
                 if self.parallel.last:
-                    found.append(head(hidden, batch, [members[i] for i in batch.order]))
+                    row_values.append(head(hidden, batch, [members[i] for i in batch.order]))
                 else:
                     self._link.send(hidden)
-        values = self._told(found, sum(counts)).cpu().split([counts[i] for i in order])
+        values = self._broadcast(row_values, sum(counts)).cpu().split([counts[i] for i in order])
         results = [torch.zeros(0)] * len(sequences)
         for index, value in zip(order, values, strict=True):
             results[index] = value.clone()
         return results
 
     def _rows(self, sequences: Sequence[TrainSequence], counts: Sequence[int]) -> list[list[int]]:
-        """Which sequences go together; those with nothing to score are left out."""
-        some = [index for index, count in enumerate(counts) if count]
+        """Indices of the sequences of each row; those with nothing to score are omitted."""
+        scored = [index for index, count in enumerate(counts) if count]
         if self.deterministic:
-            return [[index] for index in some]
-        lengths = [len(sequences[index].ids) for index in some]
-        return [[some[i] for i in part] for part in micro_batches(lengths, self.max_tokens)]
+            return [[index] for index in scored]
+        lengths = [len(sequences[index].ids) for index in scored]
+        return [[scored[i] for i in indices] for indices in micro_batches(lengths, self.max_tokens)]
 
     @contextmanager
     def _packed(self) -> Iterator[None]:
-        """The model with attention over packed rows: a borrowed one has another otherwise."""
+        """Switch the model to attention over packed rows: a borrowed one uses another."""
         config = self.model.config
         before, config._attn_implementation = config._attn_implementation, NAME
         try:
@@ -233,7 +233,7 @@ class ScoreEngine:
         weight, shard = self.model.lm_head.weight, None
         if self.parallel.tp > 1:
             assert self.parallel.tp_group is not None
-            # By the place on the tp axis, which need not be the rank in the group.
+            # By the tp coordinate, which may differ from the rank in the group.
             start = self.parallel.tp_rank * len(weight)
             size = max(0, min(len(weight), self.config.vocab_size - start))
             shard = VocabShard(self.parallel.tp_group, start, size)
@@ -268,15 +268,15 @@ class ScoreEngine:
         return hidden[0]
 
     def _inputs(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, features]: embedded, or from the stage before."""
+        """Hidden states [tokens, features]: embedded, or from the previous stage."""
         if self.parallel.first:
             embedded: torch.Tensor = self.model.base_model.embed_tokens(ids)
             return embedded
         return self._link.receive((len(ids), self.config.hidden_size), self.dtype, self.device)
 
-    def _told(self, found: list[torch.Tensor], size: int) -> torch.Tensor:
-        """What the last stage has found, on all stages: `size` values."""
-        values = torch.cat(found) if found else torch.empty(0, device=self.device)
+    def _broadcast(self, row_values: list[torch.Tensor], size: int) -> torch.Tensor:
+        """The last stage's `size` values, on all stages."""
+        values = torch.cat(row_values) if row_values else torch.empty(0, device=self.device)
         if self.parallel.pp == 1 or size == 0:
             return values
         self._link.flush()

@@ -1,4 +1,4 @@
-"""Which sequences go together: over ranks, and into micro-batches. Pure and deterministic.
+"""Balances sequences over ranks and micro-batches by length. Pure and deterministic.
 
 Invariants, asserted by the tests: every index is in exactly one part; indices ascend within a part;
 the same lengths give the same parts; no micro-batch exceeds the bound unless it is one row;
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 
 def balance(lengths: Sequence[int], num_parts: int, samples_per_row: int = 1) -> list[list[int]]:
-    """Split indices into `num_parts` parts of nearly equal total length, rows kept whole.
+    """Split indices into `num_parts` parts of nearly equal total length, without splitting rows.
 
     Longest first, each to the part that is lightest so far (LPT, Graham 1969: at most 4/3 of the
-    best heaviest part; far closer with many sequences a part). Parts may be empty where there are
-    fewer sequences than parts. Raises ValueError for less than one part, and for a part of a row.
+    best heaviest part; far closer with many sequences a part). Parts may be empty if there are
+    fewer sequences than parts. Raises ValueError for less than one part, and for an incomplete row.
     """
     if samples_per_row > 1:
         return _unfold(balance(_fold(lengths, samples_per_row), num_parts), samples_per_row)
@@ -22,12 +22,12 @@ def balance(lengths: Sequence[int], num_parts: int, samples_per_row: int = 1) ->
         raise ValueError(f"num_parts={num_parts}: wanted 1 or more")
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     # Ties go to the part with fewer sequences, then to the first.
-    heap = [(0, 0, part) for part in range(num_parts)]
+    heap = [(0, 0, i) for i in range(num_parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        total, count, part = heapq.heappop(heap)
-        parts[part].append(index)
-        heapq.heappush(heap, (total + lengths[index], count + 1, part))
-    return [sorted(part) for part in parts]
+        total, count, lightest = heapq.heappop(heap)
+        parts[lightest].append(index)
+        heapq.heappush(heap, (total + lengths[index], count + 1, lightest))
+    return [sorted(indices) for indices in parts]
 
 
 def micro_batches(
@@ -36,22 +36,22 @@ def micro_batches(
     """Split indices into as few balanced micro-batches as hold at most `max_tokens` each.
 
     A row longer than the bound is a micro-batch by itself. No sequences give none. Raises
-    ValueError for a bound below 1, and for a part of a row.
+    ValueError for a bound below 1, and for an incomplete row.
     """
     if samples_per_row > 1:
         return _unfold(micro_batches(_fold(lengths, samples_per_row), max_tokens), samples_per_row)
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: wanted 1 or more")
     long = [[index] for index, length in enumerate(lengths) if length > max_tokens]
-    rest = [index for index, length in enumerate(lengths) if length <= max_tokens]
-    if not rest:
+    fitting = [index for index, length in enumerate(lengths) if length <= max_tokens]
+    if not fitting:
         return long
-    kept = [lengths[index] for index in rest]
+    kept = [lengths[index] for index in fitting]
     num_parts = -(-sum(kept) // max_tokens)
     while True:
         parts = balance(kept, num_parts)
-        if max(sum(kept[i] for i in part) for part in parts) <= max_tokens:
-            return long + [[rest[i] for i in part] for part in parts if part]
+        if max(sum(kept[i] for i in indices) for indices in parts) <= max_tokens:
+            return long + [[fitting[i] for i in indices] for indices in parts if indices]
         num_parts += 1
 
 
@@ -65,6 +65,6 @@ def _fold(lengths: Sequence[int], samples_per_row: int) -> list[int]:
 def _unfold(parts: list[list[int]], samples_per_row: int) -> list[list[int]]:
     """Parts of rows as parts of sequences."""
     return [
-        [index * samples_per_row + i for index in part for i in range(samples_per_row)]
-        for part in parts
+        [row * samples_per_row + i for row in rows for i in range(samples_per_row)]
+        for rows in parts
     ]

@@ -28,7 +28,7 @@ ONE_GROUP_PARAMETERS = 32 * 2**20
 
 @dataclass(frozen=True)
 class TrainDims:
-    """The training axes, and where this rank stands on them."""
+    """The training axes, and this rank's coordinates on them."""
 
     axes: TrainAxes
     config: TrainLayoutConfig
@@ -52,12 +52,12 @@ class TrainDims:
         return self.config.schedule
 
     def rank(self, axis: str) -> int:
-        """This rank's place on an axis."""
+        """This rank's coordinate on an axis."""
         return int(self.mesh.get_local_rank(axis))
 
     @property
     def token_parts(self) -> int:
-        """Parts into which the tokens of a row are split between the blocks."""
+        """Number of shards of a row's tokens between the blocks."""
         return self.axes.tp if self.config.sequence_parallel else 1
 
     @property
@@ -73,8 +73,8 @@ class TrainDims:
     @property
     def chunk_numbers(self) -> list[int]:
         """The chunks of this rank."""
-        pp, own = self.axes.pp, self.rank("pp")
-        return [i for i in range(self.num_chunks) if rank_of_chunk(i, pp, self.zigzag) == own]
+        pp, pp_rank = self.axes.pp, self.rank("pp")
+        return [i for i in range(self.num_chunks) if rank_of_chunk(i, pp, self.zigzag) == pp_rank]
 
     def stage_of_layer(self, num_layers: int) -> list[int]:
         """The pipeline rank of every layer."""
@@ -105,10 +105,9 @@ def build(
     keep_unsharded: bool,
     gen_tp: int = 1,
 ) -> Parts:
-    """Make `model`, whole on every rank, this rank's part of it: a causal language model, or a
-    sequence classifier that gives values.
+    """Shard `model`, replicated so far: a causal language model, or a value model.
 
-    Raises ConfigError for axes that the model cannot take, with the reason.
+    Raises ConfigError for axes that the model does not allow, with the reason.
     """
     axes, config = dims.axes, model.config
     check_train_layout(config, dims.config)
@@ -116,8 +115,9 @@ def build(
     # Which rank holds what, while the model is still whole.
     parameters = model_parameters(config, classifier=head_name(model) == "score")
     adapters = adapter_parameters(model, parameters)
-    both = [*parameters, *adapters]
-    layout = train_layout(both, axes, dims.stage_of_layer(config.num_hidden_layers), gen_tp)
+    all_parameters = [*parameters, *adapters]
+    layers = config.num_hidden_layers
+    layout = train_layout(all_parameters, axes, dims.stage_of_layer(layers), gen_tp)
 
     # Pipeline chunks; the vocabulary is padded before, so that tp divides its rows.
     pad_vocabulary(model, axes.tp)
@@ -131,9 +131,9 @@ def build(
         tp_group = dims.mesh.get_group("tp")
 
     # FSDP last, around the modules that are called.
-    kind = StageModel if dims.num_chunks > 1 else PackedModel
-    roots = [kind(chunk, temperature, tp_group) for chunk in chunks]
-    by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in both}
+    root_class = StageModel if dims.num_chunks > 1 else PackedModel
+    roots = [root_class(chunk, temperature, tp_group) for chunk in chunks]
+    by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in all_parameters}
     dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
         _apply_fsdp(root, dims, compute, keep_unsharded, dim_of)

@@ -49,7 +49,7 @@ TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """Of one update over all ranks: what every rank needs to weight and to keep step."""
+    """Totals of one update over all ranks: they weight tokens and keep collectives in step."""
 
     micro_batches: int
     tokens: int
@@ -58,10 +58,10 @@ class _Totals:
 
 
 class TrainEngine(ModelShards):
-    """One rank's part of a model in training.
+    """One rank's shard of a model in training.
 
-    Invariant: between calls what is trained is sharded and in float32, no gradient is left, and all
-    ranks hold the same `version` (optimizer steps done).
+    Invariant: between calls trained parameters are sharded and in float32, there is no gradient,
+    and all ranks hold the same `version` (optimizer steps done).
 
     Example: `engine.update(sequences, loss)` trains one step on this rank's sequences;
     `engine.log_probs(sequences)` scores; `engine.named_shards()` feeds the weight switch.
@@ -86,7 +86,7 @@ class TrainEngine(ModelShards):
 
         `temperature` is that of sampling: log-probabilities are those of the distribution that
         responses are drawn from. With `trainable` False the engine only scores (a reference), and
-        has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelizm, which
+        has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelism, which
         decides along which dimension FSDP shards (`layout.parameters.fsdp_dim`). With
         `gives_values` the model has a value head (`models.load.load_value_model`) and `values`,
         not `log_probs`; losses are called with values. With `lora` of a rank above 0 adapters are
@@ -167,7 +167,7 @@ class TrainEngine(ModelShards):
         )
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen: model type, parameters, attention, FSDP groups, kept unsharded."""
+        """The choices made: model type, parameters, attention, FSDP groups, kept unsharded."""
         return {
             "model_type": self.model.config.model_type,
             "parameters": self.num_parameters,
@@ -178,16 +178,16 @@ class TrainEngine(ModelShards):
         }
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """Start anew with empty moments and the schedule at its beginning; weights stay."""
+        """Restart with empty moments and the schedule at its beginning; weights stay."""
         self.optim, self.total_steps = optim, total_steps
         self.optimizer, self.lr_scheduler = make_optimizer(
             self.trained_parameters(), optim, total_steps
         )
 
     def resume(self, version: int, steps: int, moments: bool) -> None:
-        """Be where `steps` optimizer steps of the present phase, `version` in all, have led.
+        """Set the state after `steps` optimizer steps of the present phase, `version` in all.
 
-        With `moments` the optimizer has room for them, to be filled in place as the weights are
+        With `moments` the optimizer allocates them, to be filled in place like the weights
         (`hybridrl.checkpoint.distributed`).
         """
         parameters = self.trained_parameters()
@@ -218,15 +218,15 @@ class TrainEngine(ModelShards):
         """Value of the state before every response token, [response_tokens] a sequence, on CPU.
 
         That is the head at the position that predicts the token. Ranks may hold different numbers
-        of sequences, or none. With `alone` each sequence is a row of its own, so that what else a
-        rank holds does not reach the last bits.
+        of sequences, or none. With `alone` each sequence is a separate row, so that a rank's other
+        sequences do not change the last bits.
         """
         assert self.gives_values, "only a model with a value head has values"
         return self._score(sequences, alone)
 
     def _score(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
-        """What the model gives for every response token."""
-        pooled, own = self._pool(sequences)
+        """The model's score of every response token."""
+        pooled, own_slice = self._pool(sequences)
         scores = [torch.zeros(0)] * len(pooled)
         parts = [[i] for i in range(len(pooled))] if alone else self._parts(pooled)
         (num_micro_batches,) = self._reduce([len(parts)], dist.ReduceOp.MAX)
@@ -234,9 +234,9 @@ class TrainEngine(ModelShards):
         batches = self._packed(pooled, parts)
         if self.pipeline is None:
             (root,) = self.roots
-            for part, batch in zip(parts, batches, strict=True):
+            for indices, batch in zip(parts, batches, strict=True):
                 values, _ = root(batch.ids, batch)
-                self._scatter(scores, part, batch, values)
+                self._scatter(scores, indices, batch, values)
         else:
 
             def finish(
@@ -248,32 +248,32 @@ class TrainEngine(ModelShards):
             self.pipeline.score(batches, finish)
             scores = self._from_last_stage(scores)
         self._reshard()
-        return scores[own]
+        return scores[own_slice]
 
     @staticmethod
     def _scatter(
-        out: list[torch.Tensor], part: list[int], batch: PackedBatch, values: torch.Tensor
+        out: list[torch.Tensor], indices: list[int], batch: PackedBatch, values: torch.Tensor
     ) -> None:
-        for place, value in zip(batch.order, values.cpu().split(batch.counts), strict=True):
-            if place >= 0:
-                out[part[place]] = value.clone()
+        for position, value in zip(batch.order, values.cpu().split(batch.counts), strict=True):
+            if position >= 0:
+                out[indices[position]] = value.clone()
 
     # Micro-batches
 
     def _pool(self, sequences: Sequence[TrainSequence]) -> tuple[Sequence[TrainSequence], slice]:
-        """What the ranks of one replica (pp x tp) hold together, and which of it this rank gave.
+        """The sequences of all ranks of one replica (pp x tp), and the slice from this rank.
 
-        They compute the same sequences, each its part of the model.
+        They compute the same sequences, each with its shard of the model.
         """
         if self._replica.size() == 1:
             return sequences, slice(0, len(sequences))
         gathered: list[Any] = [None] * self._replica.size()
         dist.all_gather_object(gathered, list(sequences), group=self._replica)
         before = sum(map(len, gathered[: self._replica.rank()]))
-        return [s for part in gathered for s in part], slice(before, before + len(sequences))
+        return [s for of_rank in gathered for s in of_rank], slice(before, before + len(sequences))
 
     def _from_last_stage(self, value: Any) -> Any:
-        """What the last pipeline stage has computed, on all stages."""
+        """The last pipeline stage's `value`, on all stages."""
         group = self.dims.mesh.get_group("pp")
         values = [value]
         last = self.dims.stage_of_layer(self.model.config.num_hidden_layers)[-1]
@@ -293,7 +293,7 @@ class TrainEngine(ModelShards):
         number: int,
         samples_per_row: int = 1,
     ) -> list[list[int]]:
-        """`number` micro-batches, as all ranks have them, or as many more as a pipeline wants."""
+        """`number` micro-batches, the same on all ranks, or more if a pipeline needs more."""
         if self.pipeline is None:
             return parts + [[]] * (number - len(parts))
         number = self.pipeline.num_micro_batches(number)
@@ -305,20 +305,20 @@ class TrainEngine(ModelShards):
         parts: list[list[int]],
         trained_only: bool = False,
     ) -> list[PackedBatch]:
-        """A row for each part; in a pipeline of equal length, and of a length that divides."""
-        sizes = [max(1, sum(len(sequences[i].ids) for i in part)) for part in parts]
+        """A row for each part; in a pipeline of equal length, a multiple of the token shards."""
+        sizes = [max(1, sum(len(sequences[i].ids) for i in indices)) for indices in parts]
         if self.pipeline is not None:
             sizes = [max(sizes)] * len(sizes)
         multiple = self.dims.token_parts
         return [
             pack(
-                [sequences[i] for i in part],
+                [sequences[i] for i in indices],
                 self.attention,
                 self.device,
                 trained_only,
                 total_tokens=-(-size // multiple) * multiple,
             )
-            for part, size in zip(parts, sizes, strict=True)
+            for indices, size in zip(parts, sizes, strict=True)
         ]
 
     # Training
@@ -331,24 +331,24 @@ class TrainEngine(ModelShards):
         max_response_tokens: int = 0,
         compare: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, float]:
-        """One optimizer step on the sequences of all ranks; this rank gives its share.
+        """One optimizer step on the sequences of all ranks; `sequences` are this rank's.
 
-        A model with a value head hands its values to the loss in place of log-probabilities, and no
-        entropy. Sequences of a row of the loss are consecutive, and all this rank's.
+        With a value head the loss gets values in place of log-probabilities, and no entropy.
+        Sequences of one row of the loss are consecutive and on one rank.
 
         The gradient is that of sum_i w_i loss_i over the trained tokens of all ranks, with w by
         `loss.normalize`, whatever the split into ranks and micro-batches. `max_response_tokens` is
         the constant of the normalization `constant` (0: the longest response of this update).
         `compare` names fields with another engine's log-probabilities of the responses, which
-        sequences may lack, and the prefix of the metrics that say how far they are from those
-        computed here, before the step (`hybridrl.algorithms.corrections.describe`);
-        `effective_share` is the effective sample size of the responses of all fields together. The
-        loss may make this step's learning rate smaller by it.
+        sequences may lack, and a prefix for the metrics of their distance from those computed here,
+        before the step (`hybridrl.algorithms.corrections.describe`); `effective_share` is the
+        effective sample size of the responses of all fields together. The loss may reduce this
+        step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
-        `entropy`, `tokens`, and the loss's own, averaged with w. Where loss or gradient is not
-        finite on any rank, no rank steps and `bad_step` is 1.0. Raises ValueError when no rank has
-        a token to train, or this rank a part of a row.
+        `entropy`, `tokens`, and the loss's own, averaged with w. If loss or gradient is not finite
+        on any rank, no rank steps and `bad_step` is 1.0. Raises ValueError if no rank has a token
+        to train, or this rank an incomplete row.
         """
         samples_per_row = loss.samples_per_row
         if len(sequences) % samples_per_row:
@@ -379,8 +379,12 @@ class TrainEngine(ModelShards):
             ).to(values)
             total = (weights * values).sum()
             named = metrics if entropy is None else {**metrics, "entropy": entropy}
-            found = {name: (weights * value.detach()).sum() for name, value in named.items()}
-            for name, value in {**found, "loss": total.detach(), "weight": weights.sum()}.items():
+            weighted = {name: (weights * value.detach()).sum() for name, value in named.items()}
+            for name, value in {
+                **weighted,
+                "loss": total.detach(),
+                "weight": weights.sum(),
+            }.items():
                 sums[name] = sums[name] + value if name in sums else value
             if compare:
                 others = scored_fields(members, batch, tuple(compare), missing=math.nan)
@@ -411,7 +415,7 @@ class TrainEngine(ModelShards):
 
     @contextmanager
     def _dropout(self) -> Iterator[None]:
-        """Adapters drop inputs, if they do; step and rank say which, as a resumed run wants it."""
+        """Enable dropout of adapters, seeded by step and rank, so that a resumed run repeats it."""
         if not any(module.p for module in self._dropouts):
             yield
             return
@@ -424,7 +428,7 @@ class TrainEngine(ModelShards):
                 module.eval()
 
     def _train_alone(self, batches: Sequence[PackedBatch], finish: Callable[..., Any]) -> None:
-        """Forward and backward of all micro-batches on a model that is not cut into chunks."""
+        """Forward and backward of all micro-batches on a model without pipeline chunks."""
         (root,) = self.roots
         assert isinstance(root, FSDPModule)
         for number, batch in enumerate(batches):
@@ -436,29 +440,30 @@ class TrainEngine(ModelShards):
 
     def _totals(self, sequences: Sequence[TrainSequence], num_micro_batches: int) -> _Totals:
         counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
-        mine = torch.tensor(
+        own_totals = torch.tensor(
             [num_micro_batches, sum(counts), len(counts), max(counts, default=0)],
             device=self.device,
         )
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        ranks = torch.stack(gathered)
-        most = ranks.max(0).values.tolist()
-        total = (ranks.sum(0) // self._replica.size()).tolist()  # a replica's ranks say the same
+        gathered = [torch.empty_like(own_totals) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own_totals)
+        totals_by_rank = torch.stack(gathered)
+        most = totals_by_rank.max(0).values.tolist()
+        # The ranks of a replica count the same sequences.
+        total = (totals_by_rank.sum(0) // self._replica.size()).tolist()
         if total[1] == 0:
             raise ValueError("update: no rank has a response token to train on")
         return _Totals(most[0], total[1], total[2], most[3])
 
     def _step(self, sums: dict[str, torch.Tensor], lr_scale: float) -> dict[str, float]:
         """Clip by the global norm and step, or skip the step on all ranks alike."""
-        gradients, square_part = local_gradients(self.chunks, self.dims)
+        gradients, own_square = local_gradients(self.chunks, self.dims)
         names = sorted(sums)
-        # What is not finite on one rank is not finite in the sum that all ranks get.
+        # A value that is not finite on one rank is not finite in the sum over ranks.
         each = [sums[name].double() / self._replica.size() for name in names]
-        values = torch.stack([square_part, *each])
+        values = torch.stack([own_square, *each])
         dist.all_reduce(values)
-        square, *rest = values.tolist()
-        metrics = dict(zip(names, rest, strict=True))
+        square, *averages = values.tolist()
+        metrics = dict(zip(names, averages, strict=True))
         weight = metrics.pop("weight")
         metrics = {k: v if k == "loss" else v / weight for k, v in metrics.items()}
         metrics |= {"grad_norm": square**0.5, "lr": lr_scale * self.lr_scheduler.get_last_lr()[0]}
@@ -468,7 +473,7 @@ class TrainEngine(ModelShards):
             if limit and metrics["grad_norm"] > limit:
                 torch._foreach_mul_(gradients, limit / (metrics["grad_norm"] + 1e-6))
             for group in self.optimizer.param_groups:
-                group["lr"] *= lr_scale  # for this step: the scheduler sets it anew
+                group["lr"] *= lr_scale  # for this step: the scheduler resets it
             self.optimizer.step()
             self.lr_scheduler.step()
             self.version += 1
@@ -480,12 +485,12 @@ class TrainEngine(ModelShards):
         self, micro_batches: list[torch.Tensor], prefixes: Sequence[str]
     ) -> dict[str, float]:
         """Metrics of the log-probabilities that all ranks have compared, [prefixes, 9] each."""
-        mine = torch.stack(
+        own_figures = torch.stack(
             [corrections.combine(parts) for parts in torch.stack(micro_batches).unbind(1)]
         ).to(self.device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        # The ranks of a replica say the same, which changes none of the ratios.
+        gathered = [torch.empty_like(own_figures) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own_figures)
+        # The ranks of a replica count alike, which changes none of the ratios.
         joined = [corrections.combine(parts) for parts in torch.stack(gathered).unbind(1)]
         metrics: dict[str, float] = {}
         for prefix, figures in zip(prefixes, joined, strict=True):
@@ -502,7 +507,7 @@ class TrainEngine(ModelShards):
     # Phases
 
     def offload(self) -> None:
-        """Move master weights and optimizer state to the CPU, if they are not there."""
+        """Move master weights and optimizer state to the CPU, if they are on the accelerator."""
         self._move(torch.device("cpu"))
 
     def onload(self) -> None:

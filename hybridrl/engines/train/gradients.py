@@ -1,4 +1,4 @@
-"""Gradients of a model whose parameters lie in shards, some of them in copies."""
+"""Gradients of a model with sharded and replicated parameters."""
 
 from collections.abc import Iterator, Sequence
 
@@ -37,9 +37,9 @@ def sum_tied(chunks: Sequence[Chunk], dims: TrainDims) -> None:
 def local_gradients(
     chunks: Sequence[Chunk], dims: TrainDims
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """This rank's shards, and its part of the squared norm: each element of the model counts once.
+    """This rank's shards, and its share of the squared norm: each element of the model counts once.
 
-    The sum of the parts over all ranks is the square of the whole gradient's norm [] float64.
+    The sum of the shares over all ranks is the square of the full gradient's norm [] float64.
     """
     gradients, shares = [], []
     for gradient, first in _gradients(chunks, dims):
@@ -62,8 +62,8 @@ def _gradients(chunks: Sequence[Chunk], dims: TrainDims) -> Iterator[tuple[DTens
 def _num_copies(gradient: DTensor, dims: TrainDims) -> int:
     """Ranks that hold the same shard."""
     names = gradient.device_mesh.mesh_dim_names or ()
-    whole_on_tp = any(
+    replicated_on_tp = any(
         name == "tp" and isinstance(placement, Replicate)
         for name, placement in zip(names, gradient.placements, strict=True)
     )
-    return dims.axes.replicas * (dims.axes.tp if whole_on_tp else 1)
+    return dims.axes.replicas * (dims.axes.tp if replicated_on_tp else 1)

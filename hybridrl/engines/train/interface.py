@@ -1,4 +1,4 @@
-"""What the train engine takes and gives."""
+"""Inputs of the train engine: sequences and losses."""
 
 from dataclasses import dataclass, field
 
@@ -22,11 +22,10 @@ class TrainSequence:
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:
-    """The sequence for a loss that reads its end: the state before its one response token is that
-    at the end, which is the last token that is not `pad`.
+    """The sequence for a loss that reads its end, the last token that is not `pad`.
 
-    So a token is appended, whatever it is: a causal model's states before it do not see it. Only
-    scalar fields remain.
+    A response of one token is appended; the state before it is that at the end. Its id is
+    arbitrary: a causal model's earlier states do not depend on it. Only scalar fields remain.
     """
     end = last_position(sequence.ids, pad)
     ids = torch.cat([sequence.ids[: end + 1], sequence.ids[end : end + 1]])
@@ -39,8 +38,8 @@ def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:
 
 
 def last_position(ids: torch.Tensor, pad: int | None) -> int:
-    """Index of the last of `ids` [tokens] that is not `pad`; 0 where all are."""
+    """Index of the last of `ids` [tokens] that is not `pad`; 0 if all are."""
     if pad is None:
         return len(ids) - 1
-    found = (ids != pad).nonzero()
-    return int(found[-1]) if len(found) else 0
+    positions = (ids != pad).nonzero()
+    return int(positions[-1]) if len(positions) else 0

@@ -1,4 +1,4 @@
-"""A micro-batch as one packed row, and the module that makes log-probabilities or values of it."""
+"""A micro-batch as one packed row, and the module that computes its log-probabilities or values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from hybridrl.models.stages import Chunk, head_name
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences behind each other in one row, by ascending length.
+    """Sequences concatenated in one row, by ascending length.
 
-    `ids` and `position_ids` [1, tokens]; `predicting` [scored] are the places in the row whose
-    hidden state predicts a scored token, `targets` [scored] those tokens; `order` gives for each
-    place in the row which of the caller's sequences lies there, `counts` its scored tokens.
+    `ids` and `position_ids` [1, tokens]; `predicting` [scored] are the positions in the row whose
+    hidden state predicts a scored token, `targets` [scored] those tokens. `order[i]` is the index
+    of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
     """
 
     ids: torch.Tensor
@@ -34,7 +34,7 @@ class PackedBatch:
 
     @property
     def sequence(self) -> torch.Tensor:
-        """Which of the caller's sequences every scored token is of, [scored]."""
+        """Index of every scored token's sequence among the caller's, [scored]."""
         order, counts = torch.tensor(self.order), torch.tensor(self.counts)
         return order.long().repeat_interleave(counts.long()).to(self.ids.device)
 
@@ -48,11 +48,10 @@ def pack(
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
-    A row shorter than `total_tokens` is filled up by a sequence with nothing to score, which stands
-    in `order` as -1: pipelines want rows of equal length. No sequences give a row of one token with
-    nothing to score: a rank that has run out of work computes it to take part in the collectives,
-    and its gradient is exactly zero. Raises ValueError for a response without a token before it,
-    or a mask of another length.
+    A row shorter than `total_tokens` is padded by a sequence with nothing to score, -1 in `order`:
+    pipelines need rows of equal length. No sequences give a row of one token with nothing to score:
+    a rank without work computes it to take part in the collectives, and its gradient is exactly
+    zero. Raises ValueError for a response without a token before it, or a mask of another length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
@@ -89,7 +88,7 @@ def scored_positions(sequence: TrainSequence, trained_only: bool) -> torch.Tenso
     if not 0 <= response < length:
         raise ValueError(
             f"response_tokens={response} of {length} tokens: wanted 0 to {length - 1}, since the "
-            "first token of a sequence has nothing to be predicted from"
+            "first token of a sequence has no token before it"
         )
     positions = torch.arange(length - response, length)
     if not trained_only or sequence.mask is None:
@@ -107,19 +106,19 @@ def scored_fields(
 ) -> dict[str, torch.Tensor]:
     """The fields of the scored tokens [scored], in the order of the row, in float32 at least.
 
-    A scalar counts for every token of its sequence. A sequence without a field has `missing` for
-    it. Raises ValueError for a field that is missing where `missing` is None, or that has another
+    A scalar applies to every token of its sequence. `missing` replaces a field that a sequence
+    lacks. Raises ValueError for a missing field if `missing` is None, and for a field of another
     length than the response.
     """
     fields = {}
     for name in names:
-        parts = [
+        pieces = [
             _field(sequences[index], name, count, missing)
             for index, count in zip(batch.order, batch.counts, strict=True)
             if index >= 0
         ]
-        whole = torch.cat([torch.zeros(0), *parts])
-        fields[name] = whole.to(batch.ids.device)
+        values = torch.cat([torch.zeros(0), *pieces])
+        fields[name] = values.to(batch.ids.device)
     return fields
 
 
@@ -144,13 +143,13 @@ def _field(sequence: TrainSequence, name: str, count: int, missing: float | None
 class PackedModel(nn.Module):
     """A causal language model, or a pipeline chunk of one, over a packed row.
 
-    The last chunk's forward gives log-probabilities of the scored tokens only: the head is applied
-    to the scored positions alone and in chunks, so logits of the prompt are never computed and
-    logits of the response never exist all at once. Under tensor parallelizm the head's rows lie on
-    the ranks of `tp_group`.
+    The last chunk's forward returns log-probabilities of the scored tokens only. The head is
+    applied to the scored positions in chunks, so logits of the prompt are never computed and logits
+    of the response never exist all at once. Under tensor parallelism the head's rows are sharded
+    over `tp_group`.
 
-    Of a sequence classifier it gives a value for each scored token, that of the state before it:
-    its head (`score`) over the hidden state that predicts the token.
+    A sequence classifier returns a value for each scored token, that of the state before it: its
+    head (`score`) over the hidden state that predicts the token.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class PackedModel(nn.Module):
         """Log-probabilities and entropies [scored] after temperature, or values [scored] and None.
 
         See `PackedBatch`. `x` are the row's ids [1, tokens], or after the first chunk its hidden
-        states [1, tokens, features], which all chunks but the last give.
+        states [1, tokens, features], which all chunks but the last return.
         """
         inputs = {"input_ids" if self.first else "inputs_embeds": x}
         hidden: torch.Tensor = self.model.base_model(

@@ -19,15 +19,15 @@ from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.layout.layout import rank_of_chunk
 
 Finish = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""What the last chunk does with a micro-batch: its number, its log-probabilities and entropies (or
-its values and None). A loss."""
+"""The loss that the last chunk computes from a micro-batch's number, log-probabilities and
+entropies (or values and None)."""
 
 
 class StageModel(PackedModel):
     """A chunk as torch's pipeline calls it: with the number of a micro-batch.
 
-    torch splits tensors over micro-batches, and a packed row's description is none; so the
-    descriptions lie here, and the number travels.
+    torch splits tensors over micro-batches, but a packed row's description is no tensor. So the
+    module holds the descriptions, and the pipeline passes the number.
     """
 
     batches: Sequence[PackedBatch] = ()
@@ -46,8 +46,8 @@ class StageModel(PackedModel):
 class Pipeline:
     """The chunks of this rank, in the order in which micro-batches pass them.
 
-    All micro-batches of one call are rows of equal length. Stages are made anew in each call: gloo
-    does not bear a pair whose messages change their length, and making them takes under 1 ms.
+    All micro-batches of one call are rows of equal length. Each call creates new stages: gloo does
+    not support messages of changing length between two ranks, and creation takes under 1 ms.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Pipeline:
         self._features: int = chunks[0].model.config.hidden_size
 
     def num_micro_batches(self, least: int) -> int:
-        """The smallest number from `least` on that the schedule takes: a multiple of the stages."""
+        """The smallest allowed number from `least` on: a multiple of the stages."""
         stages = self.group.size()
         return max(1, -(-least // stages)) * stages
 
@@ -83,13 +83,13 @@ class Pipeline:
     def score(self, batches: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward of all micro-batches: through one chunk of this rank after the other.
 
-        Not by a schedule of torch's: those with several chunks a rank know no forward alone.
+        torch's schedules with several chunks a rank have no forward alone.
         """
-        hidden: dict[int, torch.Tensor] = {}  # what this rank hands to itself
+        hidden: dict[int, torch.Tensor] = {}  # for this rank's own next chunk
         sent: list[tuple[dist.Work | None, torch.Tensor]] = []
         with self._prepared(batches, finish, with_entropy=False):
-            for chunk, place in zip(self.chunks, self.numbers, strict=True):
-                source, target = self._holder(place - 1), self._holder(place + 1)
+            for chunk, index in zip(self.chunks, self.numbers, strict=True):
+                source, target = self._holder(index - 1), self._holder(index + 1)
                 for number, batch in enumerate(batches):
                     x = batch.ids
                     if source == self.group.rank():
@@ -108,15 +108,15 @@ class Pipeline:
                 work.wait()
 
     def _hidden_shape(self, tokens: int) -> tuple[int, int, int]:
-        """What travels for a row of `tokens`: under sequence parallelizm a part of them."""
+        """Shape sent for a row of `tokens`: under sequence parallelism a shard of them."""
         return 1, tokens // self._token_parts, self._features
 
-    def _holder(self, place: int) -> int | None:
-        """The pipeline rank of a chunk, None before the first and behind the last."""
-        if not 0 <= place < self.num_chunks:
+    def _holder(self, index: int) -> int | None:
+        """The pipeline rank of a chunk, None before the first and after the last."""
+        if not 0 <= index < self.num_chunks:
             return None
         zigzag = self.kind is PipelineSchedule.zero_bubble
-        return rank_of_chunk(place, self.group.size(), zigzag)
+        return rank_of_chunk(index, self.group.size(), zigzag)
 
     @contextmanager
     def _prepared(

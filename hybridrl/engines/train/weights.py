@@ -1,4 +1,4 @@
-"""A model in shards: a rank's tensors by name, and the whole ones that all ranks make of them."""
+"""A sharded model: a rank's shards by name, and the full tensors gathered from all ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
@@ -17,10 +17,9 @@ from hybridrl.models.load import SCORE
 
 
 class ModelShards:
-    """This rank's part of a model, by the model's own names.
+    """This rank's shards of a model, by the model's own names.
 
-    `parameters` are the model's, tied ones once; `adapters` those of `lora`, if it has any; both as
-    layouts see them.
+    `parameters` are the model's, tied ones once; `adapters` those of `lora`, if it has any.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class ModelShards:
         self.dims, self.device, self.lora = dims, device, lora
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer steps: this rank's shards of all that is not frozen."""
+        """The optimizer's parameters: this rank's shards of all that is not frozen."""
         return [p for root in self.roots for p in root.parameters() if p.requires_grad]
 
     def named_shards(self) -> dict[str, DTensor]:
@@ -39,44 +38,44 @@ class ModelShards:
 
         Adapters are among them, see `models.stages.plain_name`.
         """
-        found: dict[str, DTensor] = {}
+        shards: dict[str, DTensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
-                found.setdefault(name, cast(DTensor, parameter.detach()))
-        return found
+                shards.setdefault(name, cast(DTensor, parameter.detach()))
+        return shards
 
     def trained(self) -> set[str]:
-        """Those names of `named_shards` that the optimizer steps; the others stay as loaded."""
+        """The names of `named_shards` that are trained; the others are frozen."""
         pairs = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         return {name for name, parameter in pairs if parameter.requires_grad}
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter of the model, in its order; tied ones and adapters left out."""
+        """Shape of every parameter of the model, in its order; without tied ones and adapters."""
         return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of `shapes` whole, one after the other, in float32, adapters merged.
+        """Every parameter of `shapes` in full, one after the other, in float32, adapters merged.
 
         All ranks iterate together.
         """
         shards = self.named_shards()
         for parameter in self.parameters:
-            yield parameter.name, self._whole(parameter, shards)
+            yield parameter.name, self._full_tensor(parameter, shards)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is trained of a model with adapters, as `weights` yields; of others nothing."""
+        """The trained tensors of a model with adapters, as `weights` yields; of others none."""
         shards = self.named_shards()
         heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
         for parameter in (*self.adapters, *heads):
-            yield parameter.name, self._whole(parameter, shards)
+            yield parameter.name, self._full_tensor(parameter, shards)
 
-    def _whole(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
+    def _full_tensor(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
         """A parameter from the shards of all ranks, with its adapters, in float32."""
         name, owner = parameter.name, self.layout.rules[parameter.name].stages[0]
         tensor = torch.empty(parameter.shape, device=self.device)
         if owner == self.dims.rank("pp"):
-            whole = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
-            tensor = whole.to(self.device, torch.float32).contiguous()  # it may be offloaded
+            full = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
+            tensor = full.to(self.device, torch.float32).contiguous()  # it may be offloaded
             if self.lora is not None and (pair := pair_of(name))[0] in shards:
                 a, b = (shards[adapter].full_tensor().to(self.device) for adapter in pair)
                 tensor = tensor.addmm(b, a, alpha=self.lora.scaling)
@@ -86,15 +85,15 @@ class ModelShards:
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy another model's whole parameters [..] over those of the same names here.
+        """Copy another model's full parameters [..] to the parameters of the same names.
 
-        `weights` (an engine's, of any layout) is used up on every rank; what it lacks stays.
+        Every rank exhausts `weights` (an engine's, of any layout); other parameters are unchanged.
         """
-        own = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        named_parameters = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         for name, tensor in weights:
-            for parameter in [cast(DTensor, found) for key, found in own if key == name]:
+            for parameter in [cast(DTensor, p) for key, p in named_parameters if key == name]:
                 for held in self.layout.local(name, dist.get_rank()):
-                    part = held.intersect(Box.whole(tuple(tensor.shape)))
-                    if part is not None:  # else padding of a vocabulary
-                        local = parameter.to_local()[part.slices(held)]
-                        local.copy_(tensor[part.slices()])
+                    unpadded = held.intersect(Box.whole(tuple(tensor.shape)))
+                    if unpadded is not None:  # else padding of a vocabulary
+                        local = parameter.to_local()[unpadded.slices(held)]
+                        local.copy_(tensor[unpadded.slices()])

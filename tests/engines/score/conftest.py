@@ -17,7 +17,7 @@ from transformers import (
 
 from hybridrl.engines.train.interface import TrainSequence
 
-VOCAB = 53  # odd, so that tensor parallelizm pads it
+VOCAB = 53  # odd, so that tensor parallelism pads it
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

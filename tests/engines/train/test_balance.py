@@ -82,5 +82,5 @@ def test_bounds_are_checked():
     with pytest.raises(ValueError, match="max_tokens=0"):
         micro_batches([1], 0)
     for split in (balance, micro_batches):
-        with pytest.raises(ValueError, match="3 sequences: wanted a multiple of 2"):
+        with pytest.raises(ValueError, match="3 sequences: wanted a multiple of samples_per_row=2"):
             split([1, 1, 1], 10, samples_per_row=2)

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, in the worker processes: one engine rank per rank of an instance.
 
-Every rank of an instance has a scheduler of its own, gets the same calls in the same order and so
-decides the same; the ranks meet in the collectives of the forward pass. vLLM calls it
+Every rank of an instance has its own scheduler, gets the same calls in the same order and so
+decides alike. The ranks communicate in the collectives of the forward pass. vLLM calls this
 `external_launcher`.
 """
 
@@ -45,21 +45,20 @@ class _Entry:
 class VLLMEngine:
     """See `RolloutEngine`. Runs the model of the directory `model_path`, one replica per instance.
 
-    All ranks of `layout.mesh` (axes instance, pp, tp) make one together, in processes whose default
-    group is up; afterwards instances go their own ways. `layout` says which part of the weights
-    this rank holds (see `plan_switch`, with `VOCAB_MULTIPLE` and `ascending`). The weights are
-    random until `update_weights`. Raises ValueError for a `max_sequence` that the model has no
-    positions for.
+    All ranks of `layout.mesh` (axes instance, pp, tp) create one together, in processes whose
+    default group exists; afterwards instances are independent. `layout` says which weights this
+    rank holds (see `plan_switch`, with `VOCAB_MULTIPLE` and `ascending`). The weights are random
+    until `update_weights`. Raises ValueError if `max_sequence` exceeds the model's positions.
 
-    Tokens are drawn by the request's own stream, as in `NativeEngine`: same weights, same seeds,
-    same tokens, up to the order of float operations; see `vllm.sampling`. A request that was parked
-    comes back as a prompt, of which vLLM's prefix cache has all full blocks if it was parked here.
+    Tokens are sampled by the request's own stream, as in `NativeEngine`: same weights, same seeds,
+    same tokens, up to the order of float operations; see `vllm.sampling`. A parked request is
+    resubmitted as a prompt. On the same engine, vLLM's prefix cache has all its full blocks.
 
     `kv_cache_tokens` 0 sizes the cache on a CPU for `max_running` sequences at full length; on a
-    GPU it takes what is left of `gpu_memory_utilization`. On a GPU sleep frees weights and cache
-    (level 2), and the cache comes back with the first work after `wake`, so that what runs between
-    has its memory; CUDA graphs stay. On a CPU sleep frees the cache alone: the backend keeps packed
-    weights.
+    GPU it is the remaining `gpu_memory_utilization`. On a GPU sleep frees weights and cache
+    (level 2); CUDA graphs stay. The first work after `wake` allocates the cache, so that
+    computations in between have its memory. On a CPU sleep frees the cache alone: the backend keeps
+    packed weights.
     """
 
     def __init__(
@@ -165,10 +164,10 @@ class VLLMEngine:
         return None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request goes on where it stopped.
+        """Queue requests, first come first served; a parked request continues from its last token.
 
-        Raises ValueError, before anything is queued, for a request that can never run, or that
-        comes with keys and values: vLLM takes none.
+        Raises ValueError, before anything is queued, for a request that can never run, or that has
+        a `kv`: vLLM accepts none.
         """
         requests = list(requests)
         check_requests(requests, self._limits, self._entries)
@@ -182,7 +181,7 @@ class VLLMEngine:
     def _add(self, request: Request) -> None:
         done, sampling = len(request.response_ids), request.sampling
         params = self._sampling.SamplingParams(
-            temperature=0.0,  # of what the logits processor leaves there is only one choice
+            temperature=0.0,  # the logits processor leaves only one choice
             max_tokens=sampling.max_new_tokens - done,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
@@ -198,10 +197,10 @@ class VLLMEngine:
         self._entries[request.id] = self._by_key[entry.key] = entry
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Take unfinished requests out, with what they have generated; `submit` resumes them.
+        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
 
-        An id that is not in the engine (it may just have finished) is passed over. Raises
-        ValueError `with_kv`: vLLM gives no keys and values.
+        An id that is not in the engine (it may just have finished) is skipped. Raises ValueError
+        `with_kv`: vLLM exports no keys and values.
         """
         if with_kv:
             raise ValueError("vLLM gives no keys and values of a parked request")
@@ -212,7 +211,7 @@ class VLLMEngine:
     def _remove(self, entry: _Entry) -> Request:
         request = entry.request
         del self._entries[request.id], self._by_key[entry.key]
-        del request.log_probs[len(request.response_ids) :]  # drawn after a part of the prompt
+        del request.log_probs[len(request.response_ids) :]  # sampled after a chunk of the prompt
         self._counts["num_preempted"] += entry.scheduled.num_preemptions
         return request
 
@@ -226,9 +225,9 @@ class VLLMEngine:
         self._make_cache()
         counts, outputs, stopped = self._counts, [], []
         prefills = 0
-        given: list[Any] = self._engine.step()
-        for output in given:
-            entry, (part,) = self._by_key[output.request_id], output.outputs
+        outputs_of_step: list[Any] = self._engine.step()
+        for output in outputs_of_step:
+            entry, (completion,) = self._by_key[output.request_id], output.outputs
             request = entry.request
             if not entry.has_begun:
                 entry.has_begun = True
@@ -236,20 +235,20 @@ class VLLMEngine:
                 prefills += 1
                 counts["shared_prompt_tokens"] += known
                 counts["prefill_tokens"] += request.num_tokens - known
-            request.response_ids += part.token_ids
-            counts["decode_tokens"] += len(part.token_ids)
+            request.response_ids += completion.token_ids
+            counts["decode_tokens"] += len(completion.token_ids)
             counts["cached_tokens"] += request.num_tokens - 1
             if self._stops is not None and self._stops.ended(request.response_ids):
                 finish = "stop"
                 stopped += [] if output.finished else [entry.key]
             elif output.finished:
-                finish = part.finish_reason
+                finish = completion.finish_reason
             else:
                 continue
             self._remove(entry)
             outputs.append(Output(request.id, request.response_ids, request.log_probs, finish))
         self._engine.abort_request(stopped)
-        counts["decode_steps"] += bool(given)
+        counts["decode_steps"] += bool(outputs_of_step)
         counts["prefill_calls"] += bool(prefills)
         return outputs
 
@@ -257,9 +256,9 @@ class VLLMEngine:
 
     @torch.no_grad()
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's part of the weights from the shards of training; all ranks call it.
+        """Fill this rank's generation weights from the training shards; all ranks call it.
 
-        What is cached of prompts is of the old weights and is forgotten.
+        Cached prompts are dropped: the old weights computed them.
         """
         assert not self.stats().running, "weights change while requests run: park them first"
         assert not self._asleep, "the engine sleeps"
@@ -276,9 +275,9 @@ class VLLMEngine:
 
     @torch.no_grad()
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Have `write` fill this rank's part: all at once, or layer by layer where vLLM repacks.
+        """Let `write` fill this rank's shards: all at once, or layer by layer if vLLM repacks.
 
-        What is cached of prompts is forgotten, as in `update_weights`.
+        Cached prompts are dropped, as in `update_weights`.
         """
         assert not self.stats().running, "weights change while requests run: park them first"
         assert not self._asleep, "the engine sleeps"
@@ -292,23 +291,23 @@ class VLLMEngine:
         self._forget_prompts()
 
     def _make_switch(self, plan: Plan) -> WeightSwitch | LayerwiseSwitch:
-        at = self._rank, self._dtype
+        settings = self._rank, self._dtype
         if self._weights.repacks:
-            return LayerwiseSwitch(plan, *at, by_layer(plan.dst.rules), self._bucket_bytes)
-        return WeightSwitch(plan, *at, self._bucket_bytes)
+            return LayerwiseSwitch(plan, *settings, by_layer(plan.dst.rules), self._bucket_bytes)
+        return WeightSwitch(plan, *settings, self._bucket_bytes)
 
     def _forget_prompts(self) -> None:
         done = self._engine.reset_prefix_cache()
         assert done, "vLLM keeps cached prompts"
 
-    # MemoryApi
+    # Memory
 
     def release_cache(self) -> None:
         """Free the KV cache, keep the weights. Waiting requests stay; nothing may run.
 
-        The next step that has work makes a new cache.
+        The next step that has work allocates a new cache.
         """
-        assert not self.stats().running, "the engine cannot give its cache back while requests run"
+        assert not self.stats().running, "the engine cannot free its cache while requests run"
         if not self._has_cache:
             return
         self._forget_prompts()
@@ -329,7 +328,7 @@ class VLLMEngine:
             self._asleep, self._has_cache = True, False
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work brings the cache."""
+        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
         if self._asleep:
             self._memory.wake()
             self._asleep = False
@@ -337,8 +336,8 @@ class VLLMEngine:
     def stats(self) -> Stats:
         """Counters and load."""
         _, waiting = self._core.scheduler.get_request_counts()
-        # What is computed again after a preemption is in no counter but `num_preempted`, to which a
-        # request adds when it leaves.
+        # Only `num_preempted` counts preemptions, and a request adds to it when it leaves: no
+        # counter has the recomputed tokens.
         return Stats(
             running=len(self._entries) - waiting,
             waiting=waiting,
@@ -352,7 +351,7 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM's engine and its process groups; all ranks call it.
 
-        vLLM's own way would end the groups of the whole process, the default one among them.
+        vLLM's own shutdown would destroy all process groups, the default one among them.
         """
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
@@ -373,7 +372,7 @@ _COUNTERS = (
 
 
 def _devices(device: torch.device) -> list[torch.device]:
-    """Those whose random state vLLM sets."""
+    """The devices whose random state vLLM sets."""
     return [device] if device.type == "cuda" else []
 
 

@@ -1,4 +1,4 @@
-"""vLLM's memory: what the cache has, and what can be given back, on a GPU and on a CPU."""
+"""vLLM's memory, freed and allocated again, and the size of its cache, on a GPU and on a CPU."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 @contextmanager
 def uniform_cache(block_size: int) -> Iterator[None]:
-    """While vLLM starts with `disable_hybrid_kv_cache_manager`: the cache is alike on all ranks.
+    """While vLLM starts with `disable_hybrid_kv_cache_manager`: equal caches on all ranks.
 
-    Each rank has a scheduler. Where their caches differ they decide differently and wait forever,
-    and vLLM compares them only where one scheduler rules all ranks. So
+    Each rank has a scheduler. If their caches differed, they would decide differently and deadlock;
+    vLLM compares caches only if one scheduler serves all ranks. So
 
-    - layers with a sliding window keep all tokens, as the others: vLLM would free what the window
-      has passed on a stage that has no other layers. A sequence needs the blocks of its tokens.
+    - layers with a sliding window cache all tokens, like other layers. On a stage without other
+      layers vLLM would free the blocks outside of the window.
     - every rank has as many blocks as the one with the least room: stages of fewer layers have room
       for more.
     """
@@ -59,7 +59,7 @@ class MemoryApi(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make room for the weights."""
+        """Allocate the weights."""
         ...
 
     def free_cache(self) -> None:
@@ -67,15 +67,15 @@ class MemoryApi(Protocol):
         ...
 
     def make_cache(self) -> None:
-        """Make room for the KV cache."""
+        """Allocate the KV cache."""
         ...
 
 
 class DeviceMemory:
-    """A GPU's, by vLLM's allocator (`enable_sleep_mode`): CUDA graphs stay valid.
+    """Memory of a GPU, by vLLM's allocator (`enable_sleep_mode`): CUDA graphs stay valid.
 
-    vLLM's level 2, which discards: weights come from training and the cache from the tokens. Its
-    level 1 would copy the weights to the host, for nothing.
+    It uses vLLM's level 2, which discards: training fills the weights, and the tokens the cache.
+    Level 1 would copy the weights to the host needlessly.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -86,7 +86,7 @@ class DeviceMemory:
         self._worker.sleep(level=2)
 
     def wake(self) -> None:
-        """Make room for the weights; buffers are restored."""
+        """Allocate the weights; buffers are restored."""
         self._worker.wake_up(tags=["weights"])
 
     def free_cache(self) -> None:
@@ -102,7 +102,7 @@ class DeviceMemory:
 
 
 class HostMemory:
-    """A CPU's: the cache can go; the weights, which the backend has packed, stay."""
+    """Memory of a CPU: the cache can be freed; the weights, packed by the backend, stay."""
 
     def __init__(self, caches: Iterable[torch.Tensor]) -> None:
         storages = {cache.data_ptr(): cache.untyped_storage() for cache in caches}
@@ -113,7 +113,7 @@ class HostMemory:
         self.free_cache()
 
     def wake(self) -> None:
-        """Nothing: the weights are there."""
+        """Nothing: the weights were not freed."""
 
     def free_cache(self) -> None:
         """Free the KV cache, keep the weights."""
@@ -121,7 +121,7 @@ class HostMemory:
             storage.resize_(0)
 
     def make_cache(self) -> None:
-        """Make room for the KV cache, of zeros: what a block has not yet must not be NaN."""
+        """Allocate the KV cache, of zeros: unused entries of a block must not be NaN."""
         for storage, size in self._storages:
             storage.resize_(size)
             storage.fill_(0)  # type: ignore[attr-defined]

@@ -1,13 +1,11 @@
-"""How vLLM draws a sample's tokens from the sample's own random stream.
+"""Sampling in vLLM from each sample's own random stream.
 
-vLLM's generators have a state: a request that goes on after a park would draw the first numbers
-again. So the tokens are drawn here, in a logits processor, as the native engine draws them: the
-uniform of (stream, position) against the cumulative distribution. vLLM is left with one finite
-choice a row. The log-probabilities are those of the same logits and temperature, before top-k and
-top-p, as the native engine's are.
+vLLM's generators have a state: a resumed request would draw the first numbers again. So a logits
+processor samples the tokens as the native engine does: the uniform of (stream, position) against
+the cumulative distribution. It leaves vLLM one choice a row. The log-probabilities are those of the
+same logits and temperature, before top-k and top-p, as in the native engine.
 
-vLLM's names that the engine needs are passed on from here: this module is the one that imports vLLM
-as soon as it is imported itself.
+The engine imports vLLM's names from here: only this module imports vLLM at its own import.
 """
 
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ DRAWS = "hybridrl_draws"
 
 @dataclass(eq=False, slots=True)
 class Draws:
-    """A request in vLLM, whose prompt there has the first `start` tokens of the response.
+    """A request in vLLM, whose prompt there includes the first `start` tokens of the response.
 
     The engine and the logits processor share the object, so it must not be copied on the way.
     """
@@ -53,9 +51,9 @@ class Draws:
         return self
 
     def record(self, position: int, log_prob: float) -> None:
-        """Keep the log-probability of response token `position`.
+        """Record the log-probability of response token `position`.
 
-        A prompt that is computed in parts draws after each; what counts is the last.
+        A prompt that is computed in chunks samples after each; only the last counts.
         """
         del self.request.log_probs[position:]
         self.request.log_probs.append(log_prob)
@@ -69,9 +67,9 @@ class _Row:
 
 
 class StreamSampler(LogitsProcessor):
-    """Draws the next token of every request and leaves vLLM no other.
+    """Samples the next token of every request and leaves vLLM no other.
 
-    Of tensor-parallel ranks the first draws and tells the others, so that they cannot disagree.
+    The first tensor-parallel rank samples and broadcasts, so that all agree.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -83,11 +81,11 @@ class StreamSampler(LogitsProcessor):
         self._batch: SamplingBatch | None = None
 
     def is_argmax_invariant(self) -> bool:
-        """No: the arguments of the maximum are what this decides."""
+        """No: this processor decides the maximum."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the requests to their rows, in vLLM's order: removed, added, moved."""
+        """Update the rows of requests, in vLLM's order: removed, added, moved."""
         if batch_update is None:
             return
         self._batch = None
@@ -114,7 +112,7 @@ class StreamSampler(LogitsProcessor):
             self._free.append(row.slot)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab], changed in place: the drawn token's is infinite."""
+        """Logits [rows, vocab], changed in place: the sampled token's is infinite."""
         rows = [self._rows[index] for index in range(len(logits))]
         positions = np.array([row.draws.start + len(row.drawn) for row in rows], np.int64)
         tokens, log_probs = self._draw(logits, rows, positions)

@@ -1,10 +1,9 @@
-"""Where vLLM holds a rank's part of the weights, so that the weight switch can write it there.
+"""vLLM's weights under Hugging Face's names, so that the weight switch can write them.
 
-vLLM fuses what the layout room knows under Hugging Face's names: q, k and v are rows of one tensor,
-gate and up of another. The switch gets views of those rows. Where vLLM keeps the tensors as they
-are (CUDA), they are written in place, so captured graphs stay valid. Where it repacks them after
-loading (its CPU backend keeps a packed copy and drops the tensor), each layer gets new tensors,
-which vLLM repacks as it does at its start, before the next layer comes.
+vLLM fuses parameters: q, k and v are rows of one tensor, gate and up of another. The switch gets
+views of those rows. If vLLM keeps the tensors unchanged (CUDA), they are written in place, so
+captured graphs stay valid. Its CPU backend repacks them after loading and drops the tensors: there
+each layer gets new tensors, which vLLM repacks before the next layer arrives.
 """
 
 from collections import defaultdict
@@ -20,7 +19,7 @@ from hybridrl.layout.weight_switch import Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Rows:
     """Rows [start, stop) of the parameter `kind` (weight, bias) of a module."""
 
     module: str
@@ -32,9 +31,9 @@ class _Place:
 class VLLMWeights:
     """The parameters of one rank's vLLM model under Hugging Face's names.
 
-    `shapes` are those of the rank's own parts by the layout, padding included; None for what lies
-    on other stages alone, which is freed where vLLM has it all the same. Raises ValueError where
-    vLLM's model is laid out in another way.
+    `shapes` are those of the rank's shards by the layout, padding included; None for parameters of
+    other stages, which are freed if vLLM has them nevertheless. Raises ValueError if vLLM's model
+    has another layout.
     """
 
     def __init__(
@@ -43,44 +42,44 @@ class VLLMWeights:
         self.model, self.dtype = model, dtype
         self._modules = dict(model.named_modules())
         self._shapes = {name: shape for name, shape in shapes.items() if shape is not None}
-        self._places = self._find()
+        self._rows = self._find_rows()
         self._full = {
-            (place.module, place.kind): self._full_shape(place) for place in self._places.values()
+            (rows.module, rows.kind): self._full_shape(rows) for rows in self._rows.values()
         }
         self.repacks = any(
             _tensor(self._modules[module], kind).shape != shape
             for (module, kind), shape in self._full.items()
         )
-        """Whether vLLM holds some weight in another form than the layout's."""
+        """Whether vLLM holds some weight in another shape than the layout's."""
         self._free(shapes.keys() - self._shapes.keys())
         self._check()
 
     def tensors(self) -> Tensors:
-        """Views of all parameters, to be written in place; only where nothing is repacked."""
+        """Views of all parameters, to be written in place; only if nothing is repacked."""
         assert not self.repacks, "this backend keeps packed weights"
         return self._views(
             {
                 (module, kind): _tensor(self._modules[module], kind).data
                 for module, kind in self._full
             },
-            self._places,
+            self._rows,
         )
 
     @contextmanager
     def layer(self, names: Sequence[str]) -> Iterator[Tensors]:
         """Tensors for the parameters `names` (of which the rank may hold none), to be filled.
 
-        On leaving they become vLLM's weights. `names` must have all parts of a fused tensor.
+        On exit they become vLLM's weights. `names` must include all parameters of a fused tensor.
         """
-        mine = [name for name in names if name in self._places]
-        keys = {(self._places[name].module, self._places[name].kind): None for name in mine}
+        held_names = [name for name in names if name in self._rows]
+        keys = {(self._rows[name].module, self._rows[name].kind): None for name in held_names}
         tensors = {}
         for module, kind in keys:
             held, shape = _tensor(self._modules[module], kind).data, self._full[module, kind]
             # A bias may have been turned into another format with its weight.
             same = held.shape == shape and held.dtype == self.dtype
             tensors[module, kind] = held if same else held.new_empty(shape, dtype=self.dtype)
-        yield self._views(tensors, mine)
+        yield self._views(tensors, held_names)
         for (module, kind), tensor in tensors.items():
             if _tensor(self._modules[module], kind).data_ptr() != tensor.data_ptr():
                 parameter = nn.Parameter(tensor, requires_grad=False)
@@ -89,47 +88,53 @@ class VLLMWeights:
             _process(self._modules[name])
 
     def process(self) -> None:
-        """Let vLLM derive anew what it derives from weights that were written in place."""
+        """Let vLLM recompute tensors derived from weights that were written in place."""
         for name in dict.fromkeys(module for module, _ in self._full):
             _process(self._modules[name])
 
-    # Where what lies
+    # Mapping of names to rows
 
-    def _find(self) -> dict[str, _Place]:
+    def _find_rows(self) -> dict[str, _Rows]:
         fused: dict[str, tuple[str, ...]] = getattr(self.model, "packed_modules_mapping", {})
-        whole_of = {part: whole for whole, parts in fused.items() for part in parts}
-        places = {}
+        fused_name = {
+            projection: fused_module
+            for fused_module, projections in fused.items()
+            for projection in projections
+        }
+        rows_by_name = {}
         for name, shape in self._shapes.items():
             path, _, kind = name.rpartition(".")
             parent, _, child = path.rpartition(".")
             start, module = 0, path
-            if path not in self._modules and child in whole_of:
-                whole = whole_of[child]
-                module = f"{parent}.{whole}"
-                before = fused[whole][: list(fused[whole]).index(child)]
-                start = sum(self._shapes[f"{parent}.{part}.{kind}"][0] for part in before)
+            if path not in self._modules and child in fused_name:
+                fused_module = fused_name[child]
+                module = f"{parent}.{fused_module}"
+                before = fused[fused_module][: list(fused[fused_module]).index(child)]
+                start = sum(
+                    self._shapes[f"{parent}.{projection}.{kind}"][0] for projection in before
+                )
             if module not in self._modules:
-                raise ValueError(f"vLLM's {type(self.model).__name__} has no place for {name}")
-            places[name] = _Place(module, kind, start, start + shape[0])
-        return places
+                raise ValueError(f"vLLM's {type(self.model).__name__} has no module for {name}")
+            rows_by_name[name] = _Rows(module, kind, start, start + shape[0])
+        return rows_by_name
 
-    def _full_shape(self, place: _Place) -> torch.Size:
-        parts = {
+    def _full_shape(self, rows_of: _Rows) -> torch.Size:
+        sharing = {
             name: other
-            for name, other in self._places.items()
-            if (other.module, other.kind) == (place.module, place.kind)
+            for name, other in self._rows.items()
+            if (other.module, other.kind) == (rows_of.module, rows_of.kind)
         }
-        rows = max(other.stop for other in parts.values())
-        return torch.Size([rows, *self._shapes[next(iter(parts))][1:]])
+        num_rows = max(other.stop for other in sharing.values())
+        return torch.Size([num_rows, *self._shapes[next(iter(sharing))][1:]])
 
     def _free(self, names: Set[str]) -> None:
-        """Some families (Gemma 3) make the embedding and the last norm on every stage."""
+        """Free unused parameters: some families (Gemma 3) create both ends on every stage."""
         for name, parameter in self.model.named_parameters():
             if name in names:
                 parameter.data = parameter.new_empty(0)
 
     def _check(self) -> None:
-        """What vLLM holds must be as the layout says, or packed, and must have a source."""
+        """Check that every tensor has a source, and the layout's shape unless it is packed."""
         filled = set()
         for (module, kind), shape in self._full.items():
             tensor = _tensor(self._modules[module], kind)
@@ -148,8 +153,8 @@ class VLLMWeights:
     ) -> Tensors:
         views = {}
         for name in names:
-            place = self._places[name]
-            views[name] = tensors[place.module, place.kind][place.start : place.stop]
+            rows = self._rows[name]
+            views[name] = tensors[rows.module, rows.kind][rows.start : rows.stop]
         return views
 
     def _users(self, written: Mapping[str, None]) -> list[str]:
@@ -173,7 +178,7 @@ def _tensor(module: nn.Module, kind: str) -> torch.Tensor:
 
 
 def _process(module: nn.Module) -> None:
-    """What vLLM does with a module's weights after loading: nothing, or packing them."""
+    """Run vLLM's processing of a module's weights after loading: nothing, or packing."""
     method = getattr(module, "quant_method", None)
     if method is not None:
         method.process_weights_after_loading(module)
