@@ -1,7 +1,7 @@
 """Rewards, advantages, losses, KL: pure functions, and the tables of their names.
 
 A table maps a name of the config to a dotted string, so that reading it imports nothing. A value
-`package.module:name` or `/path/file.py:name` brings one's own.
+`package.module:name` or `/path/file.py:name` is the user's own.
 """
 
 import functools
@@ -26,7 +26,7 @@ NORMALISATIONS: Mapping[str, str] = {
 
 
 def resolve(table: Mapping[str, str], key: str, name: str) -> Any:
-    """What `name` stands for: an entry of `table`, or `package.module:name`.
+    """The object called `name`: an entry of `table`, or `package.module:name`.
 
     Raises ConfigError naming the config key `key` and the known names.
     """

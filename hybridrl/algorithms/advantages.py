@@ -2,11 +2,11 @@
 
 Functions of one prompt's samples are for `Stream.by_group`, those of the whole batch for
 `by_batch`. Each takes one list per input and gives one number a sample, which all its tokens have.
-What else a function reads (a greedy reward, a length, a weight) is a scalar of the stream; the
-length of a response, for one, is made by `samples.map(len, ("log_probs",), scalars=("length",))`.
+Other inputs (a greedy reward, a length, a weight) are scalars of the stream; for example,
+`samples.map(len, ("log_probs",), scalars=("length",))` adds the length of a response.
 
-A sample that has nothing to be compared with has advantage 0: a group of one has no other baseline
-than itself. (verl gives it its reward.)
+A sample without a baseline has advantage 0: a group of one has no other samples. (verl uses its
+reward.)
 """
 
 import math

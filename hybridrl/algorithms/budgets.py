@@ -1,8 +1,8 @@
-"""How many more samples each prompt is worth, from the rewards of those that it has.
+"""Budgets of further samples for each prompt, from the rewards of its samples so far.
 
 Pure Python: they run in the driver, without torch. Each takes one list of rewards a prompt (for
 `Stream.by_batch(..., grouped=True)`) and gives one list a prompt, the same number at each of its
-samples, as `Actor.generate_more` reads it. A prompt without samples has no place for a number.
+samples, as `ActorHandle.generate_more` reads it. A prompt without samples gets no number.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Two engines, one policy: how far their log-probabilities differ, and the weights that correct it.
+"""The mismatch between rollout and trainer log-probabilities, and weights that correct it.
 
-The rollout engine samples from pi_rollout, the trainer computes pi_trainer of the same weights, and
-kernels, formats and batch shapes keep the two apart. Below, w = pi_trainer / pi_rollout of a
+The rollout engine samples from pi_rollout, the trainer computes pi_trainer of the same weights;
+kernels, formats and batch shapes make the two differ. Below, w = pi_trainer / pi_rollout of a
 sampled token, W the product of w over a response.
 """
 
@@ -23,12 +23,12 @@ SCALINGS = {"sqrt": 0.5, "linear": 1.0}
 class Correction:
     """Importance weights of tokens that another engine sampled; they carry no gradient.
 
-    `rule` says what becomes of a weight far from 1: `truncate` takes min(w, bound) (Yao et al.,
-    "Your efficient RL framework secretly brings you off-policy RL training", 2025), `mask` takes w
-    where 1 / bound <= w <= bound and 0 elsewhere (IcePop, Ling team, 2025; Liu et al., "When speed
-    kills stability", 2025). `level` is what one weight belongs to: a `token`, or with W a
-    `sequence`, whose tokens all have it. Exponents are clamped to `kl.MAX_LOG_RATIO`, as in verl.
-    Raises ConfigError for a setting that cannot work.
+    `rule` bounds a weight far from 1: `truncate` takes min(w, bound) (Yao et al., "Your efficient
+    RL framework secretly brings you off-policy RL training", 2025), `mask` takes w where
+    1 / bound <= w <= bound and 0 elsewhere (IcePop, Ling team, 2025; Liu et al., "When speed kills
+    stability", 2025). `level` is the unit of a weight: a `token`, or a `sequence`, whose tokens all
+    have W. Exponents are clamped to `kl.MAX_LOG_RATIO`, as in verl. Raises ConfigError for an
+    impossible setting.
 
     Example: for w of 0.4, 1.5 and 3 and the bound 2, `truncate` gives 0.4, 1.5 and 2, `mask` gives
     0, 1.5 and 0; per sequence W is 1.8, and all three tokens weigh 1.8.
@@ -60,8 +60,8 @@ class Correction:
         return torch.where(kept, w, 0.0).float()
 
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
-        """Which of its own weights are truncated or masked, of the same shape, bool."""
-        # No other weight lies there: the clamp keeps the untouched ones above 0.
+        """Whether each of its own weights is truncated or masked, of the same shape, bool."""
+        # No other weight has this value: the clamp keeps unmasked ones above 0.
         return weights == (0.0 if self.rule == "mask" else self.bound)
 
 
@@ -70,7 +70,7 @@ def compare(
 ) -> torch.Tensor:
     """Partial figures [9], float64, of packed responses; `combine` joins them, `describe` reads.
 
-    `log_probs` and `rollout_log_probs` are [tokens]; where the latter are NaN, nothing is compared.
+    `log_probs` and `rollout_log_probs` are [tokens]; tokens with NaN in the latter are excluded.
     `counts` are the tokens of each response. The figures are four sums (tokens, |log w|, k3,
     responses), four logarithms of sums (w, w^2, W, W^2) and a maximum (|log w|).
     """
@@ -78,17 +78,21 @@ def compare(
     trainer = log_probs.detach().double().where(known, 0.0)
     rollout = rollout_log_probs.double().where(known, 0.0)
     log_w = trainer - rollout
-    # A response without tokens stands before all, so that there is one.
-    starts = [log_w.new_zeros(0), *log_w.split(list(counts))]
-    there = torch.stack([part.any() for part in (known[:0], *known.split(list(counts)))])
-    log_products = torch.stack([part.sum() for part in starts]).where(there, -torch.inf)
+    # An empty response comes first, so that the list is never empty.
+    responses = [log_w.new_zeros(0), *log_w.split(list(counts))]
+    has_tokens = torch.stack(
+        [response.any() for response in (known[:0], *known.split(list(counts)))]
+    )
+    log_products = torch.stack([response.sum() for response in responses]).where(
+        has_tokens, -torch.inf
+    )
     log_w_known = log_w.where(known, -torch.inf)
     return torch.stack(
         [
             known.sum().double(),
             log_w.abs().sum(),
             k3(rollout, trainer).sum(),
-            there.sum().double(),
+            has_tokens.sum().double(),
             log_w_known.logsumexp(0),
             (2 * log_w_known).logsumexp(0),
             log_products.logsumexp(0),
@@ -99,15 +103,15 @@ def compare(
 
 
 def combine(parts: torch.Tensor) -> torch.Tensor:
-    """Partial figures [9] of several, `parts` [parts, 9].
+    """Joined figures [9] of several partial ones, `parts` [parts, 9].
 
-    Where each part is there equally often, `describe` says the same: all it gives are ratios.
+    Repeating every part equally often does not change `describe`, which returns ratios.
     """
     return torch.cat([parts[:, :4].sum(0), parts[:, 4:8].logsumexp(0), parts[:, 8:].amax(0)])
 
 
 def describe(figures: torch.Tensor, prefix: str) -> dict[str, float]:
-    """The metrics of joined figures [9], none where no token was compared.
+    """The metrics of joined figures [9], none if no token was compared.
 
     - `<prefix>/mean`, `<prefix>/max`: of |log pi_trainer - log pi_rollout| per token, nats;
     - `<prefix>/kl`: KL(rollout || trainer) per token by k3, the mean of w - 1 - log w: never
@@ -118,14 +122,14 @@ def describe(figures: torch.Tensor, prefix: str) -> dict[str, float]:
     tokens, total, kl, responses, w, w2, product, product2, largest = figures.tolist()
     if not tokens:
         return {}
-    found = {
+    metrics = {
         "mean": total / tokens,
         "max": largest,
         "kl": kl / tokens,
         "ess_token": math.exp(2 * w - w2) / tokens,
         "ess_sequence": math.exp(2 * product - product2) / responses,
     }
-    return {f"{prefix}/{name}": value for name, value in found.items()}
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def response_ratio(trainer_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor) -> float:
@@ -138,7 +142,7 @@ def response_ratio(trainer_log_probs: torch.Tensor, rollout_log_probs: torch.Ten
 
 
 def step_scale(ess: float, *, reference: float = 1.0, rule: str = "sqrt") -> float:
-    """What to multiply the learning rate by where stale samples are worth fewer: 0 to 1.
+    """The learning rate's factor for stale samples by their effective sample size: 0 to 1.
 
     min(1, ess / reference) to the power of a half with `sqrt`, for optimizers like Adam, or of one
     with `linear` (VCPO: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", arXiv

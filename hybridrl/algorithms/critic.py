@@ -1,12 +1,12 @@
-"""What a critic needs: rewards per token, advantages per token, their whitening, the value loss.
+"""Actor-critic algorithms: rewards and advantages per token, their whitening, the value loss.
 
 Functions of one response are for `Stream.map`: they take tensors [response_tokens] and scalars, run
-where the tensors lie, and give tensors and scalars back. What spans samples goes through scalars
-alone: `moments` of each response travel to the driver, `whitening` joins them there (`by_batch`),
-`whiten` applies the result where the tensor is. So it does not matter which rank holds what.
+on the rank that holds the tensors, and return tensors and scalars. Only scalars cross samples: the
+driver gets `moments` of each response, `whitening` joins them there (`by_batch`), and `whiten`
+applies the result on the rank. So results do not depend on the placement of samples.
 
-A `mask` [response_tokens] is False for tokens that are not the policy's own (an environment wrote
-them): they are stepped over, as if they were not there. None: all are the policy's.
+A `mask` [response_tokens] is False for tokens that the policy did not write (an environment did):
+they are skipped. None: all are the policy's.
 """
 
 import math
@@ -45,10 +45,10 @@ def token_rewards(
     """
     penalties = resolve(KL_ESTIMATORS, "recipe.kl", kl)(log_probs, reference_log_probs)
     rewards: torch.Tensor = -kl_coef * penalties.detach()
-    own = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    rewards = torch.where(own, rewards, 0.0)
-    if own.any():
-        rewards[own.nonzero()[-1]] += reward
+    is_own = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    rewards = torch.where(is_own, rewards, 0.0)
+    if is_own.any():
+        rewards[is_own.nonzero()[-1]] += reward
     return rewards
 
 
@@ -67,12 +67,12 @@ def gae(
     arXiv 1506.02438, equation 16). The recursion runs in float64. Masked tokens have advantage 0
     and their own value as return.
     """
-    own = [True] * len(rewards) if mask is None else mask.tolist()
+    is_own = [True] * len(rewards) if mask is None else mask.tolist()
     advantages = [0.0] * len(rewards)
     following = value_after = 0.0
     r, v = rewards.detach().double().tolist(), values.detach().double().tolist()
     for t in reversed(range(len(r))):
-        if own[t]:
+        if is_own[t]:
             following = r[t] + gamma * value_after - v[t] + gamma * lam * following
             value_after = v[t]
             advantages[t] = following
@@ -92,11 +92,11 @@ def discounted(
 
 def moments(x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[int, float, float]:
     """Number, mean and sum of squared deviations of a response's tokens, in float64."""
-    own = (x if mask is None else x[mask]).detach().double()
-    if not own.numel():
+    values = (x if mask is None else x[mask]).detach().double()
+    if not values.numel():
         return 0, 0.0, 0.0
-    mean = own.mean()
-    return own.numel(), mean.item(), (own - mean).square().sum().item()
+    mean = values.mean()
+    return values.numel(), mean.item(), (values - mean).square().sum().item()
 
 
 def whitening(

@@ -1,4 +1,4 @@
-"""How per-token losses become one batch loss: the weight of each token.
+"""Weights of tokens in the batch loss.
 
 | name | batch loss | from |
 |---|---|---|

@@ -1,8 +1,8 @@
 """Losses that look at whole sequences, or at pairs of them.
 
-Each is a `hybridrl.config.loss.Loss`: the field `sequence` [tokens], which the engine
-adds, says which sequence every token is of. A sequence's loss stands at each of its tokens, and the
-normalization `sequence` then counts every sequence once, whatever the split into ranks and
+Each is a `hybridrl.config.loss.Loss`: the field `sequence` [tokens], which the engine adds, is the
+index of every token's sequence. Each token of a sequence has the sequence's loss, so
+the normalization `sequence` counts every sequence once, whatever the split into ranks and
 micro-batches. Of a pair (`samples_per_row` is 2) sequence 2i is the chosen one and 2i + 1 the
 rejected one, as `Stream.pair` orders them.
 """
@@ -41,11 +41,11 @@ class GSPOLoss(ClippedLoss):
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] of the sequences' ratios."""
         sequence = fields["sequence"]
-        own = log_probs.detach() - fields["old_log_probs"]
-        counts = per_sequence(torch.ones_like(own), sequence)
-        means = (per_sequence(own, sequence) / counts)[sequence]
+        token_log_ratio = log_probs.detach() - fields["old_log_probs"]
+        counts = per_sequence(torch.ones_like(token_log_ratio), sequence)
+        means = (per_sequence(token_log_ratio, sequence) / counts)[sequence]
         log_ratio = bounded(means + (log_probs - log_probs.detach()))
-        return self.clipped(log_ratio, bounded(own), fields["advantages"])
+        return self.clipped(log_ratio, bounded(token_log_ratio), fields["advantages"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +172,13 @@ def per_pair(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
 
 
 def reward_metrics(rewards: torch.Tensor, sequence: torch.Tensor) -> Fields:
-    """What both losses say of their pairs' `rewards` [pairs, 2], at every token [tokens]."""
+    """Metrics of both pair losses from `rewards` [pairs, 2], at every token [tokens]."""
     chosen, rejected = rewards.detach().unbind(1)
     margin = chosen - rejected
-    found = {
+    by_pair = {
         "accuracy": (margin > 0).to(margin.dtype),
         "reward_margin": margin,
         "chosen_reward": chosen,
         "rejected_reward": rejected,
     }
-    return {name: value[sequence // 2] for name, value in found.items()}
+    return {name: value[sequence // 2] for name, value in by_pair.items()}
