@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a run trains on and what it is judged by; no prompt stands in both."""
+    """A run's training and evaluation items; no prompt is in both."""
 
     train: list[Item]
     eval: list[Item]
     weights: dict[str, float]
     """Share of every source in the mixture; they sum to 1."""
     skipped: int
-    """Prompts left out because they were too long (`data.skip_long_prompts`)."""
+    """Number of prompts dropped as too long (`data.skip_long_prompts`)."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its target, which supervised training must hold."""
+        """Tokens of the longest prompt with its target: supervised training's longest sequence."""
         return max(
             len(item.prompt_ids) + max(map(len, (item.target_ids, *item.columns.values())))
             for item in self.train
@@ -46,13 +46,13 @@ def load_data(
     max_new_tokens: int,
     columns: Sequence[str] = (),
 ) -> Data:
-    """Items of all sources, each prompt once, the held-out ones apart.
+    """Items of all sources, each prompt once, split into training and held-out items.
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
-    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Sources give to
-    the held-out part in proportion to their weights; so do generated sources to the `data.size`
-    items of training (fewer where a source has not so many different prompts, which is logged).
-    Raises ConfigError, with the key to change.
+    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Sources contribute
+    held-out items in proportion to their weights, and generated sources the `data.size` training
+    items likewise (fewer if a source lacks different prompts, which is logged). Raises ConfigError,
+    with the key to change.
     """
     if not config.sources:
         raise ConfigError("data.sources", {}, "at least one source")
@@ -79,7 +79,7 @@ def load_data(
 
 
 class _Collector:
-    """Gathers items whose prompts differ over all sources; counts the long ones it left out."""
+    """Collects items with distinct prompts over all sources; counts the long ones it drops."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class _Collector:
     def _all(self, name: str, stream: Iterator[dict]) -> list[Item]:
         return self._accept(self._items(name, list(stream)))
 
-    def _items(self, name: str, found: list[dict]) -> list[Item]:
-        return make_items(name, found, self.config, self.tokenizer, self.columns)
+    def _items(self, name: str, rows: list[dict]) -> list[Item]:
+        return make_items(name, rows, self.config, self.tokenizer, self.columns)
 
     def _draw(self, name: str, stream: Iterator[dict], wanted: int) -> list[Item]:
-        """Up to `wanted` items; stops where a round of drawing finds next to nothing new."""
+        """Up to `wanted` items; stops when a round of drawing yields almost nothing new."""
         items: list[Item] = []
         while len(items) < wanted:
             chunk = list(itertools.islice(stream, max(wanted - len(items), 64)))
@@ -214,13 +214,13 @@ def _shares(total: int, weights: Mapping[str, float]) -> dict[str, int]:
 class PromptStream:
     """Endless, deterministic stream of `(position, item)` over training items.
 
-    State: `position`, the number of items given so far. Invariant: what comes at a position depends
+    State: `position`, the number of items drawn so far. Invariant: the item at a position depends
     on the items, the weights and the seed alone, so `seek` resumes exactly.
 
-    Sources take turns by smooth weighted round robin: with weights 2 and 1 the order is a b a, a b
-    a, ...; over n positions a source is given its share of n to within one item per source. Each
-    source is shuffled anew every epoch of its own: with items x, y and seed 0 it gives, say, y x,
-    then x y, and so on.
+    Sources alternate by smooth weighted round robin: with weights 2 and 1 the order is a b a, a b
+    a, ...; over n positions a source gets its share of n to within one item per source. Each source
+    is reshuffled in every epoch over it: with items x, y and seed 0 the order is, say, y x, then
+    x y, and so on.
     """
 
     def __init__(
@@ -233,8 +233,10 @@ class PromptStream:
             self._items.setdefault(item.source, []).append(item)
         if not self._items:
             raise ValueError("a prompt stream needs at least one item")
-        given = weights or {name: float(len(part)) for name, part in self._items.items()}
-        self._weights = {name: given[name] for name in self._items}
+        shares = weights or {
+            name: float(len(items_of_source)) for name, items_of_source in self._items.items()
+        }
+        self._weights = {name: shares[name] for name in self._items}
         self._reset()
 
     def __iter__(self) -> Iterator[tuple[int, Item]]:
@@ -247,40 +249,40 @@ class PromptStream:
         return position, self._items[source][self._order(source, epoch)[index]]
 
     def at(self, position: int) -> Item:
-        """What comes at `position`; the stream stays where it is."""
-        here = self.position
+        """The item at `position`; the stream keeps its own position."""
+        before = self.position
         self.seek(position)
         _, item = next(self)
-        self.seek(here)
+        self.seek(before)
         return item
 
     def seek(self, position: int) -> None:
-        """Go to `position`: the next item is the one that a new stream gives there."""
+        """Move to `position`: the next item is the one that a new stream has there."""
         if position < 0:
             raise ValueError(f"position {position}: wanted 0 or more")
         if position < self.position:
             self._reset()
         if len(self._items) == 1:
             (source,) = self._items
-            self.position = self._given[source] = position
+            self.position = self._num_drawn[source] = position
         while self.position < position:
             self._turn()
 
     def _reset(self) -> None:
         self.position = 0
         self._credit = dict.fromkeys(self._items, 0.0)
-        self._given = dict.fromkeys(self._items, 0)
+        self._num_drawn = dict.fromkeys(self._items, 0)
         self._orders: dict[str, tuple[int, list[int]]] = {}
 
     def _turn(self) -> tuple[str, int]:
-        """The source whose turn it is, and how many of its items were given before."""
+        """The next source, and how many of its items were drawn before."""
         self.position += 1
         for name, weight in self._weights.items():
             self._credit[name] += weight
         source = max(self._credit, key=self._credit.__getitem__)
         self._credit[source] -= sum(self._weights.values())
-        number = self._given[source]
-        self._given[source] += 1
+        number = self._num_drawn[source]
+        self._num_drawn[source] += 1
         return source, number
 
     def _order(self, source: str, epoch: int) -> list[int]:

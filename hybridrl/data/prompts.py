@@ -1,4 +1,4 @@
-"""From a row to what the model reads and what it should write: templates, chat, tokens."""
+"""Converts rows to prompts and targets: templates, chat, tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +19,22 @@ class Item:
     prompt_ids: tuple[int, ...]
     """Its tokens."""
     answer: str
-    """The expected answer as the source gives it; empty where it has none."""
+    """The expected answer of the source; empty if it has none."""
     target_ids: tuple[int, ...]
     """Tokens of the filled answer template and the token that ends a response (supervised)."""
     source: str
     """Name of its source in `data.sources`."""
     item: dict[str, Any] = field(repr=False)
-    """The source's whole row, for the verifier."""
+    """The source's row, for the verifier."""
     columns: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    """Tokens of other responses that the row has, by column (`Flow.targets`), likewise ended."""
+    """Tokens of other responses of the row, by column (`Flow.targets`), with the end token."""
 
 
 def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
     """The token that ends a response: the chat template's end of turn, else end of text.
 
-    Some chat models name another token as end of text than the one that closes a turn
-    (SmolLM2-Instruct: `<|im_start|>` against `<|im_end|>`), so the template is asked first.
+    In some chat models the end of text is not the token that ends a turn (SmolLM2-Instruct:
+    `<|im_start|>` against `<|im_end|>`), so the template has priority.
     """
     eos = tokenizer.eos_token_id
     if chat:
@@ -57,9 +57,8 @@ def make_items(
 ) -> list[Item]:
     """Items of `rows`, in order: templates filled, one tokenizer call for all prompts.
 
-    `columns` are those whose text, or the last of whose messages, is a response. Raises ConfigError
-    where a row lacks one or a field that a template names, or where messages or a chat template are
-    wanted that are not there.
+    `columns` hold a response each: a text, or the last of a list of messages. Raises ConfigError if
+    a row lacks a column or a field of a template, or if messages or a chat template are missing.
     """
     if not rows:
         return []
@@ -84,8 +83,10 @@ def make_items(
         if not config.chat and ids and ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]  # tokenizers that close every text would end the response here
         target = target_ids[number]
-        own = {name: responses[number] for name, responses in others.items()}
-        items.append(Item(text, tuple(ids), _answer(row), target, source, dict(row), own))
+        tokens_of_columns = {name: responses[number] for name, responses in others.items()}
+        items.append(
+            Item(text, tuple(ids), _answer(row), target, source, dict(row), tokens_of_columns)
+        )
     return items
 
 
@@ -106,13 +107,13 @@ def _prompt(source: str, row: Mapping[str, Any], config: DataConfig) -> list[dic
 
 def _response(source: str, row: Mapping[str, Any], column: str) -> str:
     """The text of a column that holds a response, or the last of its messages."""
-    found = row.get(column)
-    if isinstance(found, Sequence) and found and isinstance(found[-1], Mapping):
-        found = found[-1].get("content")
-    if not isinstance(found, str):
+    response = row.get(column)
+    if isinstance(response, Sequence) and response and isinstance(response[-1], Mapping):
+        response = response[-1].get("content")
+    if not isinstance(response, str):
         allowed = f"rows whose {column!r} is a response, a text or messages, as the recipe wants"
         raise ConfigError(f"data.sources.{source}", sorted(row), allowed)
-    return found
+    return response
 
 
 def _fill(key: str, template: str, row: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Sources of questions: each gives rows, plain dicts with `question` and `answer`.
+"""Sources of questions: each yields rows, plain dicts with `question` and `answer`.
 
-Generated sources (reasoning_gym, function) have no end: rows are drawn until enough prompts differ.
-File sources (jsonl, parquet, huggingface) give all that they have.
+Generated sources (reasoning_gym, function) are endless: rows are drawn until there are enough
+distinct prompts. File sources (jsonl, parquet, huggingface) yield all their rows.
 """
 
 import difflib
@@ -20,10 +20,10 @@ GENERATED = frozenset({SourceKind.reasoning_gym, SourceKind.function})
 
 
 def rows(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
-    """Every row of `source`; `key` is its place in the config, for error messages.
+    """Every row of `source`; `key` is its config key, for error messages.
 
-    `chunk` is how many rows of a generated source are made at a time. Raises ConfigError for a
-    name, a parameter, a file or a column that is not there.
+    `chunk` is the number of rows of a generated source per call. Raises ConfigError for a missing
+    name, parameter, file or column.
     """
     if source.kind is SourceKind.reasoning_gym:
         return _reasoning_gym(key, source, seed, chunk)
@@ -36,7 +36,7 @@ def _reasoning_gym(key: str, source: SourceConfig, seed: int, chunk: int) -> Ite
     first = source.params.get("seed", seed)
     params = {k: v for k, v in source.params.items() if k != "seed"}
     bare = SourceConfig(kind=source.kind, name=source.name, params=params)
-    # Item i of a dataset is made from seed + i; a new chunk therefore goes on where the last ended.
+    # Item i of a dataset is made from seed + i, so a new chunk continues the last.
     for start in itertools.count(0, chunk):
         dataset = _reasoning_gym_dataset(key, bare, first + start, chunk)
         for index in range(chunk):

@@ -1,7 +1,7 @@
-"""Generated tasks of our own, for `kind: function` sources: endless iterators of rows.
+"""Generated tasks for `kind: function` sources: endless iterators of rows.
 
-`gcd_subtraction` and `work` have responses whose lengths differ widely, which is what schedules are
-measured with; `spell_preferences` has pairs of responses, `long_word_cost` judges them.
+`gcd_subtraction` and `work` have responses of widely different lengths, for measurements of
+schedules; `spell_preferences` has pairs of responses, `long_word_cost` judges them.
 """
 
 import itertools

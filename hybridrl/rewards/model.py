@@ -1,4 +1,4 @@
-"""What a reward model must be, and one to try; `workers.scorers.NeuralReward` runs it."""
+"""Checks a reward model, and makes a random one; `workers.scorers.NeuralReward` runs it."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def check_reward_model(
     config: Config, actor_path: str, tokenizer: PreTrainedTokenizerBase, role: str = "reward"
 ) -> str:
-    """The place of the model that judges as `role`, absolute where it is a directory.
+    """The path of the model that judges as `role`, absolute if it is a directory.
 
-    Raises ConfigError for what is no sequence classifier with one label that reads the actor's
-    tokens, up to the longest sample, in generation's layout.
+    Raises ConfigError unless it is a sequence classifier with one label that reads the actor's
+    tokens, up to the longest sample, in the generation layout.
     """
     path, key = str(config.judge_of(role).model), f"{role}.model"
 
@@ -44,8 +44,8 @@ def check_reward_model(
         raise refused(f"a model with *.safetensors that can be read ({error})") from None
     heads = [name for name in model.architectures or [] if "SequenceClassification" in name]
     if not heads or "score.weight" not in names:
-        found = ", ".join(model.architectures or ["no architecture"])
-        raise refused(f"a sequence classifier with its head `score` (found {found})")
+        architectures = ", ".join(model.architectures or ["no architecture"])
+        raise refused(f"a sequence classifier with its head `score` (got {architectures})")
     if model.num_labels != 1:
         raise refused(f"a classifier with one label (num_labels is {model.num_labels})")
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
@@ -60,7 +60,7 @@ def check_reads_samples(
     tokenizer: PreTrainedTokenizerBase,
     key: str,
 ) -> None:
-    """Raise ConfigError where `model`, at `path`, cannot read the actor's samples as they are."""
+    """Raise ConfigError if `model`, at `path`, cannot read the actor's samples."""
     actor = load_config(actor_path)
     if model.vocab_size < actor.vocab_size:
         sizes = f"{model.vocab_size}, the actor {actor.vocab_size}"
@@ -73,9 +73,9 @@ def check_reads_samples(
 
 
 def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Raise ConfigError where a token of `tokenizer` has another id in the one at `path`.
+    """Raise ConfigError if a token of `tokenizer` has another id in the one at `path`.
 
-    The error names `key`. A directory without a tokenizer is taken at its word.
+    The error names `key`. A directory without a tokenizer is not checked.
     """
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
@@ -87,15 +87,14 @@ def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> 
         raise ConfigError(key, path, f"a tokenizer that can be read ({reason})") from None
     for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
         if other.get(token) != id:
-            there = f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
-            raise ConfigError(key, path, f"the actor's tokenizer ({there})")
+            ids = f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
+            raise ConfigError(key, path, f"the actor's tokenizer ({ids})")
 
 
 def make_reward_model(path: str | Path, actor_path: str, seed: int) -> None:
     """Write a reward model of the actor's shape with random weights, and its tokenizer, to `path`.
 
-    The same `seed` gives the same weights, bit for bit; the caller's generator of random numbers is
-    left as it was.
+    The same `seed` gives the same weights, bit for bit; the caller's random state is unchanged.
     """
     config = load_config(actor_path)
     config.num_labels, config.architectures = 1, None

@@ -31,7 +31,7 @@ LARGEST_ANSWER = 1 << 16
 class RewardResult:
     """The reward of one sample; 0 unless `status` is `ok`, else `message` says why.
 
-    `text` is what was judged: what `reward.extract` found in the response, empty where nothing.
+    `text` is the judged text: the match of `reward.extract` in the response, empty without one.
     """
 
     reward: float
@@ -41,19 +41,18 @@ class RewardResult:
 
 
 class RewardPool:
-    """Judges batches of responses in `num_processes` processes of its own.
+    """Judges batches of responses in `num_processes` separate processes.
 
-    Each process is a fresh interpreter (`hybridrl.rewards.worker`), started here rather than
-    through multiprocessing, which would import the caller's main module (in a Ray worker: ray) and
-    leave a resource tracker behind. It has a memory limit and dies with its parent.
+    Each process is a fresh interpreter (`hybridrl.rewards.worker`), not started by multiprocessing,
+    which would import the caller's main module (in a Ray worker: ray) and leave a resource tracker.
+    It has a memory limit and dies with its parent.
 
     States of a process: starting (its verifier is being built, START_TIMEOUT_S), idle, busy with a
-    chunk. A busy process answers sample by sample, in order; so when it overruns the time limit or
-    dies, exactly the first unanswered sample is guilty: it is marked and scores 0, the rest of the
-    chunk goes back to the queue and a new process takes over. Invariant: every input gets exactly
-    one result.
+    chunk. A busy process answers sample by sample, in order. So if it exceeds the time limit or
+    dies, the first unanswered sample caused it: it scores 0, the remaining chunk returns to the
+    queue, and a new process replaces the old. Invariant: every input gets exactly one result.
 
-    kind=exact without `extract` cannot hang and is judged in place: 128 samples take 0.1 ms
+    kind=exact without `extract` cannot hang and is judged in this process: 128 samples take 0.1 ms
     against 3 ms through a process (docs/rewards.md).
     """
 
@@ -66,7 +65,7 @@ class RewardPool:
         self._lock = threading.Lock()
         self._inline = None
         self._processes: list[_Process] = []
-        # The signal at a parent's death goes by the thread that made the child: it must live on.
+        # The kernel signals children when the thread that started them ends: keep one thread alive.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="reward-spawner")
         if config.kind is RewardKind.exact and config.extract is None:
             self._inline = make_verifier(config)
@@ -76,8 +75,8 @@ class RewardPool:
     def score(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order.
 
-        Blocks without holding the interpreter; calls from several threads take turns. Raises
-        ConfigError or RuntimeError where a verifier process cannot start at all.
+        Blocks without holding the interpreter; calls from several threads are serialized. Raises
+        ConfigError or RuntimeError if a verifier process cannot start.
         """
         if self._inline is not None:
             judged = map(self._inline, items)
@@ -89,16 +88,16 @@ class RewardPool:
                 return self._score(items)
 
     def wait_ready(self) -> None:
-        """Return when every process has its verifier; raises as `score` does.
+        """Wait until every process has its verifier; raises as `score` does.
 
-        `score` waits by itself; this keeps the start out of a measurement or finds errors early.
+        `score` waits by itself; this excludes the start from a measurement or finds errors early.
         """
         with self._lock, self._closed_on_error():
             while not all(process.ready for process in self._processes):
                 self._step([], deque())
 
     def close(self) -> None:
-        """End all processes; returns when they are gone. May be called twice."""
+        """End all processes and wait for them. May be called twice."""
         for process in self._processes:
             process.kill()
         self._processes = []
@@ -117,7 +116,7 @@ class RewardPool:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Close where a call ends early: answers that are under way would meet the next call."""
+        """Close if a call fails: its pending answers would reach the next call."""
         try:
             yield
         except BaseException:
@@ -143,7 +142,7 @@ class RewardPool:
         process.deadline = time.monotonic() + self.config.timeout_s if pending else math.inf
 
     def _step(self, results: list[RewardResult | None], queue: deque[range]) -> None:
-        """Wait for the next answers, deaths or the next time limit, and deal with them."""
+        """Wait for answers, deaths or the next time limit, and handle them."""
         by_connection = {process.connection: process for process in self._processes}
         limit = min(process.deadline for process in self._processes) - time.monotonic()
         timeout = None if limit == math.inf else max(0.0, limit)
@@ -179,7 +178,7 @@ class RewardPool:
         results: list[RewardResult | None],
         queue: deque[range],
     ) -> None:
-        """Put a new process in the place of a hung or dead one, whose sample gets `guilty`."""
+        """Replace a hung or dead process, whose first pending sample gets the result `guilty`."""
         if not process.ready:
             raise self._no_start(process)
         process.kill()
@@ -200,7 +199,7 @@ class RewardPool:
 
 
 class _Process:
-    """One verifier process, seen from the pool. `pending` are the indices it has yet to answer."""
+    """The pool's handle of a verifier process. `pending` are the indices without an answer."""
 
     def __init__(self, config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> None:
         self.ready = False
@@ -219,7 +218,7 @@ class _Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # whatever a verifier prints
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a group to kill, with what a verifier may have started
+            start_new_session=True,  # a group to kill, with a verifier's own children
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",  # numpy would start a thread a core in every process
@@ -230,7 +229,7 @@ class _Process:
         self.connection.send((config, dict(sources), list(sys.path)))
 
     def set_ready(self) -> None:
-        """Take its first answer; raises what kept it from building the verifier."""
+        """Read its first answer; raises the error of a verifier that could not be built."""
         kind, *details = self._receive()
         if kind == "ConfigError":
             raise ConfigError(*details)
@@ -240,7 +239,7 @@ class _Process:
         self.deadline = math.inf
 
     def send(self, chunk: Sequence[RewardInput]) -> bool:
-        """Give it a chunk to judge; False where it died while idle."""
+        """Send a chunk to judge; False if the process died while idle."""
         try:
             self.connection.send(
                 [(i.prompt, i.response, i.answer, i.item, i.source) for i in chunk]
@@ -250,7 +249,7 @@ class _Process:
         return True
 
     def result(self) -> RewardResult:
-        """Its next answer. Raises EOFError or OSError when it is dead, ValueError at garbage."""
+        """Its next answer. Raises EOFError or OSError if it is dead, ValueError for garbage."""
         reward, message, text = self._receive()
         if not self.pending:
             raise ValueError("an answer to nothing")
@@ -265,11 +264,11 @@ class _Process:
         return answer
 
     def kill(self) -> str:
-        """End it, with all that it started; returns, when it is gone, how it ended, in words."""
+        """Kill it and its children; returns its exit code or signal, in words."""
         if self.popen.returncode is None:
             # The group still has its zombie leader, so its number cannot be another's.
             os.killpg(self.popen.pid, signal.SIGKILL)
-        code = self.popen.wait()  # its own code where it had ended before
+        code = self.popen.wait()  # its own code if it had ended before
         self.connection.close()
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -279,13 +278,13 @@ def validate_reward(
     sources: Mapping[str, SourceConfig] | None = None,
     role: str = "reward",
 ) -> None:
-    """Raise ConfigError where the verifier cannot be built; starts one process and ends it.
+    """Raise ConfigError if the verifier cannot be built; starts one process and ends it.
 
     `config` are the settings under the key `role`.
 
-    The process does what it would in the run: it compiles the expressions, imports the function or
-    math-verify, or builds the datasets. A user's module is not imported here. A reward model has no
-    verifier: see `hybridrl.rewards.model`.
+    The process starts as in a run: it compiles the expressions, imports the function or
+    math-verify, or builds the datasets. This process does not import a user's module. A reward
+    model has no verifier: see `hybridrl.rewards.model`.
     """
     if config.kind is RewardKind.model:
         return

@@ -22,17 +22,17 @@ class RewardInput:
     prompt: str
     """The text that the model read."""
     response: str
-    """What it wrote."""
+    """The model's text."""
     answer: str
     """The expected answer."""
     item: Mapping[str, Any] = field(default_factory=dict)
-    """The source's whole row."""
+    """The source's row."""
     source: str = ""
     """Name of the source in `data.sources`."""
 
 
 MAX_TEXT = 4096
-"""Characters of a judged text that are told; longer ones are cut."""
+"""Characters of a judged text in a result; longer ones are cut."""
 
 Judge = Callable[[RewardInput, str], float]
 """Reward of an input whose judged text is the second argument."""
@@ -41,12 +41,11 @@ Judge = Callable[[RewardInput, str], float]
 def make_verifier(
     config: JudgeConfig, sources: Mapping[str, SourceConfig] | None = None
 ) -> Callable[[RewardInput], tuple[float, str]]:
-    """The function that `config` describes: an input's reward, and the text that was judged.
+    """The verifier of `config`: returns an input's reward, and the judged text.
 
-    It takes the last match's first group of `extract` (the whole match where it has no group) as
-    the text to judge; without a match the reward is 0 and the text empty. `sources`
-    (`data.sources`) is needed by kind=dataset, whose scorers depend on the dataset's parameters.
-    Raises ConfigError.
+    The judged text is the first group of the last match of `extract` (the full match if it has no
+    group); without a match the reward is 0 and the text empty. kind=dataset needs `sources`
+    (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
     """
     judge = _JUDGES[config.kind](config, sources or {})
     extract = _compile("reward.extract", config.extract) if config.extract is not None else None
@@ -60,14 +59,14 @@ def make_verifier(
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     """The first group of the pattern's last match in `text` (all of it without groups), or None."""
-    found = None
-    for found in pattern.finditer(text):  # noqa: B007 (the last one is wanted)
+    match = None
+    for match in pattern.finditer(text):  # noqa: B007 (the last one is wanted)
         pass
-    return None if found is None else found.group(min(1, pattern.groups))
+    return None if match is None else match.group(min(1, pattern.groups))
 
 
 def as_reward(value: object) -> float:
-    """`value` as a finite float; raises TypeError or ValueError where it is none."""
+    """`value` as a finite float; raises TypeError or ValueError if it is none."""
     if not isinstance(value, Real):
         raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
     reward = float(value)
@@ -91,7 +90,7 @@ def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
 
 
 def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
-    """math-verify on its own; both time limits off, since they need SIGALRM in a main thread."""
+    """math-verify without its time limits, which need SIGALRM in a main thread."""
     import logging
 
     # It warns once that its limits are off; ours is the pool's.
@@ -100,13 +99,13 @@ def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
 
     @functools.lru_cache(maxsize=4096)
     def expected(answer: str) -> Any:
-        # LaTeX without delimiters would be read as text, of which a stray number is left.
+        # LaTeX without delimiters would be parsed as text, and yield a stray number.
         undelimited = "\\" in answer and "$" not in answer and "\\boxed" not in answer
         return parse(f"${answer}$" if undelimited else answer, parsing_timeout=None)
 
     def judge(item: RewardInput, text: str) -> float:
-        given = parse(text, parsing_timeout=None)
-        return float(verify(expected(item.answer), given, timeout_seconds=None))
+        parsed = parse(text, parsing_timeout=None)
+        return float(verify(expected(item.answer), parsed, timeout_seconds=None))
 
     return judge
 
@@ -133,7 +132,7 @@ def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge
     if config.function is None:
         raise ConfigError("reward.function", None, "a dotted path, for reward.kind=function")
     function = load_function("reward.function", config.function)
-    # The value is checked by `as_reward`, whatever the user's function gives.
+    # `as_reward` checks the user's value.
     return lambda item, text: function(
         prompt=item.prompt, response=text, answer=item.answer, item=dict(item.item)
     )

@@ -1,7 +1,7 @@
-"""What a verifier process runs: `python -m hybridrl.rewards.worker FD PARENT`.
+"""The program of a verifier process: `python -m hybridrl.rewards.worker FD PARENT`.
 
-It reads pickles from its parent, which it trusts, and answers in JSON, since what judges a model's
-output is not to be trusted by the parent. It imports neither torch nor ray.
+It reads pickles from its parent, which it trusts, and answers in JSON, since the parent must not
+trust a process that judges a model's output. It imports neither torch nor ray.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def limit_process(parent: int) -> None:
 
 
 def judge(verify: Callable[[RewardInput], tuple[float, str]], item: RewardInput) -> list[object]:
-    """`[reward, None, text]`, or `[0.0, message, ""]` where the verifier raises what it may."""
+    """`[reward, None, text]`, or `[0.0, message, ""]` if the verifier raises."""
     try:
         reward, text = verify(item)
         return [reward, None, text]
@@ -46,7 +46,7 @@ def judge(verify: Callable[[RewardInput], tuple[float, str]], item: RewardInput)
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Get ready, say so, then judge chunk after chunk; one answer a sample, as soon as it is known.
+    """Build the verifier, report ready, then judge chunk after chunk, with one answer a sample.
 
     The parent closes the connection to end the process.
     """
