@@ -1,7 +1,7 @@
-"""What training goes on from, written and read by all ranks under any layout (torch's DCP).
+"""Sharded checkpoints, written and read by all ranks under any layout (torch's DCP).
 
-A checkpoint holds whole tensors under the model's own names, each rank's part in a file of its own;
-so another layout reads the parts that it needs. Names are `model/PARAMETER`, `exp_avg/PARAMETER`,
+A checkpoint holds full tensors under the model's own names, each rank's shards in a separate file,
+so another layout reads the boxes that it needs. Names are `model/PARAMETER`, `exp_avg/PARAMETER`,
 `exp_avg_sq/PARAMETER`, and of a moving average `AVERAGE/average/PARAMETER`.
 """
 
@@ -37,12 +37,12 @@ class Progress:
 
 
 def progress_of(engine: TrainEngine) -> Progress:
-    """How far an engine has come."""
+    """The optimizer steps of an engine so far."""
     return Progress(engine.version, engine.lr_scheduler.last_epoch)
 
 
 def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
-    """Write the parameters that are trained, their moments, and what else is `kept`.
+    """Write the trained parameters, their moments, and the tensors `kept`.
 
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
@@ -60,10 +60,10 @@ def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
 
 
 def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -> None:
-    """Go on from what `save` has written, under whatever layout: every tensor is filled in place.
+    """Restore a checkpoint of `save`, under any layout: every tensor is filled in place.
 
-    The optimizer must have been made for the phase (`TrainEngine.reset_optimizer`). All ranks call
-    it. Raises ValueError, on all of them, for what cannot be read or is another model's.
+    The optimizer must be that of the phase (`TrainEngine.reset_optimizer`). All ranks call it.
+    Raises ValueError, on all of them, for an unreadable checkpoint or one of another model.
     """
     try:
         known = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -83,7 +83,7 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -
 
 
 def as_parameters(engine: TrainEngine, shards: Mapping[str, torch.Tensor], role: str) -> Tensors:
-    """Local `shards` of the average `role`, which lie as the engine's parameters do, to be kept."""
+    """DTensors, for `save`, of local `shards` of the average `role`, in the engine's layout."""
     specs = engine.named_shards()
     return {
         f"{role}/average/{name}": DTensor.from_local(
@@ -98,20 +98,20 @@ def as_parameters(engine: TrainEngine, shards: Mapping[str, torch.Tensor], role:
     }
 
 
-def part_of(kept: Mapping[str, torch.Tensor], role: str) -> Tensors:
-    """What `as_parameters` was given for `role`: this rank's shards by name."""
+def average_shards(kept: Mapping[str, torch.Tensor], role: str) -> Tensors:
+    """The inverse of `as_parameters` for `role`: this rank's shards by name."""
     start = f"{role}/average/"
     return {x.removeprefix(start): _local(t) for x, t in kept.items() if x.startswith(start)}
 
 
 def _tensors(engine: TrainEngine) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Names and tensors of what is trained; several where a rank holds copies of a tied one."""
-    found: dict[str, list[torch.nn.Parameter]] = {}
+    """Names and tensors of trained parameters; several if a rank has copies of a tied one."""
+    parameters_by_name: dict[str, list[torch.nn.Parameter]] = {}
     for chunk in engine.chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
-                found.setdefault(name, []).append(parameter)
-    for name, parameters in found.items():
+                parameters_by_name.setdefault(name, []).append(parameter)
+    for name, parameters in parameters_by_name.items():
         yield f"model/{name}", [parameter.detach() for parameter in parameters]
         states = [engine.optimizer.state.get(parameter, {}) for parameter in parameters]
         for key, value in states[0].items():
@@ -124,30 +124,30 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Writer(FileSystemWriter):
-    """Every rank leaves the checksums of its files; what fails in here fails on all ranks."""
+    """Every rank also writes the checksums of its files; an error here fails on all ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """The default's, then the sums."""
+        """Write as the default does, then the checksums."""
         written = super().write_data(plan, planner)
         for file in {result.storage_data.relative_path for result in written.wait()}:
             note_sum(Path(self.path) / file)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The default's, on the first rank, then the sum of what it wrote."""
+        """Finish as the default does, on the first rank, then write the metadata's checksum."""
         super().finish(metadata, results)
         note_sum(Path(self.path) / ".metadata")
 
 
 class _AnyPadding(DefaultLoadPlanner):
-    """Takes a vocabulary that was padded to another multiple: only rows of both are read.
+    """Accepts a vocabulary that was padded to another multiple: only common rows are read.
 
-    What is past the saved ones are zeros already, as `models.tensor_parallel.pad_vocabulary` makes
-    them and training leaves them.
+    Rows after the saved ones are zeros already: `models.tensor_parallel.pad_vocabulary` sets them,
+    and training does not change them.
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """The default's plan for the sizes that the tensors have here."""
+        """The default's plan, for this run's sizes of the tensors."""
         assert self.metadata is not None
         known = self.metadata.state_dict_metadata
         for name, tensor in self.state_dict.items():

@@ -1,11 +1,11 @@
-"""Checkpoints as folders: how one becomes visible, which there are, and whether they are whole.
+"""Checkpoint folders: atomic publication, search, and checks of completeness.
 
-A checkpoint is a Hugging Face directory with `resume/` in it: what the ranks have written
-(`checkpoint.distributed`), and `state.json`, the driver's part, which lists their files with sizes
-and checksums (CRC-32, as zlib has it).
+A checkpoint is a Hugging Face directory with `resume/` in it: the ranks' files
+(`checkpoint.distributed`), and `state.json`, the driver's state, which lists these files with sizes
+and checksums (zlib's CRC-32).
 
-Invariant: a folder under its own name was written to its end. It is made under a hidden name
-(`.step_000010.new`), and renamed when all of it is there; what was there before stays until then.
+Invariant: a folder under its own name is complete. It is written under a hidden name
+(`.step_000010.new`), and renamed when it is complete; an earlier folder stays until then.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 
 RESUME, STATE, FORMAT = "resume", "state.json", 1
 
-_SUM = ".crc32"  # beside a file, from the rank that wrote it, until the driver has it in STATE
+_SUM = ".crc32"  # written with a file by its rank, until the driver copies it to STATE
 _CHUNK = 2**24
 _NUMBER: tuple[type, ...] = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -33,39 +33,39 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A moment of a run to go on from: its checkpoint, and the driver's `state` of then."""
+    """A point of a run to resume from: its checkpoint, and the driver's `state` in it."""
 
     folder: Path
     state: dict[str, Any]
 
     @property
     def tensors(self) -> Path:
-        """Where the ranks' part lies."""
+        """The folder of the ranks' files."""
         return self.folder / RESUME
 
     @property
     def run_dir(self) -> Path:
-        """The directory of the run that it is of."""
+        """The directory of its run."""
         return run_dir_of(self.folder)
 
 
 def hidden(path: Path) -> Path:
-    """The name under which the checkpoint `path` is written until it is whole."""
+    """The name under which the checkpoint `path` is written until it is complete."""
     return path.with_name(f".{path.name}.new")
 
 
 def clear(path: Path) -> None:
-    """Make room to write `path`: what a run that was killed while it wrote has left goes."""
+    """Delete the incomplete checkpoint that a killed run has left for `path`."""
     shutil.rmtree(hidden(path), ignore_errors=True)
 
 
 def note_sum(file: Path) -> None:
-    """Leave the checksum of `file`, which this process has just written, for `seal`."""
+    """Write the checksum of `file`, which this process has just written, for `seal`."""
     file.with_name(file.name + _SUM).write_text(str(_sum(file)))
 
 
 def seal(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the driver's `state` into `hidden(path)`, with sizes and sums of what ranks wrote."""
+    """Write the driver's `state` into `hidden(path)`, with sizes and sums of the ranks' files."""
     resume, sums = hidden(path) / RESUME, {}
     for note in resume.rglob(f"*{_SUM}"):
         sums[str(note.relative_to(resume)).removesuffix(_SUM)] = int(note.read_text())
@@ -79,7 +79,7 @@ def seal(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Give the directory `source` the name `target`; what has it goes, unless that fails."""
+    """Rename the directory `source` to `target`; an old `target` is deleted unless that fails."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -94,14 +94,14 @@ def replace(source: Path, target: Path) -> None:
 
 
 def run_dir_of(folder: Path) -> Path:
-    """The run directory that a checkpoint lies in."""
+    """The run directory of a checkpoint."""
     return folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
 
 
 def read(folder: Path) -> Point:
-    """The checkpoint at `folder`; raises ValueError, with the reason, for one that is not whole.
+    """The checkpoint at `folder`; raises ValueError, with the reason, for an incomplete one.
 
-    Of the ranks' files only the sizes are looked at: `changed` reads them.
+    Only the sizes of the ranks' files are checked: `changed` reads them.
     """
     file = folder / RESUME / STATE
     try:
@@ -117,27 +117,27 @@ def read(folder: Path) -> Point:
     if wrong:
         raise ValueError(f"{file}: no {', '.join(wrong)} in it")
     for name, size in state["files"].items():
-        found = folder / RESUME / name
-        there = found.stat().st_size if found.is_file() else None
-        if there != size:
-            what = "is not there" if there is None else f"has {there} bytes of {size}"
-            raise ValueError(f"{found}: {what}")
+        rank_file = folder / RESUME / name
+        actual = rank_file.stat().st_size if rank_file.is_file() else None
+        if actual != size:
+            problem = "is not there" if actual is None else f"has {actual} bytes of {size}"
+            raise ValueError(f"{rank_file}: {problem}")
     return Point(folder, state)
 
 
 def changed(point: Point) -> str:
-    """Which of the ranks' files has other bytes than were written, if any; all of them are read."""
+    """An error about the first of the ranks' files with changed bytes, or ""; reads all files."""
     sums: dict[str, int] = point.state["sums"]
     with ThreadPoolExecutor() as threads:
-        found = threads.map(_sum, [point.tensors / name for name in sums])
-        for (name, wanted), there in zip(sums.items(), found, strict=True):
-            if there != wanted:
+        actual_sums = threads.map(_sum, [point.tensors / name for name in sums])
+        for (name, wanted), actual in zip(sums.items(), actual_sums, strict=True):
+            if actual != wanted:
                 return f"{point.tensors / name}: not the bytes that were written"
     return ""
 
 
 def search(run_dir: Path) -> tuple[list[Point], list[str]]:
-    """The whole checkpoints of a run, the newest first, and what is wrong with the others."""
+    """The complete checkpoints of a run, the newest first, and the errors of the others."""
     points, wrong = [], []
     for folder in _folders(run_dir):
         try:
@@ -148,9 +148,9 @@ def search(run_dir: Path) -> tuple[list[Point], list[str]]:
 
 
 def forget_later(point: Point) -> None:
-    """Delete what its run has written after `point`: later steps, and what stands at their end.
+    """Delete the run's checkpoints after `point`: later steps, and the final ones.
 
-    The latest go first, so that one of the run's own is the newest at every moment.
+    The latest are deleted first, so that the newest one is valid at every moment.
     """
     phase, step = point.state["phase"], point.state["step"]
     ends = {"final"} | ({"warm_start"} if phase == "warm_start" else set())
@@ -164,15 +164,15 @@ def forget_later(point: Point) -> None:
 
 
 def _folders(run_dir: Path) -> Iterator[Path]:
-    """What has the name of a checkpoint, and `resume/` in it: copies under other names are not."""
+    """Folders with the name of a checkpoint, and `resume/` in them; no copies of other names."""
     for resume in (*run_dir.glob(f"checkpoints/*/{RESUME}"), *run_dir.glob(f"*/{RESUME}")):
         if resume.parent.name in ("final", "warm_start") or _step_of(resume.parent) is not None:
             yield resume.parent
 
 
 def _step_of(folder: Path) -> int | None:
-    found = re.fullmatch(r"step_(\d+)", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step_(\d+)", folder.name)
+    return int(match[1]) if match else None
 
 
 def _sum(file: Path) -> int:

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory, written whole or not at all."""
+"""Writes a model as a Hugging Face directory, atomically."""
 
 import copy
 import errno
@@ -20,7 +20,7 @@ from hybridrl.config import DType
 from hybridrl.engines.train.engine import TORCH_DTYPES, TrainEngine
 
 Adapter = tuple[Any, Iterable[tuple[str, torch.Tensor]]]
-"""peft's config of a model's adapters, and what is trained of it, by plain names."""
+"""peft's config of a model's adapters, and its trained tensors, by plain names."""
 
 MAX_SHARD_BYTES = 4 * 2**30
 """Bytes of one weight file; the writer holds at most one in memory."""
@@ -32,14 +32,15 @@ def save_hf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: DType = DType.float32,
 ) -> None:
-    """Write the engine's model to the directory `path`, as transformers reads it: with a value head
-    `AutoModelForSequenceClassification`, else `AutoModelForCausalLM`.
+    """Write the engine's model to the directory `path`, for transformers.
 
-    Adapters are merged into it, and beside it as `adapter/`, which peft reads
+    `AutoModelForSequenceClassification` reads a model with a value head, `AutoModelForCausalLM`
+    others. Adapters are merged, and also written to `adapter/`, for peft
     (`PeftModel.from_pretrained(base, path / "adapter")`).
 
     All ranks call it; rank 0 writes, and parameters are gathered one by one. An existing
-    checkpoint is replaced at the end, at once. Raises OSError, on all ranks, that names the path.
+    checkpoint is replaced at the end, by a rename. Raises OSError, on all ranks, that names the
+    path.
     """
     weights, adapters, error = engine.weights(), engine.adapter_weights(), None
     adapter = None if engine.adapter_config is None else (engine.adapter_config, adapters)
@@ -50,7 +51,7 @@ def save_hf(
         except OSError as caught:
             error = caught
     for _ in itertools.chain(weights, adapters):
-        pass  # the other ranks, and rank 0 after an error, still take part in the gathers
+        pass  # the other ranks, and rank 0 after an error, must join the collectives
     errors = [error]
     dist.broadcast_object_list(errors, src=0)
     if errors[0] is not None:
@@ -67,15 +68,14 @@ def write_hf(
     adapter: Adapter | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `weights` in `dtype` with the model's config, and the tokenizer beside them.
+    """Write `weights` in `dtype` with the model's config and the tokenizer.
 
-    The `adapter` that is merged into them stands in a directory of its own, in float32: beside the
-    weights transformers would load it on top of them.
+    The `adapter`, merged into the weights, is also written to a separate directory, in float32: in
+    the same directory transformers would add it to the weights.
 
-    `weights` yields every parameter of `shapes` once, in its order. All is written to a hidden
-    directory beside `path`, which then takes its place; an earlier checkpoint at `path` stays
-    whole until that moment. Raises OSError with the path when anything cannot be written, and
-    leaves nothing of the new checkpoint behind.
+    `weights` yields every parameter of `shapes` once, in its order. A hidden directory in the same
+    parent replaces `path` once it is complete; an earlier checkpoint at `path` stays until then.
+    Raises OSError with the path if anything cannot be written, and removes the hidden directory.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -89,7 +89,7 @@ def write_hf(
             tokenizer.save_pretrained(temporary)
         replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        # safetensors reports a full disk as an error of its own
+        # safetensors reports a full disk as its own error
         code = getattr(error, "errno", None) or errno.EIO
         raise OSError(code, f"the checkpoint could not be written: {error}", str(path)) from error
     finally:
@@ -99,7 +99,7 @@ def write_hf(
 def _shards(
     shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int
 ) -> list[list[str]]:
-    """Names of each file, in order; a parameter that exceeds the bound has a file of its own."""
+    """Names of each file, in order; a parameter that exceeds the bound has a separate file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -139,7 +139,7 @@ def _write_weights(
 def _write_adapter(
     directory: Path, config: Any, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """As `PeftModel.save_pretrained` names things; a value head is trained whole and saved so."""
+    """Write as `PeftModel.save_pretrained` does; a value head is trained and saved in full."""
     tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights}
     heads = [name.rpartition(".")[0] for name in tensors if ".lora_" not in name]
     config = copy.copy(config)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay on disk."""
+"""Selects the checkpoints to keep on disk."""
 
 from collections.abc import Mapping
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 def to_keep(scores: Mapping[int, float | None], keep_last: int) -> set[int]:
     """Steps whose checkpoints stay: the best and the last `keep_last`.
 
-    `scores` maps the step of every checkpoint to its held-out score (higher is better), or None
-    where it was not evaluated. Of equal scores the earliest is the best. Raises ValueError for a
-    negative `keep_last`.
+    `scores` maps the step of every checkpoint to its held-out score (higher is better), or None if
+    it was not evaluated. Of equal scores the earliest is the best. Raises ValueError for a negative
+    `keep_last`.
     """
     if keep_last < 0:
         raise ValueError(f"trainer.keep_last={keep_last}: wanted 0 or more")

@@ -340,7 +340,7 @@ class ActorWorker(BaseWorker):
     def _restore_averages(self, averages: distributed.Tensors) -> None:
         if averages:
             for name, average in self.actor.averages.items():
-                average.restore(distributed.part_of(averages, name))
+                average.restore(distributed.average_shards(averages, name))
 
 
 def kv_tokens_of(command: Command) -> int:
