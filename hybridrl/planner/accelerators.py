@@ -1,8 +1,8 @@
-"""Costs of a Llama-like model on accelerators that are not here, by roofline.
+"""Costs of a Llama-like model on other accelerators, by roofline.
 
 A decode step reads the weights and every cached token once; a prefill or a forward pass does two
-floating-point operations a parameter and token, training six. Each at a stated share of what the
-datasheet gives; no more is claimed than the order of the figures and how they scale.
+floating-point operations a parameter and token, training six. Each runs at a stated share of the
+datasheet's figure. Only the order of magnitude and the scaling are claimed.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,9 @@ from hybridrl.flow.costs import Costs
 
 _BYTES = 2  # bfloat16 weights and cache
 
-# What kernels reach of the datasheet: assumptions, in the range that serving and training systems
-# report on Hopper.
+# Kernels' share of the datasheet: assumptions, in the range that systems report on Hopper.
 _MEMORY_SHARE, _FORWARD_SHARE, _TRAIN_SHARE, _NETWORK_SHARE = 0.7, 0.5, 0.4, 0.7
-_ALL_REDUCE_S = 15e-6  # a small all-reduce within a node, two a layer under tensor parallelizm
+_ALL_REDUCE_S = 15e-6  # a small all-reduce within a node, two a layer under tensor parallelism
 _STEP_S = 1e-3  # the host's part of a decode step
 _CALL_S = 2e-3  # the driver's round trip to an instance
 
@@ -45,7 +44,7 @@ ACCELERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """The sizes of a Llama-like decoder that costs follow from."""
+    """The sizes of a Llama-like decoder that determine costs."""
 
     layers: int
     hidden: int
@@ -88,9 +87,9 @@ def roofline(
 ) -> Costs:
     """Costs of instances of `gpus` accelerators each (tensor parallel), `total_gpus` in all.
 
-    `forward` are the forward-only stages by name, each whole on an instance; `trained` the models
-    that are trained one after the other on all accelerators. Pipeline bubbles, the optimizer and
-    taking up a role's weights are left out.
+    `forward` are the forward-only stages by name, with a replica on every instance; `trained` the
+    models that are trained one after the other on all accelerators. Pipeline bubbles, the optimizer
+    and loading a role's weights are not counted.
     """
     read = accelerator.memory_bytes_per_s * _MEMORY_SHARE * gpus
     work = accelerator.flops * _FORWARD_SHARE * gpus
@@ -111,7 +110,7 @@ def roofline(
 
 
 def samples_held(actor: Llama, accelerator: Accelerator, gpus: int, tokens_per_sample: int) -> int:
-    """Samples whose cache fits an instance beside the weights, in nine tenths of its memory."""
+    """Samples whose cache fits an instance with the weights, in nine tenths of its memory."""
     free = 0.9 * accelerator.memory_bytes * gpus - actor.parameters * _BYTES
     return int(free // (actor.kv_bytes * tokens_per_sample))
 
@@ -126,12 +125,14 @@ def read_roofline(text: str) -> tuple[Costs, int, Llama, Accelerator, int]:
         f"gpu:model=MODEL[,critic=MODEL][,gpu=GPU][,gpus=N][,total=N] with MODEL one of "
         f"{', '.join(MODELS)}, GPU one of {', '.join(ACCELERATORS)}"
     )
-    given = dict(part.split("=", 1) for part in text.removeprefix("gpu:").split(",") if "=" in part)
-    numbers = [given.pop("gpus", "8"), given.pop("total", "64")]
-    name, critic = given.pop("model", ""), given.pop("critic", None)
-    gpu = given.pop("gpu", "h100")
+    settings = dict(
+        item.split("=", 1) for item in text.removeprefix("gpu:").split(",") if "=" in item
+    )
+    numbers = [settings.pop("gpus", "8"), settings.pop("total", "64")]
+    name, critic = settings.pop("model", ""), settings.pop("critic", None)
+    gpu = settings.pop("gpu", "h100")
     known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)
-    if not known or given or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+    if not known or settings or not all(n.isdecimal() and int(n) > 0 for n in numbers):
         raise ConfigError("--costs", text, allowed)
     gpus, total = map(int, numbers)
     if total % gpus:

@@ -1,4 +1,4 @@
-"""`hybridrl plan schedule`: its arguments, and what it prints."""
+"""`hybridrl plan schedule`: its arguments and its output."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ Replays response lengths under every schedule, in virtual time.
   the step           --prompts, --group-size, --steps, --prompt-tokens, --max-tokens
   the machines       --instances, --max-held, --decode-steps, --chunk-tokens, --verifier-s
   schedule=partial   --over-provision, --max-staleness
-  --paper            RLHFuse's setting instead, beside its published figures
+  --paper            RLHFuse's setting instead, with its published figures
 
   hybridrl plan schedule --lengths=outputs/run
   hybridrl plan schedule --lengths=lmsys --costs=gpu:model=33b,critic=13b,total=256"""
@@ -62,10 +62,10 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a recorded run took: seconds of the median step, and of how many.
+    """Measurements of a recorded run: seconds of its median step, and the number of steps.
 
-    The costs that are learned from a run are those of undisturbed calls, as the median is. A run of
-    a few steps has learned none (`has_costs`).
+    The costs learned from a run are those of undisturbed calls, as the median is. A run of a few
+    steps has learned none (`has_costs`).
     """
 
     step_s: float
@@ -76,7 +76,7 @@ class Measured:
 def run(args: Sequence[str], on_progress: Progress) -> Printed:
     """The table (a header, then lines), remarks below it, and all of it for a program.
 
-    `on_progress` gets the replays that are done, and how many there are. Raises `ConfigError`.
+    `on_progress` gets the replays done and their total. Raises `ConfigError`.
     """
     if "--paper" in args:
         if len(args) > 1:
@@ -89,7 +89,7 @@ def run(args: Sequence[str], on_progress: Progress) -> Printed:
 
 
 def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
-    """What the arguments ask for, and what a run that they name took. Raises `ConfigError`."""
+    """The setting of the arguments, and measurements of the run they name. Raises `ConfigError`."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in ("lengths", "costs", *_NUMBERS):
         parser.add_argument(_option(name))
@@ -98,27 +98,27 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         allowed = ", ".join(map(_option, ("lengths", "costs", *_NUMBERS)))
         raise ConfigError("option", unknown[0], f"one of {allowed}")
     texts = vars(known)
-    given: dict[str, Any] = {name: _number(name, texts[name]) for name in _NUMBERS}
+    options: dict[str, Any] = {name: _number(name, texts[name]) for name in _NUMBERS}
     lengths = texts["lengths"] or ""
     shape = Shape(
-        prompts_per_step=given["prompts"],
-        group_size=given["group_size"],
-        num_steps=given["steps"],
-        prompt_tokens=given["prompt_tokens"],
-        max_tokens=given["max_tokens"],
+        prompts_per_step=options["prompts"],
+        group_size=options["group_size"],
+        num_steps=options["steps"],
+        prompt_tokens=options["prompt_tokens"],
+        max_tokens=options["max_tokens"],
     )
     workload = read_workload(lengths, shape)
     run = Path(lengths)
     facts = _facts(texts["costs"], run, workload) | {
-        "num_instances" if name == "instances" else name: given[name]
+        "num_instances" if name == "instances" else name: options[name]
         for name in _MACHINES
-        if given[name] is not None
+        if options[name] is not None
     }
     if "num_instances" not in facts:
         raise ConfigError("--instances", "", "how many, since the costs do not say")
-    group_size = given["group_size"] or workload.group_size
+    group_size = options["group_size"] or workload.group_size
     partial = PartialScheduleConfig(
-        **{name: given[name] for name in _PARTIAL if given[name] is not None}
+        **{name: options[name] for name in _PARTIAL if options[name] is not None}
     )
     if partial.over_provision > 1 + partial.max_staleness:
         allowed = f"1 to 1 + --max-staleness={partial.max_staleness}"
@@ -140,8 +140,8 @@ def _number(name: str, text: str | None) -> float | None:
     except ValueError:
         value = -1
     if not least <= value < 2**31:
-        kind = "a number" if name in _FRACTIONS else "a whole number"
-        raise ConfigError(_option(name), text, f"{kind}, {least} or more")
+        expected = "a number" if name in _FRACTIONS else "a whole number"
+        raise ConfigError(_option(name), text, f"{expected}, {least} or more")
     return value
 
 
@@ -162,19 +162,19 @@ def _facts(text: str | None, run: Path, workload: Workload) -> dict[str, Any]:
 
 
 def _measured(run: Path) -> Measured | None:
-    """Seconds of the run's RL steps, the first one left out as in what is simulated."""
+    """Seconds of the run's RL steps without the first, as in the simulation."""
     try:
-        found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    seconds = [row["step_s"] for row in found if row.get("phase") == "rl" and "step_s" in row]
+    seconds = [row["step_s"] for row in rows if row.get("phase") == "rl" and "step_s" in row]
     steady = seconds[1:] or seconds
     has_costs = (run / "costs.json").is_file()
     return Measured(median(steady), len(steady), has_costs) if steady else None
 
 
 def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """A header and a line a schedule; the first outcome is what the others are compared with."""
+    """A header and a line a schedule; the first outcome is the baseline of the others."""
     head = ("schedule", "threshold", "step s", "front s", "of serial")
     lines: list[tuple[str, ...]] = [(*head, "bubbles", "migrated", "off-policy")]
     for one in outcomes:
@@ -194,13 +194,13 @@ def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def remarks(setting: Setting, measured: Measured | None) -> list[str]:
-    """What to read below the table."""
+    """Notes below the table."""
     lengths = sorted(n for group in setting.workload.groups for n in group.lengths)
-    found = [lengths[min(len(lengths) - 1, len(lengths) * p // 100)] for p in (50, 90, 99)]
+    percentiles = [lengths[min(len(lengths) - 1, len(lengths) * p // 100)] for p in (50, 90, 99)]
     lines = [
         f"{setting.workload.prompts_per_step} prompts x {setting.group_size} samples a step on "
         f"{setting.num_instances} instances; response tokens p50 / p90 / p99 / max = "
-        f"{' / '.join(map(str, (*found, lengths[-1])))}",
+        f"{' / '.join(map(str, (*percentiles, lengths[-1])))}",
         f"front: generation and inference; it takes at least {lower_bound(setting):.4g} s",
     ]
     if measured:
@@ -252,7 +252,7 @@ def paper_table(compared: Sequence[published.Compared]) -> list[tuple[str, ...]]
 
 
 def paper_remarks() -> list[str]:
-    """What was published, to read beside it."""
+    """The published figures, for comparison."""
     front, iteration = published.PUBLISHED_FRONT, published.PUBLISHED_ITERATION
     return [
         f"published: front {front[0]} to {front[1]}, best threshold about "

@@ -1,4 +1,4 @@
-"""What a weight switch moves and needs, by rank, read off its plan."""
+"""Traffic and memory of a weight switch, by rank, from its plan."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -19,8 +19,8 @@ class Spread:
     @classmethod
     def of(cls, elements: np.ndarray, itemsize: int) -> "Spread":
         """Of elements by rank."""
-        found = elements * itemsize
-        return cls(int(found.min()), round(float(found.mean())), int(found.max()))
+        num_bytes = elements * itemsize
+        return cls(int(num_bytes.min()), round(float(num_bytes.mean())), int(num_bytes.max()))
 
     def __str__(self) -> str:
         if self.min == self.max:
@@ -49,9 +49,9 @@ class LayoutReport:
     received: Spread
     sent: Spread
     kept: Spread
-    """What a rank has already."""
+    """Bytes that a rank holds already."""
     least: Spread
-    """What a rank must receive at its place: what it shall hold less what it holds."""
+    """Lower bound on a rank's received bytes (`Plan.least`)."""
     total_received: int
     total_theory: int
     """M/(p_g t_g) - M/(p f t) by each rank (HybridFlow, section 5.4)."""
@@ -80,9 +80,9 @@ class LayoutReport:
             ("order of ranks", self.order),
             ("trained by a rank, float32", str(self.train_shard)),
             ("generated with by a rank (peak)", str(self.gathered)),
-            ("  of it already there", str(self.kept)),
+            ("  of it held already", str(self.kept)),
             ("  of it received", str(self.received)),
-            ("  least at its place", str(self.least)),
+            ("  lower bound", str(self.least)),
             ("sent by a rank", str(self.sent)),
             ("received by all", size(self.total_received)),
             ("  theory; ratio", f"{size(self.total_theory)}; {ratio}"),

@@ -1,15 +1,15 @@
-"""RLHFuse's own setting under the simulator, beside what was published of it.
+"""RLHFuse's setting under the simulator, with its published figures.
 
 Setting (arXiv 2409.13221, section 7): 32 nodes of 8 Hopper GPUs, 8 x 200 Gb/s between nodes; LLaMA
 actors and critics of 13B to 65B, the reference of the actor's size, the reward model of the
 critic's; HH-RLHF prompts; global batch 512; responses of at most 512, 1,024 and 2,048 tokens.
 
-Not published, and so assumed: how many tokens responses have below the limit (here `LMSYS`, which
-the paper takes to show the tail), instances of one node each, and how efficient each stage is.
-A roofline makes inference a smaller part of an iteration than it was on that testbed, since it
-leaves out what makes short stages slow: taking up weights, pipelines that fill, small batches.
-Fusion hides inference, so the ratio is at most 1 + inference over generation; it is therefore given
-for the roofline and for inference that takes a stated share of generation.
+Not published, and so assumed: response lengths below the limit (here `LMSYS`, by which the paper
+shows the tail), instances of one node each, and the efficiency of each stage. A roofline makes
+inference a smaller share of an iteration than on that testbed: it does not count the loading of
+weights, the filling of pipelines and small batches, which slow short stages. Fusion hides
+inference, so the ratio is at most 1 + inference over generation. It is therefore given for the
+roofline and for inference that takes a stated share of generation.
 """
 
 from collections.abc import Callable
@@ -45,21 +45,21 @@ class Compared:
     front: float
     """Generation and inference."""
     iteration: float
-    """The whole iteration; training as the roofline has it, without intra-stage fusion."""
+    """The full iteration; training by the roofline, without intra-stage fusion."""
     threshold: float
-    """Share of the batch that is left where the tail is gathered."""
+    """Share of the batch that is unfinished when the tail migrates."""
 
 
 def rlhfuse(on_progress: Callable[[int, int], None] = lambda done, of: None) -> list[Compared]:
-    """Every pair, limit and share; `on_progress` gets the cases done, and how many there are."""
+    """Every pair, limit and share; `on_progress` gets the cases done and their total."""
     cases = [(pair, limit) for pair in PAIRS for limit in LIMITS]
-    found = []
+    comparisons = []
     for done, ((actor, critic), limit) in enumerate(cases, 1):
         on_progress(done, len(cases))
         setting = paper_setting(actor, critic, limit)
         for share in SHARES:
-            found.append(_compare(setting, actor, critic, limit, share))
-    return found
+            comparisons.append(_compare(setting, actor, critic, limit, share))
+    return comparisons
 
 
 def paper_setting(actor: str, critic: str, limit: int) -> Setting:

@@ -39,7 +39,7 @@ class Setting:
     chunk_tokens: int = 16_384
     verifier_s: float = 0.0
     scopes: Mapping[str, Scope] = field(default_factory=dict)
-    """Who takes part in a stage, by its name; what is not named runs on an instance."""
+    """The scope of stages by name; others run on an instance."""
     partial: PartialScheduleConfig = field(default_factory=PartialScheduleConfig)
     workload: Workload
     group_size: int
@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def pool_s_per_token(self) -> float:
-        """Seconds of all stages of the pool beside the instances, per token, calls included."""
+        """Seconds of all stages of the separate pool, per token, calls included."""
         return self._s_per_token(Scope.POOL)
 
     def _s_per_token(self, *scopes: Scope) -> float:
@@ -72,31 +72,31 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A schedule's steps, on average, the first one left out where there are more.
+    """A schedule's mean step, in seconds, without the first step if there are more.
 
-    Seconds. `front` is generation and inference: from the weights' arrival to the update.
+    `front` is generation and inference: from the weights' arrival to the update.
     """
 
     schedule: str
     threshold: int | None
-    """Unfinished samples at which the tail is gathered; None where that has no meaning."""
+    """The migration threshold, in unfinished samples; None for schedules without one."""
     step_s: float
     front_s: float
     bubbles: float
-    """Share of the instances' time in front of the update in which they have no work."""
+    """Share of the instances' time before the update in which they are idle."""
     migrated: float
     """Samples that changed instance, a step."""
     off_policy: float
-    """Share of trained tokens that older weights made."""
+    """Share of trained tokens that older weights generated."""
 
 
 def what_if(
     setting: Setting, on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Outcome]:
-    """Every schedule; fused without gathering, as the model chooses, and at the best threshold.
+    """Every schedule; fused without migration, at the modeled and at the best threshold.
 
-    The best is found by trying: powers of two and halves between them, and what the model chose.
-    `on_progress` gets the replays that are done, and how many there are.
+    The best is searched among powers of two, halves between them, and the modeled threshold.
+    `on_progress` gets the replays done and their total.
     """
     fused = replay(setting, FusedScheduleConfig())
     tried = sorted({0, *_thresholds(setting.num_samples), fused.threshold or 0})
@@ -115,11 +115,11 @@ def what_if(
 
 
 def lower_bound(setting: Setting) -> float:
-    """Seconds that no schedule of whole samples beats in front of the update.
+    """Lower bound, in seconds, on the time of any schedule before the update.
 
-    The larger of all forward passes and all decoding in the largest batches that fit, spread over
-    the instances without a gap; the longest sample alone; and what has a pool of its own. Mean over
-    the steps.
+    The largest of three: all forward passes and all decoding in the largest batches that fit,
+    spread over the instances without a gap; the longest sample alone; the stages of a separate
+    pool. Mean over the steps.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
     bounds = []
@@ -213,9 +213,9 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
 
 
 def simulated_graph(costs: Costs, group_size: int) -> Graph:
-    """Generate, every forward-only stage that has costs, a verifier where no model judges; update.
+    """Generate, every forward-only stage with costs, a verifier without a reward model; update.
 
-    A stage is known by the name that it had when it was measured.
+    A stage has the name under which it was measured.
     """
     graph = Graph()
     graph.add(PromptsStage(name="prompts"))
@@ -271,11 +271,11 @@ def _forward(name: str, upstream: str, method: str, scalars: tuple[str, ...]) ->
 
 
 def _thresholds(num_samples: int) -> list[int]:
-    found, step = [], 1
+    thresholds, step = [], 1
     while step < num_samples:
-        found += [step, step * 3 // 2]
+        thresholds += [step, step * 3 // 2]
         step *= 2
-    return [n for n in found if n < num_samples]
+    return [n for n in thresholds if n < num_samples]
 
 
 def _named(outcome: Outcome, name: str) -> Outcome:
@@ -283,7 +283,7 @@ def _named(outcome: Outcome, name: str) -> Outcome:
 
 
 def read_costs(path: Path) -> dict[str, Any]:
-    """What `RUN/costs.json`, or a file of its form or of costs alone, says: fields of `Setting`.
+    """Fields of `Setting` from `RUN/costs.json`, or a file of its form or of costs alone.
 
     Raises `ConfigError`.
     """
@@ -293,10 +293,10 @@ def read_costs(path: Path) -> dict[str, Any]:
         "verifier_s": lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x >= 0,
     }
     try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
+        record = json.loads(file.read_text())
+        if not isinstance(record, dict):
             raise ValueError("not an object")
-        facts = found if "costs" in found else {"costs": found}
+        facts = record if "costs" in record else {"costs": record}
         costs = Costs.from_json(facts["costs"])
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

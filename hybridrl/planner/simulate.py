@@ -1,6 +1,6 @@
-"""The executor of what-if runs: a cost model and given lengths under a virtual clock.
+"""The executor of what-if runs: a cost model and known lengths under a virtual clock.
 
-Schedules cannot tell it from worker groups, so what is simulated is the schedule itself.
+It has the interface of worker groups, so the simulation runs the schedule itself.
 """
 
 import heapq
@@ -33,7 +33,7 @@ from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 @dataclass(slots=True)
 class _Row:
-    """A response being made: `left` tokens to go, `prefill` or `restore` tokens before the next."""
+    """An unfinished response: `left` tokens to decode after `prefill` or `restore` tokens."""
 
     id: SampleId
     prompt: int
@@ -43,25 +43,25 @@ class _Row:
     spans: list[TokenSpan] = field(default_factory=list)
 
     @property
-    def made(self) -> int:
+    def num_generated(self) -> int:
         return self.spans[-1].stop if self.spans else 0
 
     @property
     def tokens(self) -> int:
-        return self.prompt + self.made
+        return self.prompt + self.num_generated
 
     def decode(self, steps: int, version: int) -> None:
-        """`steps` more tokens, by weights of `version`."""
-        start = made = self.made
+        """Add `steps` tokens, by weights of `version`."""
+        start = generated = self.num_generated
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
-        self.spans.append(TokenSpan(start, made + steps, version))
+        self.spans.append(TokenSpan(start, generated + steps, version))
         self.left -= steps
 
 
 @dataclass(slots=True)
 class _Instance:
-    """One server: rows that decode, rows that wait for a place, and when it is free."""
+    """One instance: rows that decode, rows that wait, and the time at which it is free."""
 
     running: dict[SampleId, _Row] = field(default_factory=dict)
     waiting: deque[_Row] = field(default_factory=deque)
@@ -76,7 +76,7 @@ class _Tally:
         self.kv = self.kv_calls = 0
 
     def seconds(self, costs: Costs) -> tuple[float, float]:
-        """Of the whole call, and of packing or unpacking keys and values, one end of two."""
+        """Seconds of the call, and of packing or unpacking keys and values, one end of two."""
         kv = (costs.kv_token_s * self.kv + costs.kv_call_s * self.kv_calls) / 2
         decode = self.steps * costs.step_s + self.rows * costs.row_s
         cached = self.cached * costs.cached_token_s
@@ -95,19 +95,18 @@ class Slice:
 
 
 class SimulatedExecutor:
-    """`hybridrl.flow.executor.Executor` with `Costs` and given lengths, one rank an instance.
+    """`hybridrl.flow.executor.Executor` with `Costs` and known lengths, one rank an instance.
 
-    An instance does one thing at a time, first in first out; a call's event reaches the driver
-    `costs.round_trip_s` after its end. `length_of` gives the response tokens of a sample,
-    `prompt_tokens_of` those of a prompt, by position. Stages have the scope that `scopes` says;
-    others are of scope RANK: they run beside the instance, verifiers `verifier_s` longer. Samples
-    that move for an `infer` are had at once, whatever their source does. A stage of scope WORLD
-    shares its tokens among the instances; one of scope POOL is in a pool beside them, which does
-    one thing at a time, too. An instance decodes at most `max_running` samples at a
-    time, the others wait for a place.
+    An instance runs one call at a time, first in first out; a call's event reaches the driver
+    `costs.round_trip_s` after its end. `length_of` returns the response tokens of a sample,
+    `prompt_tokens_of` those of a prompt, by position. Stages have the scope in `scopes`, else RANK:
+    they run concurrently with the instance, verifiers `verifier_s` longer. Samples that move for an
+    `infer` arrive at once, even from a busy instance. A stage of scope WORLD shares its tokens
+    among the instances; one of scope POOL runs in a separate pool, also one call at a time. An
+    instance decodes at most `max_running` samples at a time, the others wait.
 
-    Invariants: the clock never goes back; `slices` of an instance do not overlap; a sample's
-    response has the given length, whatever happens to it on the way.
+    Invariants: the clock never decreases; `slices` of an instance do not overlap; a sample's
+    response has its known length, whether it was parked or moved or not.
 
     Example, step_s 1, row_s 0, call_s 0: samples of 3 and 5 tokens in calls of 4 steps end at
     times 4 (with the call) and 5.
@@ -144,7 +143,7 @@ class SimulatedExecutor:
         return rank
 
     def scope(self, stage: Stage) -> Scope:
-        """As given, by the stage's name."""
+        """The scope in `scopes`, by the stage's name."""
         return self.scopes.get(stage.name, Scope.RANK)
 
     def pool(self, stage: Stage) -> str:
@@ -152,7 +151,7 @@ class SimulatedExecutor:
         return "critic" if self.scope(stage) is Scope.POOL else "actor"
 
     def enter(self, phase: Phase) -> None:
-        """The weight switch takes `switch_s`, the way back `train_switch_s`."""
+        """The weight switch takes `switch_s`, the switch to training `train_switch_s`."""
         assert not self._pending, "a phase change while calls are in flight"
         if phase is Phase.GENERATE:
             self._pass(self.costs.switch_s)
@@ -162,7 +161,7 @@ class SimulatedExecutor:
         self.phase = phase
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
-        """Obey, then decode until the steps are over or nothing is left."""
+        """Execute the commands, then decode until the steps are done or no row remains."""
         assert self.phase is Phase.GENERATE, "generation outside of its phase"
         server, tally = self._servers[instance], _Tally()
         parked = [p for command in commands if (p := self._obey(server, command, tally))]
@@ -183,7 +182,7 @@ class SimulatedExecutor:
         )
         running = len(server.running) + len(server.waiting)
         done = tuple(
-            Finished(row.id, instance, row.prompt, row.made, "stop", tuple(row.spans))
+            Finished(row.id, instance, row.prompt, row.num_generated, "stop", tuple(row.spans))
             for row in finished
         )
         self._serve(
@@ -199,7 +198,7 @@ class SimulatedExecutor:
                 for i, id in enumerate(ids):
                     length = max(1, min(self.length_of(id), sampling.max_new_tokens))
                     prompt = self.prompt_tokens_of(id.prompt)
-                    # Samples of one prompt share what is cached of it.
+                    # Samples of one prompt share its cache.
                     server.waiting.append(_Row(id, prompt, length, prefill=0 if i else prompt))
             case Park(ids=ids, with_kv=with_kv):
                 return self._park(server, ids, with_kv, tally)
@@ -243,7 +242,7 @@ class SimulatedExecutor:
         tally.kv_calls += restored
 
     def _decode(self, server: _Instance, most: int, tally: _Tally) -> list[_Row]:
-        """Steps until a row ends, at most `most`; gives those that have ended."""
+        """Decode until a row ends, at most `most` steps; returns the finished rows."""
         rows = server.running.values()
         steps = min(most, min(row.left for row in rows))
         tally.steps += steps
@@ -260,17 +259,17 @@ class SimulatedExecutor:
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
     ) -> None:
-        """The dataset's own answers are there at once."""
-        placed = []
+        """The dataset's answers are available at once."""
+        targets = []
         for i, id in enumerate(ids):
             length, rank = self.length_of(id), i % self.num_instances
             spans = (TokenSpan(0, length, 0),) if length else ()
             prompt = self.prompt_tokens_of(id.prompt)
-            placed.append(Finished(id, rank, prompt, length, "stop", spans))
-        self._push(self.clock.now(), TargetsLoaded(stage.name, tuple(placed)))
+            targets.append(Finished(id, rank, prompt, length, "stop", spans))
+        self._push(self.clock.now(), TargetsLoaded(stage.name, tuple(targets)))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Verifiers run beside the instances, sharded roles on all of them or in their own pool."""
+        """Verifiers run concurrently with instances, sharded roles on all or in their own pool."""
         if self.scope(stage) is Scope.POOL:
             seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
             self._pool_free_at = max(self.clock.now(), self._pool_free_at) + seconds
@@ -280,11 +279,13 @@ class SimulatedExecutor:
             by_rank: dict[int, list[Sample]] = {}
             for sample in samples:
                 by_rank.setdefault(sample.rank, []).append(sample)
-            for here in by_rank.values():
-                seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in here))
+            for rank_samples in by_rank.values():
+                seconds = self.costs.compute(
+                    stage.name, sum(sample.tokens for sample in rank_samples)
+                )
                 if stage.method == "score":
                     seconds += self.verifier_s
-                event = self._computed(stage, here, seconds=seconds)
+                event = self._computed(stage, rank_samples, seconds=seconds)
                 self._push(self.clock.now() + seconds, event)
             return
         tokens = sum(sample.tokens for sample in samples)
@@ -296,9 +297,9 @@ class SimulatedExecutor:
         self._push(start + seconds, self._computed(stage, samples, seconds=seconds))
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
-        """A forward-only stage on one instance, which the samples that lie elsewhere join."""
+        """A forward-only stage on one instance, to which samples of other instances move."""
         server = self._servers[instance]
-        assert not server.running, "a forward pass beside unfinished samples"
+        assert not server.running, "a forward pass concurrent with unfinished samples"
         seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
         for sample in samples:
             sample.rank = instance
@@ -312,7 +313,7 @@ class SimulatedExecutor:
         instance: int | None = None,
         seconds: float = 0.0,
     ) -> Computed:
-        """Rewards are all alike: they decide nothing here."""
+        """Rewards are all 0: they do not matter here."""
         scalars: dict[str, tuple[float | int | str, ...]] = {
             name: ("ok" if name.endswith("_status") else 0.0,) * len(samples)
             for name in stage.scalars
@@ -340,7 +341,7 @@ class SimulatedExecutor:
         self._push(start + seconds, UpdateDone(stage.name, {}))
 
     def release(self, ids: Sequence[SampleId]) -> None:
-        """Nothing is kept."""
+        """Nothing is stored."""
 
     def _serve(self, instance: int, name: str, seconds: float, event: Event) -> None:
         server = self._servers[instance]

@@ -1,4 +1,4 @@
-"""The samples that a what-if run makes: prompts and how long each response is."""
+"""The samples of a what-if run: lengths of prompts and responses."""
 
 import json
 import random
@@ -26,9 +26,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Groups in the order of the prompt stream; beyond the last one it begins again.
+    """Groups in the order of the prompt stream, which repeats after the last one.
 
-    `prompts_per_step` and `num_steps` are those of what was recorded.
+    `prompts_per_step` and `num_steps` are those of the recorded run.
     """
 
     groups: tuple[Group, ...]
@@ -37,7 +37,7 @@ class Workload:
 
     @property
     def group_size(self) -> int:
-        """Samples of a prompt; of the largest group, where groups differ."""
+        """Samples of a prompt; of the largest group, if groups differ."""
         return max(len(group.lengths) for group in self.groups)
 
     def length_of(self, id: SampleId) -> int:
@@ -80,7 +80,7 @@ _PUBLISHED = {"lmsys": LMSYS}
 
 @dataclass(kw_only=True, slots=True)
 class Shape:
-    """What the user says of a step; None is what was recorded, or the default."""
+    """The user's shape of a step; None is the recorded value, or the default."""
 
     prompts_per_step: int | None = None
     group_size: int | None = None
@@ -91,21 +91,21 @@ class Shape:
         default_factory=lambda: {"prompts": 32, "group": 8, "steps": 4, "prompt_tokens": 128}
     )
 
-    def of(self, given: int | None, name: str) -> int:
-        """`given`, or the default."""
-        return self.defaults[name] if given is None else given
+    def of(self, value: int | None, name: str) -> int:
+        """`value`, or the default."""
+        return self.defaults[name] if value is None else value
 
 
 def read_workload(text: str, shape: Shape) -> Workload:
     """The workload that `--lengths` names; raises `ConfigError` for anything else than `LENGTHS`.
 
-    A distribution is drawn in the given shape; what was recorded keeps its own, except for what
-    the user says.
+    A distribution is drawn in `shape`; a recorded workload keeps its own, except for the values
+    that the user sets.
     """
-    kind, _, settings = text.partition(":")
+    distribution, _, settings = text.partition(":")
     if text in _PUBLISHED:
         return _drawn(_PUBLISHED[text], shape)
-    if kind == "lognormal":
+    if distribution == "lognormal":
         return _drawn(_log_normal(text, settings), shape)
     path = Path(text)
     file = path / "lengths.jsonl" if path.is_dir() else path
@@ -120,17 +120,17 @@ def read_workload(text: str, shape: Shape) -> Workload:
 
 
 def _log_normal(text: str, settings: str) -> LogNormal:
-    given = dict(part.split("=", 1) for part in settings.split(",") if "=" in part)
+    parameters = dict(item.split("=", 1) for item in settings.split(",") if "=" in item)
     try:
         drawn = LogNormal(
-            median=float(given.pop("median")),
-            sigma=float(given.pop("sigma")),
-            max=int(given.pop("max", 2**31)),
-            seed=int(given.pop("seed", 0)),
+            median=float(parameters.pop("median")),
+            sigma=float(parameters.pop("sigma")),
+            max=int(parameters.pop("max", 2**31)),
+            seed=int(parameters.pop("seed", 0)),
         )
     except (KeyError, ValueError):
         raise ConfigError("--lengths", text, LENGTHS) from None
-    if given:
+    if parameters:
         raise ConfigError("--lengths", text, LENGTHS)
     if not (0 < drawn.median < 1e9 and 0 <= drawn.sigma < 10 and drawn.max >= 1):
         raise ConfigError("--lengths", text, "median above 0, sigma from 0 to 10, max 1 or more")
@@ -140,7 +140,7 @@ def _log_normal(text: str, settings: str) -> LogNormal:
 def _drawn(lengths: LogNormal, shape: Shape) -> Workload:
     prompts = shape.of(shape.prompts_per_step, "prompts")
     steps = shape.of(shape.num_steps, "steps")
-    # A partial schedule begins more prompts than it trains on: nothing comes twice.
+    # A partial schedule starts more prompts than it trains on: no prompt repeats.
     drawn = lengths.draw(
         prompts * (steps + 2),
         shape.of(shape.group_size, "group"),
@@ -150,9 +150,9 @@ def _drawn(lengths: LogNormal, shape: Shape) -> Workload:
 
 
 def _rows(text: str, file: Path) -> list[dict[str, Any]]:
-    """A row a step; the last one of a step that was run again, and those of RL where there are."""
+    """A row a step: the last one of a repeated step; only RL steps if there are any."""
     allowed = "lines of JSON with lengths: [response tokens, ...]"
-    found: dict[Any, dict[str, Any]] = {}
+    last_row: dict[Any, dict[str, Any]] = {}
     try:
         lines = [line for line in file.read_text().splitlines() if line.strip()]
         for number, line in enumerate(lines):
@@ -162,10 +162,12 @@ def _rows(text: str, file: Path) -> list[dict[str, Any]]:
             if not all(isinstance(n, int) and n >= 0 for n in row["lengths"]):
                 raise ValueError(line)
             if row["lengths"]:
-                found[key] = row
+                last_row[key] = row
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         raise ConfigError("--lengths", text, allowed) from None
-    rows = [row for row in found.values() if row.get("phase", "rl") == "rl"] or [*found.values()]
+    rows = [row for row in last_row.values() if row.get("phase", "rl") == "rl"] or [
+        *last_row.values()
+    ]
     if not rows:
         raise ConfigError("--lengths", text, allowed)
     return rows
@@ -181,12 +183,12 @@ def _groups(text: str, row: Mapping[str, Any], shape: Shape) -> list[Group]:
     ] * len(lengths)
     if not len(positions) == len(prompt_tokens) == len(lengths):
         raise ConfigError("--lengths", text, "prompts and prompt_tokens for each of lengths")
-    found: dict[Any, list[int]] = {}
+    lengths_by_prompt: dict[Any, list[int]] = {}
     tokens: dict[Any, int] = {}
     for position, prompt, length in zip(positions, prompt_tokens, lengths, strict=True):
-        found.setdefault(position, []).append(length)
+        lengths_by_prompt.setdefault(position, []).append(length)
         tokens[position] = shape.prompt_tokens or prompt
-    return [_cut(Group(tokens[p], tuple(found[p])), shape) for p in found]
+    return [_cut(Group(tokens[p], tuple(lengths_by_prompt[p])), shape) for p in lengths_by_prompt]
 
 
 def _cut(group: Group, shape: Shape) -> Group:
