@@ -1,7 +1,7 @@
 """The one place that imports verl: its control plane.
 
 `import verl` takes seconds and changes the process (logging, environment), so every function here
-imports it lazily. See docs/controller.md for what we take from verl and what we do not.
+imports it lazily. docs/controller.md says which parts of verl are used.
 """
 
 import logging
@@ -14,7 +14,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurr
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENT = "concurrent"  # Ray's name for the thread of what runs beside
+_CONCURRENT = "concurrent"  # Ray's concurrency group of methods that run concurrently
 
 
 def has_gpu() -> bool:

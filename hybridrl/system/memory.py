@@ -1,4 +1,4 @@
-"""What a rank holds: on its accelerator, and in the host's memory."""
+"""Memory of a rank: on its accelerator and on the host."""
 
 import time
 from dataclasses import dataclass
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What a process held at `when` (Unix seconds), in bytes by kind.
+    """Memory of a process at `when` (Unix seconds), in bytes by kind.
 
-    `resident` is host memory that is in use (RSS). On an accelerator also `allocated` and
-    `reserved`, by PyTorch's own allocator in this process, and of the whole device, with all that
-    others have there, `free` and `total`.
+    `resident` is host memory in use (RSS). On an accelerator also `allocated` and `reserved`, by
+    PyTorch's allocator in this process, and `free` and `total`, of the device with all processes.
     """
 
     when: float
@@ -24,7 +23,7 @@ class MemoryReading:
 
 
 def measure_memory(device: "torch.device") -> MemoryReading:
-    """What this process and its device hold now. Takes some 10 us and does not synchronize."""
+    """Memory of this process and its device now. Takes some 10 us and does not synchronize."""
     held = {"resident": int(psutil.Process().memory_info().rss)}
     if device.type == "cuda":
         import torch

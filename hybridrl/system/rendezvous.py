@@ -1,4 +1,4 @@
-"""How the ranks of a process group find each other."""
+"""Rendezvous of the ranks of a process group."""
 
 import os
 from typing import Any
@@ -13,10 +13,10 @@ def open_store(host: str, port: int, *, listens: bool) -> Any:
 
 
 def join_group(rank: int, size: int, store: Any) -> Any:
-    """Be a rank of the default process group: gloo, and NCCL where there are GPUs.
+    """Join the default process group as `rank`: gloo, and NCCL if there are GPUs.
 
-    Returns this process's torch.device. Ray lets a process see its own GPU alone; where there is no
-    Ray, LOCAL_RANK says which it is.
+    Returns this process's torch.device. Under Ray a process sees only its own GPU; without Ray,
+    LOCAL_RANK is its index.
     """
     import torch
     import torch.distributed as dist

@@ -1,6 +1,7 @@
-"""SIGINT, SIGTERM and SIGUSR1 end a run in the same way: as a `KeyboardInterrupt` in the driver.
+"""SIGINT, SIGTERM and SIGUSR1 end a run alike: as a `KeyboardInterrupt` in the driver.
 
-Within `asking()` the first one asks the run to end where it can go on later, and another ends it.
+Within `asking()` the first one asks the run to end at a point that it can resume from; another
+interrupts it.
 """
 
 import signal
@@ -19,14 +20,14 @@ _asked: float | None = None  # when
 
 
 def install() -> None:
-    """Take over the signals of this process; the command line does."""
+    """Handle the signals of this process; the command line calls this."""
     global _installed
     _installed = True
     reinstall()
 
 
 def reinstall() -> None:
-    """Take them back from a library that cannot be kept from them; `install` comes first."""
+    """Restore the handlers after a library has replaced them; call `install` first."""
     assert _installed
     for number in _NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
@@ -34,15 +35,15 @@ def reinstall() -> None:
 
 
 def installed() -> bool:
-    """Whether they are ours: no library may take them over."""
+    """Whether our handlers are installed: then no library may replace them."""
     return _installed
 
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Within, the first signal is a question that `asked` answers; the next one interrupts.
+    """Within, `asked` reports the first signal; the next one interrupts.
 
-    One that was not looked at stays: the run is asked the next time that it can be.
+    A signal that was not read remains: the next call of `asked` reports it.
     """
     global _asking
     _asking = True
@@ -58,7 +59,7 @@ def asked() -> bool:
 
 
 def answered() -> None:
-    """The run ends now, as it was asked to: another signal must not cut that short."""
+    """Note that the run ends now, as asked: another signal must not interrupt its end."""
     _last["time"] = time.monotonic()
 
 
