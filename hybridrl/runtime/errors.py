@@ -1,8 +1,8 @@
-"""What goes wrong while machines come up, and with jobs on them."""
+"""Errors while Ray starts, and of jobs."""
 
 
 class RayStartError(RuntimeError):
-    """Ray did not come up on this machine, or on one of a job's nodes."""
+    """Ray did not start on this machine, or on one of a job's nodes."""
 
 
 class JobError(RuntimeError):

@@ -1,6 +1,6 @@
-"""How the driver starts ranks, calls them and waits for them: the interface of every launcher.
+"""The interface of launchers, by which the driver starts ranks, calls them and waits for them.
 
-Calls never block; each answers with a reference, to be waited for and read.
+Calls never block; each returns a reference, to be waited for and read.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 from hybridrl.workers.data_plane import DataPlane
 
 WORKER_DEATH_TIMEOUT_S = 2.0
-"""How long a death may come after the failure that it caused; Ray hears of it in milliseconds."""
+"""Seconds in which a death may be reported after the failure that it caused; Ray takes some ms."""
 
 
 POLL_S = 1.0
-"""How long `Launcher.wait` blocks: between two calls the driver looks whether it shall end."""
+"""Seconds that `Launcher.wait` blocks: between two calls the driver checks whether to end."""
 
 
 class CallFailed(RuntimeError):
-    """A call of a rank failed, because its method raised `cause`, or, `died`, its process ended."""
+    """A call of a rank failed: its method raised `cause`, or (`died`) its process ended."""
 
     def __init__(self, message: str, cause: BaseException | None = None, died: bool = False):
         super().__init__(" ".join(message.split()))
@@ -26,9 +26,9 @@ class CallFailed(RuntimeError):
 
 
 class Launcher(Protocol):
-    """Starts ranks and waits for their answers.
+    """Starts ranks and waits for their results.
 
-    A group has the marked methods of its worker class; they answer with one reference per rank.
+    A group has the marked methods of its worker class; they return one reference per rank.
     """
 
     data_plane: DataPlane
@@ -42,11 +42,11 @@ class Launcher(Protocol):
         ...
 
     def wait(self, references: Sequence[Any]) -> list[Any]:
-        """Those of `references` that are there; none after `POLL_S` seconds without any."""
+        """The finished ones of `references`; none after `POLL_S` seconds without any."""
         ...
 
     def get(self, reference: Any) -> Any:
-        """What a call answered, waited for; raises `CallFailed`."""
+        """Wait for the result of a call; raises `CallFailed`."""
         ...
 
     def first_dead(self, group: Any) -> tuple[int, CallFailed] | None:
@@ -58,5 +58,5 @@ class Launcher(Protocol):
         ...
 
     def log(self, file: str, logs: Path) -> str:
-        """Where a rank's log `file` is after the run, whose directory of logs is `logs`."""
+        """The path of a rank's log `file` after the run, whose directory of logs is `logs`."""
         ...

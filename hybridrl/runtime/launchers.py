@@ -1,4 +1,4 @@
-"""The launcher that a config asks for, up for as long as a run needs it."""
+"""The launcher of a config, as a context of the run."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
-    """Ray, or with cluster=processes none of it; on the way out no process is left."""
+    """Ray, or plain processes with cluster=processes; on exit all processes have ended."""
     if config.kind is ClusterKind.processes:
         with ProcessLauncher(config) as plain:
             yield plain

@@ -1,7 +1,7 @@
-"""Ranks without Ray, to debug them: rank 0 is this very process, the others are its children.
+"""Ranks without Ray, for debugging: rank 0 is this process, the others are its children.
 
-So `breakpoint()` in anything that a rank runs stops here, at this terminal, and a profiler sees one
-process. What Ray does not do here: many nodes, and methods beside others (they take their turn).
+So `breakpoint()` in rank 0 stops at this terminal, and a profiler sees one process. Not supported:
+several nodes, and concurrent methods of a rank (they run one after the other).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _POLL_S = 0.2
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call of a rank: waiting, then with its answer or its failure."""
+    """A call of a rank: pending, then done with its value or its failure."""
 
     done: bool = False
     value: Any = None
@@ -47,9 +47,9 @@ class Call:
 
 
 class ProcessGroup:
-    """Ranks with the marked methods of a worker class; each answers with a `Call` per rank."""
+    """Ranks with the marked methods of a worker class; each returns a `Call` per rank."""
 
-    def __init__(self, worker: type, ranks: "Sequence[_Here | _Child]") -> None:
+    def __init__(self, worker: type, ranks: "Sequence[_DriverRank | _ChildRank]") -> None:
         self.worker, self.ranks = worker, list(ranks)
         for name, mode in dispatched_methods(worker).items():
             setattr(self, name, partial(self._call, name, mode))
@@ -64,12 +64,12 @@ class ProcessGroup:
 
 
 class ProcessLauncher:
-    """See `Launcher`. The data plane is the calls themselves: what a rank puts travels in them."""
+    """See `Launcher`. The data plane is the calls themselves, which carry all values."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self.data_plane: DataPlane = LocalDataPlane()
-        self._ranks: list[_Here | _Child] = []
+        self._ranks: list[_DriverRank | _ChildRank] = []
 
     def __enter__(self) -> Self:
         os.environ |= {
@@ -93,16 +93,16 @@ class ProcessLauncher:
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
         """See `Launcher`."""
-        # Forked by a server that has imported the worker, and nothing else: no rank pays for that.
+        # Forked by a server that has only imported the worker: no rank repeats the import.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([worker.__module__])
         if size > 1:
             _start_fork_server()
         for rank in range(1, size):
-            made = _pickled(partial(make, rank, size, *args))
-            self._ranks.append(_Child(context, rank, made))
+            pickled_worker = _pickled(partial(make, rank, size, *args))
+            self._ranks.append(_ChildRank(context, rank, pickled_worker))
         with as_rank(0):
-            self._ranks.insert(0, _Here(make(0, size, *args)))
+            self._ranks.insert(0, _DriverRank(make(0, size, *args)))
         logger.debug("%d ranks have been started, the first in this process", size)
         return ProcessGroup(worker, self._ranks)
 
@@ -111,18 +111,18 @@ class ProcessLauncher:
         return ProcessGroup(group.worker, [group.ranks[rank] for rank in ranks])
 
     def wait(self, references: Sequence[Call]) -> list[Call]:
-        """See `Launcher`. Rank 0 works here and now, once the others have been told what to do."""
+        """See `Launcher`. Rank 0 computes in this call, after the others got their calls."""
         while not (ready := [call for call in references if call.done]):
-            here = self._ranks[0]
-            if isinstance(here, _Here) and here.waiting:
-                here.step()
+            first = self._ranks[0]
+            if isinstance(first, _DriverRank) and first.waiting:
+                first.step()
             else:
-                working = [r for r in self._ranks if isinstance(r, _Child) and r.waiting]
-                found = wait([rank.answers for rank in working], POLL_S)
-                if not found:
+                working = [r for r in self._ranks if isinstance(r, _ChildRank) and r.waiting]
+                ready_pipes = wait([rank.answers for rank in working], POLL_S)
+                if not ready_pipes:
                     return []
                 for rank in working:
-                    if rank.answers in found:
+                    if rank.answers in ready_pipes:
                         rank.receive()
         return ready
 
@@ -137,7 +137,7 @@ class ProcessLauncher:
     def first_dead(self, group: ProcessGroup) -> tuple[int, CallFailed] | None:
         """See `Launcher`."""
         end = time.monotonic() + WORKER_DEATH_TIMEOUT_S
-        children = [(i, rank) for i, rank in enumerate(group.ranks) if isinstance(rank, _Child)]
+        children = [(i, rank) for i, rank in enumerate(group.ranks) if isinstance(rank, _ChildRank)]
         while children and time.monotonic() < end:
             for number, rank in children:
                 if failure := rank.death():
@@ -155,8 +155,8 @@ class ProcessLauncher:
         return file or "standard error"
 
 
-class _Here:
-    """A rank that is this process. Its calls run one after the other, when somebody waits."""
+class _DriverRank:
+    """A rank in this process. Its calls run one after the other, within `wait`."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -179,7 +179,7 @@ class _Here:
         call.done = True
 
     def kill(self) -> None:
-        """What it shares with the others ends with them; the next run may begin in this process."""
+        """Drop pending calls and the process group, so that this process can start another run."""
         self.waiting.clear()
         import torch.distributed as dist
 
@@ -187,22 +187,22 @@ class _Here:
             dist.destroy_process_group()
 
 
-class _Child:
-    """A rank in a process of its own, which takes calls from a pipe and answers in `answers`.
+class _ChildRank:
+    """A rank in a child process, which reads calls from a pipe and writes results to `answers`.
 
-    Both sides write in a thread, so that neither waits for the other while it is in a collective.
-    Each pipe has one writer: where that process dies, in the middle of an answer too, the pipe
-    ends, and no lock is left behind.
+    Both sides write in a thread, so that neither blocks the other while it is in a collective. Each
+    pipe has one writer: if that process dies, even within a result, the pipe ends, and no lock is
+    held.
     """
 
-    def __init__(self, context: Any, rank: int, made: bytes) -> None:
+    def __init__(self, context: Any, rank: int, pickled_worker: bytes) -> None:
         self.waiting: deque[Call] = deque()
         self.answers: Connection
         self.answers, writer = context.Pipe(duplex=False)
         reader, calls = context.Pipe(duplex=False)
         environment = dict(os.environ) | {"LOCAL_RANK": str(rank)}
-        given = (environment, made, reader, writer)
-        self._process = context.Process(target=_serve, args=given, name=f"rank {rank}")
+        arguments = (environment, pickled_worker, reader, writer)
+        self._process = context.Process(target=_serve, args=arguments, name=f"rank {rank}")
         self._process.start()
         writer.close()
         reader.close()
@@ -215,10 +215,10 @@ class _Child:
         return call
 
     def receive(self) -> None:
-        """Its oldest call has ended, or it has died and no call of it will."""
+        """Read the result of its oldest call, or fail all its calls if it has died."""
         try:
             answer = self.answers.recv_bytes()
-        except (EOFError, OSError):  # between two answers, or within one
+        except (EOFError, OSError):  # between two results, or within one
             self._process.join()
             failure = self.death()
             for call in self.waiting:
@@ -230,7 +230,7 @@ class _Child:
         call.failure = None if cause is None else CallFailed(str(cause), cause)
 
     def death(self) -> CallFailed | None:
-        """How its process has ended, if it has."""
+        """The failure that its process has ended; None while it runs."""
         if self._process.exitcode is None:
             return None
         return CallFailed(f"its process ended with {self._process.exitcode}", died=True)
@@ -242,15 +242,15 @@ class _Child:
 
 
 def _pickled(value: Any) -> bytes:
-    """As Ray does it: functions of a user's file travel by value."""
+    """Pickle as Ray does: functions of a user's file by value."""
     from ray import cloudpickle
 
-    found: bytes = cloudpickle.dumps(value)
-    return found
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
 
 
 def _start_fork_server() -> None:
-    """Start it deaf to Ctrl-C, which it would else hear, loudly, while it imports the worker."""
+    """Start it with SIGINT blocked: Ctrl-C during its imports would print a traceback."""
     resource_tracker.ensure_running()  # it would unblock the signal
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -260,25 +260,25 @@ def _start_fork_server() -> None:
 
 
 def _end_fork_server() -> None:
-    """It may be importing for seconds still, and fork a rank that finds nobody to serve."""
+    """Kill it: it may still be importing for seconds, and then fork a rank without a driver."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if any("multiprocessing.forkserver" in word for word in child.cmdline()):
                 child.kill()
-                # Not reaped: its own module looks after it, should there be a next run here.
+                # Not reaped: its own module does that if this process starts another run.
                 os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
 def _serve(
-    environment: dict[str, str], made: bytes, calls: Connection, answers: Connection
+    environment: dict[str, str], pickled_worker: bytes, calls: Connection, answers: Connection
 ) -> None:
-    """Answer calls until the driver is gone; then end, whatever this rank does at that moment."""
+    """Serve calls until the driver ends; then exit, even from within a call."""
     threading.Thread(target=_end_with_driver, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it, too, and ends this process
-    os.environ.clear()  # that of the server is as old as the server
+    os.environ.clear()  # the server's environment is outdated
     os.environ.update(environment)
     sys.stdout = sys.stderr  # standard output is for the run's result
-    worker, done = pickle.loads(made)(), _sender(answers)
+    worker, done = pickle.loads(pickled_worker)(), _sender(answers)
     while True:
         try:
             name, args, kwargs = pickle.loads(calls.recv_bytes())
@@ -299,7 +299,7 @@ def _run(worker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end_with_driver() -> None:
-    """Of the two, `os.getppid` is the fork server, which lives while a rank does."""
+    """Exit with the driver, not with `os.getppid`: the fork server lives as long as a rank."""
     driver = multiprocessing.parent_process()
     assert driver is not None
     wait([driver.sentinel])
@@ -307,7 +307,7 @@ def _end_with_driver() -> None:
 
 
 def _sender(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
-    """What is put there a thread writes into `pipe`, until it is None, or nobody reads any more."""
+    """A queue that a thread writes to `pipe`, until a None or the end of the reader."""
     waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_write, args=(waiting, pipe), daemon=True).start()
     return waiting

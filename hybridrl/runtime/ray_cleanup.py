@@ -1,4 +1,4 @@
-"""What Ray leaves behind, and how it goes: processes, and the temporary directory with its logs."""
+"""Removes what Ray leaves behind: processes, and the temporary directory with its logs."""
 
 import contextlib
 import shutil
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster of our own
+MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster that we started
 
 
 @contextmanager
 def no_process_stays(mark: str) -> Iterator[None]:
-    """On the way out, kill every process whose environment has `MARK=mark`.
+    """On exit, kill every process whose environment has `MARK=mark`.
 
-    All that Ray starts inherit it, orphans too. One may start another while it is ended, hence
-    several rounds.
+    All processes of Ray inherit it, orphans too. A process may start another while it is being
+    killed, hence several rounds.
     """
     import psutil
 
@@ -35,17 +35,17 @@ def no_process_stays(mark: str) -> Iterator[None]:
 def _marked(mark: str) -> list[Any]:
     import psutil
 
-    found = []
+    processes = []
     for process in psutil.process_iter():
         # A zombie has no environment: it has ended, and its parent may never ask for it.
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def keep_logs(temp: Path, logs: Path) -> None:
-    """Keep what the workers printed, and delete Ray's temporary directory."""
+    """Copy the workers' output to `logs`, and delete Ray's temporary directory."""
     with contextlib.suppress(OSError):  # a full disk has been reported, or will be
         logs.mkdir(parents=True, exist_ok=True)
         for file in temp.glob("session_2*/logs/worker-*"):

@@ -27,9 +27,8 @@ _CONNECT_S = 5.0
 def check_ranks(config: ClusterConfig) -> None:
     """Raise `ConfigError` for more ranks than this machine can hold, before anything starts.
 
-    A run of its own needs an accelerator per rank; without any, ranks are processes, which may
-    share cores but not memory. What a joined cluster holds is asked there (`ranks_placement`), and
-    what a Slurm job has, of Slurm.
+    A local run needs an accelerator per rank; without any, ranks are processes, which may share
+    cores but not memory. `ranks_placement` checks a joined cluster, Slurm its own jobs.
     """
     import torch
 
@@ -51,10 +50,10 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
 
     Yields the ray module.
 
-    A local cluster has a temporary directory of its own, and more logical CPUs than ranks, since
-    Ray's CPUs are only tickets: the ranks' threads are set by `cluster.threads_per_rank`. On the
-    way out its workers' logs are kept in `logs`, and all its processes are gone. Raises ConfigError
-    for an address where there is none, RayStartError where one of its own does not come up.
+    A local cluster has its own temporary directory, and more logical CPUs than ranks: Ray's CPUs
+    are only tickets, and `cluster.threads_per_rank` sets the ranks' threads. On exit its workers'
+    logs are in `logs`, and all its processes have ended. Raises ConfigError for an address without
+    a cluster, RayStartError if a cluster does not start.
     """
     os.environ.update(env)
     # Ray reads these at import: no usage report, no metrics agent, no warning about either.
@@ -73,7 +72,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
             yield ray
         return
     if config.address is not None:
-        address = _own_cluster() if config.kind is ClusterKind.ray else config.address
+        address = _cluster_of_job() if config.kind is ClusterKind.ray else config.address
         _check_address(address)
         with _ended(ray):
             try:
@@ -114,9 +113,10 @@ def _start_local(ray: Any, options: dict[str, Any]) -> None:
 
 @contextmanager
 def _signals_kept(ray: Any) -> Iterator[None]:
-    """Around Ray's start: SIGTERM stays ours, if it is, since Ray's handlers exit without a word.
+    """Around Ray's start: keep our SIGTERM handler, since Ray's handlers exit without a message.
 
-    Those in Python are not set; that of its core (it aborts, with a stack) is replaced afterwards.
+    Ray's Python handlers are not set; that of its core (it aborts, with a stack) is replaced
+    afterwards.
     """
     utils = ray._private.utils
     theirs = utils.set_sigterm_handler
@@ -131,31 +131,31 @@ def _signals_kept(ray: Any) -> Iterator[None]:
 
 
 def _note_cluster_message(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Ray prints every death of a worker to standard output, which holds the run's result alone.
+    """Log Ray's messages of dead workers, which it prints to standard output, kept for the result.
 
-    Its option `log_to_driver` does not reach these messages. What matters is a `WorkerError`.
+    Its option `log_to_driver` does not affect these messages. Important ones raise `WorkerError`.
     """
     logging.getLogger("ray").info("%s", " ".join(data["lines"]))
 
 
 @contextmanager
 def _ended(ray: Any) -> Iterator[None]:
-    """Leave Ray on the way out, also when it was interrupted half-way up."""
+    """Shut Ray down on exit, also after an interrupted start."""
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _own_cluster() -> str:
-    """The cluster that this process is a job of, as Ray tells it."""
+def _cluster_of_job() -> str:
+    """The address of the Ray cluster that runs this process as a job."""
     if "RAY_ADDRESS" not in os.environ:
         raise ConfigError("cluster", "ray", "a job of a Ray cluster; hybridrl submit makes one")
     return os.environ["RAY_ADDRESS"]
 
 
 def _check_address(address: str) -> None:
-    """Ray tries for minutes to reach an address where nobody listens."""
+    """Raise ConfigError for an address without a listener, which Ray would retry for minutes."""
     host, sign, port = address.rpartition(":")
     if not sign or not port.isdigit() or "/" in host:
         if address == "auto":
@@ -170,8 +170,8 @@ def _check_address(address: str) -> None:
 def _use_token(ray: Any, address: str) -> None:
     """Show Ray's token (`~/.ray/auth_token`, say) to a cluster that asks for one, and to no other.
 
-    Which it is depends on whether there was a token when it started, and it does not tell: shown a
-    token that it does not want it answers, and every actor dies before it begins.
+    A cluster wants a token if there was one when it started, and does not say so. A cluster that
+    wants none accepts a token, but then every actor dies at its start.
     """
     with contextlib.suppress(ImportError):  # since Ray 2.60
         from ray._private import services
@@ -180,7 +180,7 @@ def _use_token(ray: Any, address: str) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.pop(setup.AUTH_MODE_ENV_VAR, None)
         ray._raylet.Config.initialize("")
-        setup.AuthenticationTokenLoader.instance().reset_cache()  # of an earlier run of its own
+        setup.AuthenticationTokenLoader.instance().reset_cache()  # of an earlier run here
         gcs = services.canonicalize_bootstrap_address_or_die(address)
         with _no_stderr():  # where Ray prints a refusal
             try:
@@ -203,7 +203,7 @@ def _no_stderr() -> Iterator[None]:
 
 
 def show_token() -> None:
-    """Show Ray's token from here on; raises AuthenticationError where there is none."""
+    """Show Ray's token from now on; raises AuthenticationError if there is none."""
     with contextlib.suppress(ImportError):
         from ray._private.authentication import authentication_token_setup as setup
 
@@ -225,18 +225,20 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 
 def ranks_placement(ray: Any, config: ClusterConfig, use_gpu: bool) -> list[Any]:
-    """Placement groups with one bundle per rank, or an error that says what there is.
+    """Placement groups with one bundle per rank; ConfigError names the available resources.
 
-    One group for each node of a Slurm job, so that the ranks of a node are neighbors; one for all
-    ranks elsewhere.
+    One group for each node of a Slurm job, so that the ranks of a node are neighbors; else one for
+    all ranks.
     """
     if config.gpus_per_node and not use_gpu:
         allowed = "0, or nodes whose GPUs torch can use: torch.cuda.is_available() is false here"
         raise ConfigError("cluster.gpus_per_node", config.gpus_per_node, allowed)
-    kind = "GPU" if use_gpu else "CPU"
-    available = ray.cluster_resources().get(kind, 0)
+    resource = "GPU" if use_gpu else "CPU"
+    available = ray.cluster_resources().get(resource, 0)
     if available < config.ranks:
-        raise ConfigError("cluster.ranks", config.ranks, f"at most the pool's {available:g} {kind}")
+        raise ConfigError(
+            "cluster.ranks", config.ranks, f"at most the pool's {available:g} {resource}"
+        )
     bundle, strategy = {"CPU": 1.0} | ({"GPU": 1.0} if use_gpu else {}), "PACK"
     if config.kind is ClusterKind.slurm:
         bundle, strategy = bundle | {RANK: 1.0}, "STRICT_PACK"
@@ -247,11 +249,11 @@ def ranks_placement(ray: Any, config: ClusterConfig, use_gpu: bool) -> list[Any]
     try:
         ray.get([group.ready() for group in groups], timeout=config.start_timeout_s)
     except ray.exceptions.GetTimeoutError:
-        free = ray.available_resources().get(kind, 0)
+        free = ray.available_resources().get(resource, 0)
         raise ConfigError(
             "cluster.ranks",
             config.ranks,
-            f"{kind}s that are free within cluster.start_timeout_s={config.start_timeout_s:g}"
+            f"{resource}s that are free within cluster.start_timeout_s={config.start_timeout_s:g}"
             f" (free now: {free:g} of {available:g})",
         ) from None
     return groups

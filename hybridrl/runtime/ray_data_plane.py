@@ -4,7 +4,7 @@ from typing import Any
 
 
 class SamplesLost(RuntimeError):
-    """What a rank put into the store cannot be had any more: the rank has ended."""
+    """Values of a rank are no longer in the store: the rank has ended."""
 
 
 class RayDataPlane:
@@ -19,7 +19,7 @@ class RayDataPlane:
     def get(self, references: list[Any]) -> list[Any]:
         """Values; numpy arrays are read-only views of shared memory when on the same node.
 
-        Raises `SamplesLost` where the rank that put a value has ended, since values die with it.
+        Raises `SamplesLost` if the rank that put a value has ended, since values die with it.
         """
         import ray
 

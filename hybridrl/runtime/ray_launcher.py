@@ -73,5 +73,5 @@ class RayLauncher:
             self.ray.kill(handle)
 
     def log(self, file: str, logs: Path) -> str:
-        """A cluster of our own does not outlive the run, which keeps its workers' logs."""
+        """A cluster started for the run ends with it; the run keeps its workers' logs."""
         return str(logs / Path(file).name) if file and self.config.address is None else file

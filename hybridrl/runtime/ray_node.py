@@ -1,10 +1,10 @@
 """Ray on one node of a Slurm job: `srun ... python -m hybridrl.runtime.ray_node OPTIONS`.
 
 States: starting; up, until standard input ends (the driver closes it, or is dead), Ray ends, or a
-signal comes; then everything that Ray has started here is ended, whatever session it hid in, its
-workers' logs are kept in the run directory, and its temporary directory is gone. Exits with 0 when
-told to end by its standard input, 1 when Ray ended by itself, 3 where the run directory is not on
-this node, 143 after a signal.
+signal arrives. Then all processes of Ray on this node are killed, in whatever session, its workers'
+logs are copied to the run directory, and its temporary directory is deleted. Exits with 0 after the
+end of standard input, 1 after Ray's own end, 3 if the run directory is not on this node, 143 after
+a signal.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
 from hybridrl.runtime.slurm import MEETING
 
-RANK = "hybridrl_rank"  # Ray's name for a place where one rank may run
+RANK = "hybridrl_rank"  # Ray's custom resource, one unit per rank
 HIDDEN = 3
 OBJECT_STORE_BYTES = 512 * 1024**2
 _STDIN = 0
@@ -43,7 +43,7 @@ def no_client_server(params: Any, head: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run Ray here until told to end; returns the exit code."""
+    """Run Ray on this node until asked to end; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", help="of the node; Slurm's, if not given")
     parser.add_argument("--address", help="host:port of the head; this is the head without it")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, required=True, help="that this node holds")
     parser.add_argument("--gpus", type=int, required=True, help="of this node")
     options = parser.parse_args(argv)
-    scratch: Path = options.scratch or _own_scratch()
+    scratch: Path = options.scratch or _node_scratch()
     scratch.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = options.name or os.environ["SLURMD_NODENAME"]
     if options.address is None and options.temp is None:  # the head is elsewhere, in a container
         with contextlib.suppress(_Ended):
-            options.address = _meet(options.logs)
+            options.address = _wait_for_head(options.logs)
         if options.address is None:
             return 0
     if not options.logs.is_dir():
-        where = options.logs.parent
-        print(f"hybridrl: node {name} does not see run.dir={where}", file=sys.stderr, flush=True)
+        run_dir = options.logs.parent
+        print(f"hybridrl: node {name} does not see run.dir={run_dir}", file=sys.stderr, flush=True)
         return HIDDEN
     # Short: Ray's sockets below it have 107 characters.
     temp = options.temp or Path(tempfile.mkdtemp(prefix="hrl", dir="/tmp"))
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         | {
             MARK: str(temp),
             "RAY_START_HOOK": "hybridrl.runtime.ray_node.no_client_server",
-            # What else runs on a shared node must not make Ray kill a rank: Slurm sets the limits.
+            # Other jobs on a shared node must not make Ray kill a rank: Slurm sets the limits.
             "RAY_memory_monitor_refresh_ms": "0",
             # Idle workers ready beforehand; the ranks, whose environment differs, are others.
             "RAY_prestart_worker_first_driver": "0",
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _command(options, name, temp, spill),
                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        told = _wait(process)
-        return 0 if told else 1
+        asked_to_end = _wait(process)
+        return 0 if asked_to_end else 1
     return 128 + signal.SIGTERM
 
 
@@ -107,7 +107,7 @@ def _cleared(temp: Path, spill: Path, logs: Path) -> Any:
 
 def _end(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(other, signal.SIG_IGN)  # a second one must not cut the end short
+        signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the end
     raise _Ended
 
 
@@ -116,11 +116,11 @@ def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) ->
 
     Neither autoscaler nor log monitor: nodes do not come and go, and logs are read from files.
     """
-    where = [f"--address={options.address}"]
+    role = [f"--address={options.address}"]
     if options.address is None:
-        where = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
+        role = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
     return [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where,
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role,
         f"--node-name={name}", f"--temp-dir={temp}",
         f"--num-cpus={options.ranks + 2}", f"--num-gpus={options.gpus}",
         f'--resources={{"{RANK}": {options.ranks}}}',
@@ -130,34 +130,34 @@ def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) ->
     ]  # fmt: skip
 
 
-def _meet(logs: Path) -> str | None:
-    """Where the head listens, once it says so in the job's meeting place; None if told to end."""
+def _wait_for_head(logs: Path) -> str | None:
+    """The head's address, from the job's meeting directory; None if asked to end before."""
     file = Path(os.environ[MEETING]) / "head"
     while not file.is_file():
-        if _told_to_end(_POLL_S):
+        if _asked_to_end(_POLL_S):
             return None
     return file.read_text().strip()
 
 
-def _own_scratch() -> Path:
-    """A directory of this node's own, where the user names none."""
-    given = [Path(os.environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if name in os.environ]
-    return next((path for path in given if path.is_dir()), Path("/tmp"))  # a container may lack it
+def _node_scratch() -> Path:
+    """A directory local to this node, if the user names none."""
+    named = [Path(os.environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if name in os.environ]
+    return next((path for path in named if path.is_dir()), Path("/tmp"))  # a container may lack it
 
 
 def _caches(scratch: Path) -> dict[str, str]:
-    """Variables that keep what compilers make on this node, beside whatever the user has set."""
+    """Variables that put compilers' caches on this node; the user's own settings have priority."""
     caches = {
         "TRITON_CACHE_DIR": "triton",
         "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
         "TORCH_EXTENSIONS_DIR": "torch_extensions",
         "VLLM_CACHE_ROOT": "vllm",
     }
-    place = f"{scratch}/hybridrl-{getpass.getuser()}"
-    return {k: f"{place}/{v}" for k, v in caches.items() if k not in os.environ}
+    folder = f"{scratch}/hybridrl-{getpass.getuser()}"
+    return {k: f"{folder}/{v}" for k, v in caches.items() if k not in os.environ}
 
 
-def _told_to_end(patience: float) -> bool:
+def _asked_to_end(patience: float) -> bool:
     """Whether standard input ends within so many seconds."""
     return bool(select.select([_STDIN], [], [], patience)[0]) and not os.read(_STDIN, 4096)
 
@@ -165,7 +165,7 @@ def _told_to_end(patience: float) -> bool:
 def _wait(process: "subprocess.Popen[bytes]") -> bool:
     """Wait until standard input ends (True) or the process does (False)."""
     while process.poll() is None:
-        if _told_to_end(_POLL_S):
+        if _asked_to_end(_POLL_S):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)

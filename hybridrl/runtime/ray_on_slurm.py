@@ -24,7 +24,7 @@ _END_S = 15.0  # a node takes a few seconds to end Ray; Slurm's KillWait is 30
 
 
 class RayOnSlurm:
-    """Ray coming up on a job's nodes; `address` is its head's, `nodes` the names of all."""
+    """The start of Ray on a job's nodes; `address` is its head's, `nodes` the names of all."""
 
     def __init__(self, config: ClusterConfig, logs: Path, allocation: slurm.Allocation) -> None:
         self.config, self.logs, self.allocation = config, logs, allocation
@@ -37,11 +37,11 @@ class RayOnSlurm:
     @property
     def nodes(self) -> tuple[str, ...]:
         """The names of the job's nodes, this one first."""
-        here = self.allocation.here
-        return (here, *(node for node in self.allocation.nodes if node != here))
+        first = self.allocation.this_node
+        return (first, *(node for node in self.allocation.nodes if node != first))
 
     def wait_for_nodes(self, ray: Any) -> None:
-        """Return when every node has joined; raises RayStartError with those that have not."""
+        """Wait until every node has joined; raises RayStartError with the missing ones."""
 
         def missing() -> list[str]:
             alive = {node["NodeName"] for node in ray.nodes() if node["Alive"]}
@@ -50,13 +50,13 @@ class RayOnSlurm:
         self._wait(lambda: not missing(), missing)
 
     def wait_for_head(self, file: Path) -> None:
-        """Read the head's address from the file that Ray writes when it is up."""
+        """Read the head's address from the file that Ray writes at the end of its start."""
         self._wait(lambda: file.is_file() and bool(file.read_text()), lambda: self.nodes[:1])
         self.address = file.read_text().strip()
 
     @contextmanager
     def step(self, nodes: Sequence[str], *options: str) -> Iterator[None]:
-        """Run Ray on `nodes` as a step of the job; on the way out it is told to end, and has."""
+        """Run Ray on `nodes` as a step of the job; on exit, ask it to end and wait."""
         program = [sys.executable, "-P", "-m", "hybridrl.runtime.ray_node", f"--logs={self.logs}"]
         program += [f"--ranks={self.config.ranks_per_node}", f"--gpus={self.config.gpus_per_node}"]
         if self.config.local_scratch is not None:
@@ -72,7 +72,7 @@ class RayOnSlurm:
         try:
             yield
         except RayStartError:
-            patience = 1.0  # a node that has not come up does not listen
+            patience = 1.0  # a node that has not started does not read its input
             raise
         finally:
             process.stdin.close()
@@ -91,7 +91,7 @@ class RayOnSlurm:
             time.sleep(_POLL_S)
 
     def _describe(self, missing: Sequence[str], ended: Sequence[int]) -> str:
-        """One line: which nodes, of how many, and where to look."""
+        """One line: the missing nodes, the number of nodes, and the logs."""
         limit = f"within cluster.start_timeout_s={self.config.start_timeout_s:g}"
         if HIDDEN in ended:
             limit = f"where run.dir={self.logs.parent} is not there: it must be on all nodes"
@@ -107,16 +107,16 @@ class RayOnSlurm:
 
 @contextmanager
 def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
-    """Start Ray on every node of the Slurm job that this process runs in, and end it all.
+    """Start Ray on every node of this process's Slurm job, and end it on exit.
 
     Nothing is shared with another job on the same nodes: the system chooses every port, the
     temporary directories are new, and processes of another job lack the token. Yields when the
-    head is up; see `wait_for_nodes`. Raises ConfigError outside of a job, RayStartError where the
-    head does not come up.
+    head is up; see `wait_for_nodes`. Raises ConfigError outside of a job, RayStartError if the head
+    does not start.
     """
-    found = slurm.allocation(config)
+    allocation = slurm.allocation(config)
     logs.mkdir(parents=True, exist_ok=True)
-    starting = RayOnSlurm(config, logs.resolve(), found)
+    starting = RayOnSlurm(config, logs.resolve(), allocation)
     if starting.meeting is None:  # else the batch script has told all nodes
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     with (

@@ -1,4 +1,4 @@
-"""Slurm's own commands: what they are asked, and their answers as one line."""
+"""Slurm's commands, and their errors as one line."""
 
 import os
 import re
@@ -23,40 +23,40 @@ class SlurmError(JobError):
 
 @dataclass(frozen=True)
 class Allocation:
-    """The job that this process runs in: its id, its nodes by Slurm's names, this node among them.
+    """The job that this process runs in: its id, and its nodes by Slurm's names.
 
     `cpus` is the smallest number of CPUs that the job has on a node.
     """
 
     job: str
     nodes: tuple[str, ...]
-    here: str
+    this_node: str
     cpus: int
 
 
 def call(*command: str, env: Mapping[str, str] | None = None) -> str:
-    """Standard output of a command of Slurm; raises `SlurmError` with what it complained about.
+    """Standard output of a command of Slurm; raises `SlurmError` with its error messages.
 
-    Raises ConfigError where there is no such command: this machine has no Slurm.
+    Raises ConfigError if there is no such command: this machine has no Slurm.
     """
     if shutil.which(command[0]) is None:
         allowed = f"a machine with Slurm ({command[0]} is not on the PATH here)"
         raise ConfigError("cluster", "slurm", allowed)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
-        said = [
+        reasons = [
             line.removeprefix(f"{command[0]}: ").removeprefix("error: ").strip()
             for line in (done.stderr or done.stdout).splitlines()
             if line.strip()
         ]
-        raise SlurmError(f"{command[0]}: {'; '.join(said) or f'exit code {done.returncode}'}")
+        raise SlurmError(f"{command[0]}: {'; '.join(reasons) or f'exit code {done.returncode}'}")
     return done.stdout
 
 
 def check_partition(config: ClusterConfig) -> None:
-    """Raise ConfigError for a partition that is not there, or has fewer nodes than are asked for.
+    """Raise ConfigError for a partition that does not exist, or has fewer nodes than requested.
 
-    Slurm would let some such jobs wait for ever.
+    Slurm would let some such jobs wait indefinitely.
     """
     cpus: dict[str, list[int]] = {}
     default = ""
@@ -70,18 +70,18 @@ def check_partition(config: ClusterConfig) -> None:
             raise ConfigError("cluster.partition", partition, names(one, list(cpus)))
     nodes_of = [cpus[one] for one in partition.split(",")]
     wanted = config.cpus_per_node or 1
-    found, of = max((sum(n >= wanted for n in nodes), len(nodes)) for nodes in nodes_of)
-    if config.nodes > found:
-        which = f" with {wanted} CPUs or more" if found < of else ""
-        allowed = f"at most the {found} of partition {partition}{which}"
+    num_large, num_nodes = max((sum(n >= wanted for n in nodes), len(nodes)) for nodes in nodes_of)
+    if config.nodes > num_large:
+        which = f" with {wanted} CPUs or more" if num_large < num_nodes else ""
+        allowed = f"at most the {num_large} of partition {partition}{which}"
         raise ConfigError("cluster.nodes", config.nodes, allowed)
 
 
 def jobs(job: str) -> list[dict[str, str]]:
-    """What Slurm knows of a job, each task of an array for itself, with `id` as users write it.
+    """Slurm's entries of a job, one a task of an array, with `id` as users write it.
 
-    Tasks that wait are one entry together. Empty for a job that it has forgotten, some minutes
-    after its end.
+    Waiting tasks share one entry. Empty for a job that Slurm has forgotten, some minutes after its
+    end.
     """
     try:
         records = call("scontrol", "show", "job", job).split("\n\n")
@@ -89,16 +89,16 @@ def jobs(job: str) -> list[dict[str, str]]:
         if "Invalid job id" in str(error) or "not found" in str(error):
             return []
         raise
-    found = [_fields(record) for record in records if "JobId=" in record]
-    for fields in found:
+    entries = [_fields(record) for record in records if "JobId=" in record]
+    for fields in entries:
         fields["id"] = fields["JobId"]
         if "ArrayJobId" in fields:
             fields["id"] = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
-    return sorted(found, key=lambda fields: [int(n) for n in re.findall(r"\d+", fields["id"])])
+    return sorted(entries, key=lambda fields: [int(n) for n in re.findall(r"\d+", fields["id"])])
 
 
 def _fields(record: str) -> dict[str, str]:
-    """The fields of what scontrol shows of a job."""
+    """The fields of scontrol's record of a job."""
     fields: dict[str, str] = {}
     for line in record.splitlines():
         if path := _PATH.match(line.strip()):
@@ -109,7 +109,7 @@ def _fields(record: str) -> dict[str, str]:
 
 
 def allocation(config: ClusterConfig) -> Allocation:
-    """The job that this process is in; raises ConfigError outside of one, or in another size."""
+    """The job of this process; raises ConfigError outside of a job, or in one of another size."""
     env = os.environ
     if "SLURM_JOB_ID" not in env or "SLURMD_NODENAME" not in env:
         raise ConfigError("cluster", "slurm", "a node of a Slurm job; hybridrl submit makes one")
@@ -119,24 +119,24 @@ def allocation(config: ClusterConfig) -> Allocation:
         nodes = tuple(call("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split())
     if len(nodes) != config.nodes:
         raise ConfigError("cluster.nodes", config.nodes, f"the {len(nodes)} of this Slurm job")
-    here = env["SLURMD_NODENAME"]
-    assert here in nodes, f"{here} is not of {nodes}"
-    return Allocation(env["SLURM_JOB_ID"], nodes, here, _least(env["SLURM_JOB_CPUS_PER_NODE"]))
+    this_node = env["SLURMD_NODENAME"]
+    assert this_node in nodes, f"{this_node} is not of {nodes}"
+    return Allocation(env["SLURM_JOB_ID"], nodes, this_node, _least(env["SLURM_JOB_CPUS_PER_NODE"]))
 
 
 def restarts_left(config: ClusterConfig) -> int | None:
-    """How often the job that this process is in may start again; None where it is not to.
+    """The number of restarts that this process's job has left; None if it must not restart.
 
-    That is outside of a job, without `cluster.requeue`, and where the job was cancelled: that, too,
-    comes as the death of ranks or nodes.
+    That is outside of a job, without `cluster.requeue`, and after a cancellation, which also
+    appears as the death of ranks or nodes.
     """
-    if "SLURM_JOB_ID" not in os.environ or not config.requeue or _is_cancelled(_own_job()):
+    if "SLURM_JOB_ID" not in os.environ or not config.requeue or _is_cancelled(_current_job()):
         return None
     return max(0, config.requeue - int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
 
-def _own_job() -> str:
-    """The job that this process is in; the number of an array's last task is that of them all."""
+def _current_job() -> str:
+    """The job of this process; SLURM_JOB_ID alone is ambiguous for an array's last task."""
     env = os.environ
     if "SLURM_ARRAY_JOB_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
@@ -144,16 +144,16 @@ def _own_job() -> str:
 
 
 def _is_cancelled(job: str) -> bool:
-    """Whether Slurm is ending the job, and not for its time limit.
+    """Whether Slurm is ending the job for another reason than its time limit.
 
-    Then it was cancelled, or Slurm itself starts it again: for a dead node, say. In a container the
-    script around the driver asks.
+    Then it was cancelled, or Slurm restarts it itself: for a dead node, say. In a container the
+    script around the driver checks this.
     """
     if MEETING in os.environ:
         return False
     return any(
-        found["JobState"] in ("CANCELLED", "COMPLETING") and not _is_over_time(found)
-        for found in jobs(job)
+        entry["JobState"] in ("CANCELLED", "COMPLETING") and not _is_over_time(entry)
+        for entry in jobs(job)
     )
 
 
@@ -163,22 +163,22 @@ def _is_over_time(job: Mapping[str, str]) -> bool:
 
 
 def _seconds(duration: str) -> int:
-    """Of Slurm's `1-02:03:04`."""
+    """Seconds of Slurm's `1-02:03:04`."""
     days, _, time = duration.rpartition("-")
     hours, minutes, seconds = map(int, time.split(":"))
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def start_again() -> None:
-    """Have Slurm end this process's job, and start it again when it can.
+    """Let Slurm end this process's job, and restart it when it can.
 
-    It may have decided so itself: for a dead node, or a job that takes this one's place.
+    It may have decided so itself: for a dead node, or a job that preempts this one.
     """
     if meeting := os.environ.get(MEETING):
         (Path(meeting) / "again").touch()  # for the script, which has Slurm's commands
         return
     try:
-        call("scontrol", "requeue", _own_job())
+        call("scontrol", "requeue", _current_job())
     except SlurmError as error:
         if "is pending execution" not in str(error):
             raise
@@ -186,11 +186,11 @@ def start_again() -> None:
 
 def _least(cpus_per_node: str) -> int:
     """The smallest of Slurm's `72(x2),36`."""
-    return min(int(part.partition("(")[0]) for part in cpus_per_node.split(","))
+    return min(int(count.partition("(")[0]) for count in cpus_per_node.split(","))
 
 
 def srun(allocation: Allocation, nodes: Sequence[str], *program: str) -> list[str]:
-    """The command that runs `program` once on each of `nodes`, with all that the job has there.
+    """The command that runs `program` once on each of `nodes`, with all the job's CPUs there.
 
     Without `--cpus-per-task` a step gets one CPU, without `--overlap` it waits for others to end.
     """
