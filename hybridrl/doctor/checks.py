@@ -1,8 +1,7 @@
-"""What facts about machines mean for a run: pure, so that every judgement is tested with facts.
+"""Diagnosis of a run from facts about its machines: pure, so that tests supply the facts.
 
-A check compares a fact with what the run needs (`Needs`), or with a limit of somebody else's that
-its comment names. An ERROR keeps the run from working; a WARNING makes it slow, fragile or wrong to
-read.
+A check compares a fact with the run's `Needs`, or with a limit of another system that its comment
+names. An ERROR prevents the run; a WARNING makes it slow, fragile or hard to read.
 """
 
 from collections import defaultdict
@@ -38,7 +37,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is the matter, where (empty: everywhere), what it will do, and what to do about it."""
+    """A problem (`what`), its nodes (empty: all), its effect (`why`), and its `fix`."""
 
     severity: Severity
     what: str
@@ -49,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run asks of each node, from its config; sizes in bytes."""
+    """Requirements of a run on each node, from its config; sizes in bytes."""
 
     ranks_per_node: int
     threads_per_rank: int
@@ -61,7 +60,7 @@ class Needs:
     train_bytes: int = 0
     """Of a rank: parameters, gradients and Adam's moments of its shard in float32."""
     gen_bytes: int = 0
-    """Of a rank: its part of the generation weights."""
+    """Of a rank: its shard of the generation weights."""
     checkpoint_bytes: int = 0
     """Of a whole checkpoint."""
     checkpoints: int = 1
@@ -73,14 +72,14 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found. `machines` has one for each node, the driver's first."""
+    """Measured facts. `machines` has one for each node, the driver's first."""
 
     machines: Sequence[NodeInfo]
     gpu_problems: dict[str, str] = field(default_factory=dict)
     """By node, why torch cannot use its GPUs."""
     disks: Sequence[Disk] = ()
     hidden: Sequence[str] = ()
-    """Nodes where the run directory is not what the driver's node sees."""
+    """Nodes that do not see the run directory of the driver's node."""
     links: Sequence[Link] = ()
     node_of: Sequence[str] = ()
     """By rank."""
@@ -90,13 +89,13 @@ class Facts:
 
 def diagnose(facts: Facts, needs: Needs) -> list[Finding]:
     """Findings, the worst first; the same on several nodes is one."""
-    found = [
+    findings = [
         finding
         for check in (_gpus, _memory, _shm, _files, _cpus, _versions, _disks, _links, _clocks)
         for finding in check(facts, needs)
     ]
     merged: dict[tuple[Severity, str, str, str], list[str]] = defaultdict(list)
-    for finding in found:
+    for finding in findings:
         key = (finding.severity, finding.what, finding.why, finding.fix)
         merged[key] += finding.nodes
     return sorted(
@@ -107,46 +106,46 @@ def diagnose(facts: Facts, needs: Needs) -> list[Finding]:
 
 def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
     for machine in facts.machines:
-        here = (machine.node,)
+        nodes = (machine.node,)
         problem = facts.gpu_problems.get(machine.node, "")
         if machine.gpus and problem:
             severity = Severity.ERROR if needs.wants_gpus else Severity.WARNING
             why = f"{problem}; the ranks compute on CPUs"
             fix = f"a torch that fits driver {machine.gpus[0].driver}: pytorch.org/get-started"
-            yield Finding(severity, "torch cannot use the GPUs", why, fix, here)
+            yield Finding(severity, "torch cannot use the GPUs", why, fix, nodes)
         elif needs.wants_gpus and len(machine.gpus) < needs.ranks_per_node:
             what = f"{len(machine.gpus)} GPUs for {needs.ranks_per_node} ranks"
             fix = "cluster.ranks, cluster.gpus_per_node"
-            yield Finding(Severity.ERROR, what, "a rank needs one of its own", fix, here)
+            yield Finding(Severity.ERROR, what, "a rank needs one of its own", fix, nodes)
         if not machine.gpus or problem:
             continue
         need = max(needs.train_bytes, needs.gen_bytes)
         least = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
         if need > least.memory_bytes > 0:
-            yield _too_large(need, f"the {_gib(least.memory_bytes)} of a GPU", here)
+            yield _too_large(need, f"the {_gib(least.memory_bytes)} of a GPU", nodes)
         used = max(gpu.used_bytes for gpu in machine.gpus)
         if need and least.memory_bytes - used < need <= least.memory_bytes:
             why = f"{_gib(used)} of a GPU are in use, and a rank needs {_gib(need)}"
             fix = "end what nvidia-smi lists"
-            yield Finding(Severity.ERROR, "GPUs are occupied", why, fix, here)
+            yield Finding(Severity.ERROR, "GPUs are occupied", why, fix, nodes)
     kinds = {gpu.name for machine in facts.machines for gpu in machine.gpus}
     if len(kinds) > 1:
         why = f"{', '.join(sorted(kinds))}: every step waits for the slowest"
         yield Finding(Severity.WARNING, "different GPUs", why, "cluster.sbatch=[--constraint=...]")
 
 
-def _too_large(need: int, room: str, here: tuple[str, ...]) -> Finding:
+def _too_large(need: int, room: str, nodes: tuple[str, ...]) -> Finding:
     why = f"its shard with gradients and optimizer, or its generation weights: {_gib(need)}"
     fix = "more ranks, or a larger trainer.layout.fsdp, .tp, .pp or rollout.layout.tp, .pp"
-    return Finding(Severity.ERROR, f"a rank does not fit in {room}", why, fix, here)
+    return Finding(Severity.ERROR, f"a rank does not fit in {room}", why, fix, nodes)
 
 
 def _memory(facts: Facts, needs: Needs) -> Iterator[Finding]:
     for machine in facts.machines:
-        # Without GPUs the weights of both are there; with them, what is not in use waits here.
+        # Host memory holds both engines' weights without GPUs, offloaded ones with GPUs.
         rank = needs.rank_memory + needs.train_bytes + needs.gen_bytes
         need = needs.ranks_per_node * rank + needs.object_store
-        here = (machine.node,)
+        nodes = (machine.node,)
         if need > machine.usable_memory:
             why = (
                 f"{needs.ranks_per_node} ranks of {_gib(rank)} and an object store of"
@@ -154,11 +153,11 @@ def _memory(facts: Facts, needs: Needs) -> Iterator[Finding]:
             )
             what = f"{_gib(machine.usable_memory)} of memory"
             fix = "cluster.memory_per_node, fewer ranks a node, or more nodes"
-            yield Finding(Severity.ERROR, what, why, fix, here)
+            yield Finding(Severity.ERROR, what, why, fix, nodes)
         elif need > machine.memory_available:
             why = f"the run needs {_gib(need)}; what else runs there has the rest"
             what = f"{_gib(machine.memory_available)} of memory are free"
-            yield Finding(Severity.WARNING, what, why, "end it, or ask for whole nodes", here)
+            yield Finding(Severity.WARNING, what, why, "end it, or ask for whole nodes", nodes)
 
 
 def _shm(facts: Facts, needs: Needs) -> Iterator[Finding]:
@@ -185,18 +184,18 @@ def _files(facts: Facts, needs: Needs) -> Iterator[Finding]:
 
 def _cpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
     for machine in facts.machines:
-        here = (machine.node,)
+        nodes = (machine.node,)
         threads = needs.ranks_per_node * needs.threads_per_rank
         if threads > machine.usable_cpus:
             what = f"{machine.usable_cpus:g} CPUs for {threads} threads"
             why = "ranks wait for each other's turn, and every collective for the last of them"
             fix = "fewer cluster.ranks or cluster.threads_per_rank, more cluster.cpus_per_node"
-            yield Finding(Severity.WARNING, what, why, fix, here)
+            yield Finding(Severity.WARNING, what, why, fix, nodes)
         if machine.cpu_quota is not None and machine.cpu_quota < machine.cpus:
             what = f"{machine.cpus} CPUs are shown, the control group gives {machine.cpu_quota:g}"
             why = "libraries start a thread for each that is shown; the kernel then stops them all"
             fix = "a limit by cpuset (docker --cpuset-cpus), which libraries see"
-            yield Finding(Severity.WARNING, what, why, fix, here)
+            yield Finding(Severity.WARNING, what, why, fix, nodes)
 
 
 def _versions(facts: Facts, needs: Needs) -> Iterator[Finding]:
@@ -228,12 +227,12 @@ def _disks(facts: Facts, needs: Needs) -> Iterator[Finding]:
         what = "the run directory is another one there"
         yield Finding(Severity.ERROR, what, why, fix, tuple(facts.hidden))
     for disk in facts.disks:
-        found = _scratch(disk) if disk.role == "scratch" else _run_dir(disk, needs)
-        yield from found
+        findings = _scratch(disk) if disk.role == "scratch" else _run_dir(disk, needs)
+        yield from findings
 
 
 def _run_dir(disk: Disk, needs: Needs) -> Iterator[Finding]:
-    here = (disk.node,)
+    nodes = (disk.node,)
     need = needs.checkpoint_bytes * needs.checkpoints
     if disk.free < need:
         severity = Severity.ERROR if disk.free < needs.checkpoint_bytes else Severity.WARNING
@@ -242,7 +241,7 @@ def _run_dir(disk: Disk, needs: Needs) -> Iterator[Finding]:
             f" {_gib(need)}; the run ends when one cannot be written"
         )
         what = f"{_gib(disk.free)} are free in {disk.path}"
-        yield Finding(severity, what, why, "another run.dir, or a smaller trainer.keep_last", here)
+        yield Finding(severity, what, why, "another run.dir, or a smaller trainer.keep_last", nodes)
     seconds = needs.checkpoint_bytes / disk.write
     if seconds > _KILL_WAIT_S:
         what = f"a checkpoint takes {seconds:.0f} s at {disk.write / 1e6:.0f} MB/s in {disk.path}"
@@ -250,48 +249,48 @@ def _run_dir(disk: Disk, needs: Needs) -> Iterator[Finding]:
             f"all ranks wait meanwhile; and {_KILL_WAIT_S:g} s after a job's SIGTERM Slurm kills it"
         )
         fix = "a faster file system, or a signal earlier before the end"
-        yield Finding(Severity.WARNING, what, why, fix, here)
+        yield Finding(Severity.WARNING, what, why, fix, nodes)
     if disk.kind == "tmpfs":
         what, why = f"{disk.path} is in memory (tmpfs)", "it takes memory, and is gone with it"
-        yield Finding(Severity.WARNING, what, why, "run.dir on a disk", here)
+        yield Finding(Severity.WARNING, what, why, "run.dir on a disk", nodes)
 
 
 def _scratch(disk: Disk) -> Iterator[Finding]:
-    here = (disk.node,)
+    nodes = (disk.node,)
     if disk.free < (1 - _RAY_FULL) * disk.total:
         what = f"{disk.path} is {1 - disk.free / disk.total:.0%} full"
         why = f"above {_RAY_FULL:.0%} Ray refuses objects that do not fit in memory"
         fix = "delete what is there, or set cluster.local_scratch"
-        yield Finding(Severity.WARNING, what, why, fix, here)
+        yield Finding(Severity.WARNING, what, why, fix, nodes)
     if disk.kind in _NETWORK_DISKS:
         what = f"temporary files are on {disk.kind} ({disk.path})"
         why = "Ray's sockets and logs, and compilers' caches, go over the network"
-        yield Finding(Severity.WARNING, what, why, "cluster.local_scratch on a disk", here)
+        yield Finding(Severity.WARNING, what, why, "cluster.local_scratch on a disk", nodes)
 
 
 def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    by_place: dict[bool, list[Link]] = defaultdict(list)
+    links_by_crossing: dict[bool, list[Link]] = defaultdict(list)
     for link in facts.links:
         if link.kind == "send":
             a, b = (facts.node_of[rank] for rank in link.ranks)
-            by_place[a != b].append(link)
-    for across, links in by_place.items():
+            links_by_crossing[a != b].append(link)
+    for across, links in links_by_crossing.items():
         usual = median(link.rate for link in links)
         for link in links:
             if link.rate < _SLOW_LINK * usual:
                 nodes = tuple(dict.fromkeys(facts.node_of[rank] for rank in link.ranks))
-                where = "between these nodes" if across else "within this node"
-                what = f"ranks {link.ranks[0]} and {link.ranks[1]}: {_rate(link.rate)} {where}"
+                location = "between these nodes" if across else "within this node"
+                what = f"ranks {link.ranks[0]} and {link.ranks[1]}: {_rate(link.rate)} {location}"
                 why = f"others have {_rate(usual)}; every collective goes at the slowest one's pace"
                 fix = "leave the node out: cluster.sbatch=[--exclude=...]"
                 yield Finding(Severity.WARNING, what, why, fix, nodes)
-    yield from _idle_infiniband(facts, by_place[True])
+    yield from _idle_infiniband(facts, links_by_crossing[True])
     tp = max(needs.gen_tp, needs.train_tp)
     if tp > needs.ranks_per_node:
         latency = min(
             (link.seconds for link in facts.links if link.kind == "all_reduce"), default=0.0
         )
-        what = f"tensor parallelizm of {tp} ranks, {needs.ranks_per_node} on a node"
+        what = f"tensor parallelism of {tp} ranks, {needs.ranks_per_node} on a node"
         # Megatron-LM, section 3: two in the forward pass of a layer.
         why = (
             f"two all-reduces a layer cross nodes: {2 * needs.layers * latency * 1e3:.2g} ms of"
@@ -302,7 +301,7 @@ def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
 
 
 def _idle_infiniband(facts: Facts, across: Sequence[Link]) -> Iterator[Finding]:
-    """InfiniBand that is there, and transfers no faster than the interface beside it allows."""
+    """Active InfiniBand, and transfers no faster than the node's other interfaces allow."""
     if not across or not facts.machines[0].gpus:
         return  # gloo does not use it
     best = max(link.rate for link in across) * 8 / 1e9

@@ -1,7 +1,7 @@
-"""`hybridrl doctor`: look at the machines of a run as its ranks see them, and say what will hurt.
+"""`hybridrl doctor`: examines the machines of a run as its ranks see them, and reports problems.
 
-Ray comes up as for a run, with a `Probe` in place of each rank; what they find is judged in
-`checks`, which is pure.
+Ray starts as for a run, with a `Probe` in place of each rank; `checks`, which is pure, diagnoses
+their facts.
 """
 
 import math
@@ -36,7 +36,7 @@ _CLOCK_READS = 5
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found and what it means."""
+    """Facts and their diagnosis."""
 
     facts: Facts
     needs: Needs
@@ -49,20 +49,20 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """All of it for a program."""
-        found = [{**asdict(f), "severity": f.severity.name.lower()} for f in self.findings]
+        findings = [{**asdict(f), "severity": f.severity.name.lower()} for f in self.findings]
         links = [{**asdict(link), "rate": link.rate} for link in self.facts.links]
         facts = {**asdict(self.facts), "links": links}
-        return {"works": self.works, "findings": found, "needs": asdict(self.needs), **facts}
+        return {"works": self.works, "findings": findings, "needs": asdict(self.needs), **facts}
 
 
-def examine(config: Config, place: Path) -> Report:
-    """Look at all nodes of a run whose directory would be below `place`; leaves nothing there.
+def examine(config: Config, directory: Path) -> Report:
+    """Examine all nodes of a run with a directory below `directory`; leaves no files there.
 
-    What keeps the ranks from coming up is a finding, and this machine's facts are judged alone.
+    If the ranks do not start, the reason is a finding, and only this machine's facts are judged.
     """
     needs, cluster = needs_of(config), config.cluster
     trouble: list[Finding] = []
-    with tempfile.TemporaryDirectory(prefix=".doctor", dir=place) as folder:
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
         try:
             check_ranks(cluster)
             with ray_runtime(cluster, verl.environment(), Path(folder) / "logs") as ray:
@@ -71,12 +71,12 @@ def examine(config: Config, place: Path) -> Report:
             what, fix = "the ranks do not come up", "what the line says, and the findings below"
             why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
             trouble.append(Finding(Severity.ERROR, what, why, fix))
-            facts = _here_alone(place)
+            facts = _this_node_alone(directory)
     return Report(facts, needs, [*trouble, *diagnose(facts, needs)])
 
 
 def needs_of(config: Config) -> Needs:
-    """What the actor of `config` asks of a node: other trained roles come on top.
+    """Requirements of the actor of `config` on a node; other trained roles need more.
 
     A trained parameter takes 16 bytes in all (float32 itself, its gradient, Adam's two moments:
     ZeRO, section 3.1), 12 of them in a checkpoint.
@@ -108,21 +108,23 @@ def needs_of(config: Config) -> Needs:
 
 
 def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
-    """Ask a probe in the place of every rank; raises TimeoutError where they do not answer."""
+    """Facts of a probe in place of every rank; raises TimeoutError if they do not answer."""
 
     def answers(calls: list[Any], doing: str) -> list[Any]:
         try:
-            found: list[Any] = ray.get(calls, timeout=cluster.start_timeout_s)
+            results: list[Any] = ray.get(calls, timeout=cluster.start_timeout_s)
         except ray.exceptions.GetTimeoutError:
             limit = f"within cluster.start_timeout_s={cluster.start_timeout_s:g}"
             raise TimeoutError(f"the ranks did not {doing} {limit}") from None
         except ray.exceptions.RayError as error:
             raise TimeoutError(f"the ranks did not {doing}: {_cause(error)}") from error
-        return found
+        return results
 
     probes = _probes(ray, cluster)
-    looks: list[tuple[NodeInfo, str, str]] = answers([p.look.remote() for p in probes], "start")
-    node_of = [machine.node for machine, _, _ in looks]
+    node_facts: list[tuple[NodeInfo, str, str]] = answers(
+        [p.look.remote() for p in probes], "start"
+    )
+    node_of = [machine.node for machine, _, _ in node_facts]
     first = {node: node_of.index(node) for node in node_of}
     leaders = [probes[rank] for rank in first.values()]
     clocks = {node: _clock(ray, probes[rank]) for node, rank in first.items()}
@@ -133,18 +135,18 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     links: list[Link] = []
     if len(probes) > 1:
         (address,) = answers([probes[0].listen.remote()], "listen")
-        # Where a host's name stands for 127.0.0.1, gloo and NCCL must be told the interface.
+        # If a host's name resolves to 127.0.0.1, gloo and NCCL need the name of the interface.
         doing = "meet (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface)"
         answers([probe.join.remote(*address) for probe in probes], doing)
         measured = answers([probe.measure.remote() for probe in probes], "exchange messages")
         links = [*measured[0], *(x for links in measured[1:] for x in links if x.kind == "send")]
-    machines = {machine.node: machine for machine, _, _ in reversed(looks)}
-    here = read_node_info()
+    machines = {machine.node: machine for machine, _, _ in reversed(node_facts)}
+    driver_node = read_node_info()
     return Facts(
-        machines=[machines.pop(here.node, here), *machines.values()],
-        gpu_problems={node_of[rank]: problem for rank, (_, problem, _) in enumerate(looks)},
+        machines=[machines.pop(driver_node.node, driver_node), *machines.values()],
+        gpu_problems={node_of[rank]: problem for rank, (_, problem, _) in enumerate(node_facts)},
         disks=[disk for of_node in disks for disk in of_node],
-        hidden=[node for node, there in zip(first, visible, strict=True) if not there],
+        hidden=[node for node, sees in zip(first, visible, strict=True) if not sees],
         links=links,
         node_of=node_of,
         clocks=clocks,
@@ -155,15 +157,15 @@ def _probes(ray: Any, cluster: ClusterConfig) -> list[Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     use_gpu = verl.has_gpu()
-    places = [
+    strategies = [
         PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         for group in ranks_placement(ray, cluster, use_gpu)
         for index in range(group.bundle_count)
     ]
     probe = ray.remote(num_cpus=1, num_gpus=int(use_gpu))(Probe)
     return [
-        probe.options(scheduling_strategy=place).remote(rank, len(places))
-        for rank, place in enumerate(places)
+        probe.options(scheduling_strategy=strategy).remote(rank, len(strategies))
+        for rank, strategy in enumerate(strategies)
     ]
 
 
@@ -172,14 +174,14 @@ def _clock(ray: Any, probe: Any) -> tuple[float, float]:
     reads = []
     for _ in range(_CLOCK_READS):
         start = time.time()
-        there = ray.get(probe.clock.remote())
+        node_time = ray.get(probe.clock.remote())
         stop = time.time()
-        reads.append((there - (start + stop) / 2, (stop - start) / 2))
+        reads.append((node_time - (start + stop) / 2, (stop - start) / 2))
     return min(reads, key=lambda read: read[1])
 
 
 def _last_lines(logs: Path) -> Iterator[str]:
-    """How Ray's own log of each node ends, which goes with the directory that it is in."""
+    """The last lines of Ray's log of each node, before its directory is deleted."""
     for file in sorted(logs.glob("ray-*.log")):
         lines = file.read_text(errors="replace").strip().splitlines()
         yield f"{file.name} ends with: {' | '.join(line.strip() for line in lines[-5:])}"
@@ -189,12 +191,12 @@ def _cause(error: Exception) -> str:
     return " ".join(str(getattr(error, "cause", None) or error).split())
 
 
-def _here_alone(place: Path) -> Facts:
+def _this_node_alone(directory: Path) -> Facts:
     """This machine without ranks."""
     machine = read_node_info()
     disks = []
     with suppress(OSError):
-        disks.append(measure_disk("run.dir", place, machine.node))
+        disks.append(measure_disk("run.dir", directory, machine.node))
         scratch = Path(tempfile.gettempdir())
         disks.append(measure_disk("scratch", scratch, machine.node))
     problems = {machine.node: gpu_problem()[0]} if machine.gpus else {}
@@ -202,9 +204,9 @@ def _here_alone(place: Path) -> Facts:
 
 
 def existing(path: Path) -> Path:
-    """The directory that `path` is, or would be made in."""
+    """The existing directory at `path` or nearest above it."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.is_dir())
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def inside_a_job() -> bool:
@@ -213,7 +215,7 @@ def inside_a_job() -> bool:
 
 
 def shown(report: Report) -> RenderableType:
-    """The report to read: tables of what is there, then the findings in words."""
+    """The report for the terminal: tables of facts, then the findings."""
     parts: list[RenderableType] = [_machines(report.facts), _disks(report.facts)]
     if report.facts.links:
         parts.append(_links(report.facts))
@@ -282,8 +284,8 @@ def _words(findings: Sequence[Finding]) -> Iterator[str]:
         yield "\nnothing that will hurt"
     for finding in findings:
         color = "red" if finding.severity is Severity.ERROR else "yellow"
-        where = f" on {', '.join(finding.nodes)}" if finding.nodes else ""
-        yield f"\n[{color}]{finding.severity.name}[/]{where}: {_plain(finding.what)}"
+        location = f" on {', '.join(finding.nodes)}" if finding.nodes else ""
+        yield f"\n[{color}]{finding.severity.name}[/]{location}: {_plain(finding.what)}"
         yield f"  {_plain(finding.why)}"
         yield f"  fix: {_plain(finding.fix)}"
 

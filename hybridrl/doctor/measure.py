@@ -1,4 +1,4 @@
-"""What `hybridrl doctor` measures: file systems, and the links between ranks as ranks use them."""
+"""Measurements of `hybridrl doctor`: file systems, and the links between ranks."""
 
 import os
 import shutil
@@ -40,11 +40,11 @@ class Disk:
     write: float
     """With fsync."""
     read: float
-    """From the cache, where the system has it there."""
+    """From the cache, if the system caches it."""
     replace_s: float
     """To replace a small file for good: write, fsync, rename."""
     files_per_s: float
-    """Small files made, looked at and removed."""
+    """Small files created, read (stat) and removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,20 @@ class Link:
 def measure_disk(role: str, folder: Path, node: str) -> Disk:
     """Write, read and remove files below `folder`, which exists, for about a second.
 
-    Raises OSError where it cannot be written to.
+    Raises OSError if it is not writable.
     """
     usage = shutil.disk_usage(folder)
-    with tempfile.TemporaryDirectory(prefix=".doctor", dir=folder) as made:
-        place = Path(made)
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=folder) as folder_name:
+        directory = Path(folder_name)
         size = min(_DISK_BYTES, usage.free // 4)
-        written, read = _throughput(place / "large", size)
-        replaced = _replacing(place / "small")
+        written, read = _throughput(directory / "large", size)
+        replaced = _replacing(directory / "small")
         start = time.perf_counter()
         for number in range(_NUM_FILES):
-            (place / str(number)).write_bytes(b"x")
-            (place / str(number)).stat()
+            (directory / str(number)).write_bytes(b"x")
+            (directory / str(number)).stat()
         for number in range(_NUM_FILES):
-            (place / str(number)).unlink()
+            (directory / str(number)).unlink()
         rate = _NUM_FILES / (time.perf_counter() - start)
     return Disk(
         node, role, str(folder), _file_system(folder), usage.total, usage.free,
@@ -125,16 +125,21 @@ def _replacing(file: Path) -> float:
 
 def _file_system(folder: Path) -> str:
     """The type of the file system that `folder` is on."""
-    place = folder.resolve()
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next((mounts[path] for path in (place, *place.parents) if path in mounts), "unknown")
+    resolved = folder.resolve()
+    mounts = {
+        Path(partition.mountpoint): partition.fstype
+        for partition in psutil.disk_partitions(all=True)
+    }
+    return next(
+        (mounts[path] for path in (resolved, *resolved.parents) if path in mounts), "unknown"
+    )
 
 
 class Probe:
-    """One rank of a measurement: it looks around, joins the others, and measures with them.
+    """One rank of a measurement: it reads its node's facts, joins the others, and measures links.
 
-    A rank of a run meets the others in the same way (`ActorWorker.listen`, `setup`), over gloo, or
-    NCCL where there are GPUs.
+    Ranks of a run join in the same way (`ActorWorker.listen`, `setup`), over gloo, or NCCL if there
+    are GPUs.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -155,7 +160,7 @@ class Probe:
     def disks(self, run_dir: str, scratch: str | None = None) -> list[Disk]:
         """The file systems of the run directory and of temporary files.
 
-        One where the directory is missing is left out: other nodes have not found it here.
+        A missing directory is skipped: `sees` reports it.
         """
         places = {"run.dir": Path(run_dir), "scratch": Path(scratch or tempfile.gettempdir())}
         return [
@@ -163,11 +168,11 @@ class Probe:
         ]
 
     def sees(self, file: str) -> bool:
-        """Whether a file that another node has written is here."""
+        """Whether this node sees a file that another node has written."""
         return Path(file).is_file()
 
     def listen(self) -> tuple[str, int]:
-        """Let the others meet here: this machine's address in the cluster, and a free port."""
+        """Open the store of the rendezvous: this machine's address in the cluster, and its port."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -175,7 +180,7 @@ class Probe:
         return host, self._store.port
 
     def join(self, host: str, port: int) -> None:
-        """Meet the others."""
+        """Join the process group."""
         import torch
 
         torch.set_num_threads(1)
@@ -185,7 +190,7 @@ class Probe:
     def measure(self) -> list[Link]:
         """All-reduces of several sizes, then a message from each rank to the next and back.
 
-        Every rank answers with the all-reduces as it saw them; a message's sender alone knows it.
+        Every rank returns its own times of all-reduces; only a message's sender returns its time.
         """
         import torch.distributed as dist
 

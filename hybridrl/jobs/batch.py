@@ -14,11 +14,11 @@ _PLAIN = re.compile(r"[\w/.+@%-]+")  # what Hydra reads as it stands
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch script runs.
+    """The contents of a batch script.
 
     `directory` is the run's, or a sweep's, whose task number k has the directory `k` in it. `tasks`
-    are each task's own overrides: one task, without any, is a single run. `options` are what
-    follows `hybridrl train` (or another `command`) in all of them.
+    are each task's own overrides: one task, without any, is a single run. `options` follow
+    `hybridrl train` (or another `command`) in all of them.
     """
 
     cluster: ClusterConfig
@@ -31,7 +31,7 @@ class Batch:
 
     @property
     def script(self) -> Path:
-        """Where the script lies."""
+        """The path of the script."""
         return self.directory / "slurm" / "job.sh"
 
     @property
@@ -46,7 +46,7 @@ class Batch:
         return [f"run.dir={_hydra_value(str(path))}" for path in self.run_dirs]
 
     def log(self, job: str, task: int = 0) -> Path:
-        """Where what task number `task` of `job` prints will be."""
+        """The path of the output of task number `task` of `job`."""
         name = f"{job}_{task}.out" if self.sweep else f"{job}.out"
         return self.run_dirs[task] / "slurm" / name
 
@@ -68,8 +68,8 @@ class Batch:
         targets = self.targets()
         if self.sweep:
             lines += ["case $SLURM_ARRAY_TASK_ID in"]
-            for number, (own, target) in enumerate(zip(self.tasks, targets, strict=True)):
-                lines += [f"    {number}) task=({shlex.join((*own, target))}) ;;"]
+            for number, (overrides, target) in enumerate(zip(self.tasks, targets, strict=True)):
+                lines += [f"    {number}) task=({shlex.join((*overrides, target))}) ;;"]
             lines += ["esac"]
             command += ['"${task[@]}"']
         else:
@@ -80,7 +80,7 @@ class Batch:
         return "\n".join(lines) + "\n"
 
     def _restarts(self) -> list[str]:
-        """Whether the job may start again; its script, which is or has the driver, is warned."""
+        """Options of restarts; Slurm warns the script, which is or contains the driver."""
         if not self.cluster.requeue:
             return ["--no-requeue"]
         return ["--requeue", f"--signal=B:USR1@{self.cluster.warn_s}"]
@@ -89,7 +89,7 @@ class Batch:
         cluster = self.cluster
         log = str(self.directory).replace("%", "%%")
         log += "/%a/slurm/%A_%a.out" if self.sweep else "/slurm/%j.out"
-        found = [
+        directives = [
             f"--job-name={shlex.quote(self.directory.name)}",
             f"--chdir={shlex.quote(str(self.work_dir))}",
             f"--output={shlex.quote(log)}",
@@ -99,7 +99,7 @@ class Batch:
             "--ntasks-per-node=1",
         ]
         if cluster.cpus_per_node is None:
-            found.append("--exclusive")
+            directives.append("--exclusive")
         for option, value in (
             ("cpus-per-task", cluster.cpus_per_node),
             ("gres", f"gpu:{cluster.gpus_per_node}" if cluster.gpus_per_node else None),
@@ -111,8 +111,8 @@ class Batch:
             ("array", f"0-{len(self.tasks) - 1}" if self.sweep else None),
         ):
             if value is not None:
-                found.append(f"--{option}={value}")
-        return [*found, *cluster.sbatch]
+                directives.append(f"--{option}={value}")
+        return [*directives, *cluster.sbatch]
 
 
 def _hydra_value(text: str) -> str:

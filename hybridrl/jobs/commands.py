@@ -45,12 +45,12 @@ def submit(args: Sequence[str]) -> Iterator[str]:
     if {"-h", "--help"} & set(args):
         yield SUBMIT_USAGE.rstrip()
         return
-    given = [arg for arg in args if arg != "--dry-run"]
-    batch, configs = _plan(given)
+    requested = [arg for arg in args if arg != "--dry-run"]
+    batch, configs = _plan(requested)
     _check_free(batch)
     _prepare_all(configs, batch.run_dirs)
     on_ray = batch.cluster.kind is ClusterKind.ray
-    if len(given) < len(args):
+    if len(requested) < len(args):
         yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
         return
     if on_ray:
@@ -72,12 +72,12 @@ def submit(args: Sequence[str]) -> Iterator[str]:
 def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     """The batch of a command line, and the config of each of its runs."""
     compose.register()
-    taken = compose.parse_arguments(compose.take_recipe_paths(args))
+    composed = compose.parse_arguments(compose.take_recipe_paths(args))
     options = compose.parse_arguments(args)
     if options.cfg or options.info or options.hydra_help or options.run:
         raise ConfigError("option", " ".join(args), "-m, --config-dir, --dry-run; overrides")
     sweep = bool(options.multirun)
-    config = compose.check(taken.overrides, taken.config_dir, sweep)
+    config = compose.check(composed.overrides, composed.config_dir, sweep)
     if config.cluster.kind not in (ClusterKind.slurm, ClusterKind.ray):
         raise ConfigError("cluster", config.cluster.kind.value, "slurm or ray, to submit a run")
     if sweep and config.cluster.kind is ClusterKind.ray:
@@ -86,16 +86,16 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     path = Path(config.run.dir).absolute()
     if path.exists() and not path.is_dir():
         raise ConfigError("run.dir", config.run.dir, "a directory, or nothing that is there")
-    goes_on = any(override.startswith("trainer.resume=") for override in options.overrides)
-    if path.exists() and any(path.iterdir()) and not (goes_on and config.trainer.resumes):
+    is_resumed = any(override.startswith("trainer.resume=") for override in options.overrides)
+    if path.exists() and any(path.iterdir()) and not (is_resumed and config.trainer.resumes):
         raise ConfigError("run.dir", config.run.dir, "a directory that is not there yet, or empty")
-    configs = [compose.check(o, taken.config_dir) for o in compose.choices(taken.overrides)]
+    configs = [compose.check(o, composed.config_dir) for o in compose.choices(composed.overrides)]
     fixed, swept = [], []
     for override in options.overrides:
-        key, _, given = override.lstrip("+").partition("=")
+        key, _, value = override.lstrip("+").partition("=")
         values = compose.choices([override])
         if len(values) > 1 and (key == "run.dir" or key.partition(".")[0] == "cluster"):
-            raise ConfigError(key, given, "one value: the runs of a sweep are tasks of one job")
+            raise ConfigError(key, value, "one value: the runs of a sweep are tasks of one job")
         if key != "run.dir":
             (fixed.append(values[0][0]) if len(values) == 1 else swept.append(override))
     if options.config_dir is not None:
@@ -105,7 +105,7 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
 
 
 def _check_free(batch: Batch) -> None:
-    """Raise ConfigError where a job of the run is still going on: two would write its records.
+    """Raise ConfigError if a job of the run has not ended: two would write its records.
 
     One that waits for it (`--dependency`) may be submitted.
     """
@@ -124,9 +124,9 @@ def _check_free(batch: Batch) -> None:
 
 
 def _prepare_all(configs: Sequence[Config], run_dirs: Sequence[Path]) -> None:
-    """Check every run as its job would, in a directory that goes again, and what it goes on from.
+    """Check every run as its job would, in a temporary directory, and the run that it resumes.
 
-    Runs that differ in their seed alone are checked once.
+    Runs that differ in their directory alone are checked once.
     """
     from hybridrl.controller.checkpoints import find_origin  # seconds
     from hybridrl.controller.preflight import prepare
@@ -155,7 +155,7 @@ def _submit_to_ray(batch: Batch) -> Iterator[str]:
 
 
 def _submit(batch: Batch) -> str:
-    """Write the script and give it to sbatch; the job's id. Leaves nothing when it is refused."""
+    """Write the script and submit it to sbatch; the job's id. Leaves no files if it is refused."""
     slurm.check_partition(batch.cluster)
     folders = (batch.script.parent, *batch.script.parent.parents)
     new = [path for path in folders if not path.exists()]
@@ -182,14 +182,14 @@ def _submit(batch: Batch) -> str:
     return job
 
 
-def examine_nodes(cluster: ClusterConfig, place: Path, args: Sequence[str]) -> tuple[str, int]:
-    """Run `hybridrl doctor ARGS` as a job and wait: what it has printed, and its exit code.
+def examine_nodes(cluster: ClusterConfig, directory: Path, args: Sequence[str]) -> tuple[str, int]:
+    """Run `hybridrl doctor ARGS` as a job and wait: its output and its exit code.
 
-    Its script and its log are below `place` meanwhile. Raises SlurmError when it is refused.
+    Its script and its log are below `directory` meanwhile. Raises SlurmError if it is refused.
     """
     containers.check_image(cluster)
     slurm.check_partition(cluster)
-    with tempfile.TemporaryDirectory(prefix=".doctor", dir=place) as folder:
+    with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
         batch = Batch(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
         batch.script.parent.mkdir()
         batch.script.write_text(batch.text())
@@ -200,20 +200,20 @@ def examine_nodes(cluster: ClusterConfig, place: Path, args: Sequence[str]) -> t
         except BaseException:
             slurm.call("scancel", job)
             raise
-        (found,) = slurm.jobs(job)
+        (entry,) = slurm.jobs(job)
         log = batch.log(job)
         text = log.read_text() if log.is_file() else f"{_state(job, Path(folder))}\n"
-        return text, int(found["ExitCode"].partition(":")[0])
+        return text, int(entry["ExitCode"].partition(":")[0])
 
 
 def status(args: Sequence[str]) -> Iterator[str]:
-    """Job, state and place of every run named by directory or job id; of those in ./runs if none.
+    """Job, state and directory of the runs named by directory or job id; default: all in ./runs.
 
     A sweep's directory stands for all of its runs.
     """
     runs = Path("runs")
-    found = [*runs.glob("*/slurm/job"), *runs.glob("*/ray/job.json")]
-    targets = list(args) or sorted(str(file.parents[1]) for file in found)
+    records = [*runs.glob("*/slurm/job"), *runs.glob("*/ray/job.json")]
+    targets = list(args) or sorted(str(file.parents[1]) for file in records)
     if not targets:
         yield "no submitted run in ./runs; name a run directory or a job id"
     for target in targets:
@@ -225,7 +225,7 @@ def status(args: Sequence[str]) -> Iterator[str]:
 
 
 def logs(args: Sequence[str]) -> Iterator[str]:
-    """What a run has printed; with `-f`, what it prints until it ends."""
+    """The output of a run; with `-f`, until it ends."""
     follow = "-f" in args
     targets = [arg for arg in args if arg != "-f"]
     if len(targets) != 1:
@@ -274,11 +274,11 @@ def _ray_status(run_dir: Path) -> str:
 def _runs(target: str) -> list[tuple[str, Path]]:
     """Job and directory of every run that `target` names."""
     if _JOB.fullmatch(target):
-        found = slurm.jobs(target)
-        if not found:
+        entries = slurm.jobs(target)
+        if not entries:
             allowed = "a job that Slurm still knows; name its run directory"
             raise ConfigError("job", target, allowed)
-        return [(job["id"], _run_dir(job)) for job in found]
+        return [(job["id"], _run_dir(job)) for job in entries]
     path = Path(target)
     job = _job_of(path)
     tasks = sorted(path.glob("*/slurm/job"), key=lambda file: int(file.parents[1].name))
@@ -286,7 +286,7 @@ def _runs(target: str) -> list[tuple[str, Path]]:
 
 
 def _run_dir(job: dict[str, str]) -> Path:
-    """The directory of a job's run, of its sweep where tasks wait together: its script lies there.
+    """The directory of a job's run, or of its sweep if tasks wait together, from its script's path.
 
     Raises ConfigError for a job that `hybridrl submit` has not made.
     """
@@ -306,26 +306,26 @@ def _job_of(run_dir: Path) -> str:
 
 
 def _record(run_dir: Path) -> dict[str, Any]:
-    """What the run has recorded of itself; empty where it has not come so far."""
+    """The run's own record; empty before there is one."""
     try:
-        found: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+        record: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found
+    return record
 
 
 def _state(job: str, run_dir: Path) -> str:
-    """What Slurm says, or, when it has forgotten the job, what the run has recorded."""
+    """Slurm's state of a job, or the run's own record if Slurm has forgotten the job."""
     record, known = _record(run_dir), slurm.jobs(job)
     if not known:
         return " ".join((str(record.get("state", "ended")), str(record.get("reason", "")))).strip()
-    found = known[0]
-    state = found["JobState"]
+    entry = known[0]
+    state = entry["JobState"]
     if state == "PENDING":
-        return f"{state} ({found['Reason']})"
+        return f"{state} ({entry['Reason']})"
     if state == "RUNNING":
-        return f"{state} {found['RunTime']} on {found['NodeList']}"
-    code, _, number = found["ExitCode"].partition(":")
+        return f"{state} {entry['RunTime']} on {entry['NodeList']}"
+    code, _, number = entry["ExitCode"].partition(":")
     how = f"exit {code}" if number == "0" else f"signal {number}"
     return f"{state} ({how}) {record.get('reason', '')}".strip()
 
@@ -337,26 +337,26 @@ def _lines(file: Path, job: str, follow: bool) -> Iterator[str]:
     if not file.is_file():
         raise slurm.SlurmError(f"job {job} has ended and has printed nothing")
     with file.open(errors="replace") as opened:
-        part, asked, last = "", 0.0, not follow
+        line_so_far, asked, last = "", 0.0, not follow
         while True:
             if follow and time.monotonic() - asked > _ASK_S:
                 last, asked = not _lives(job), time.monotonic()
-            for line in opened:  # after the question: to its end
-                part += line
-                if part.endswith("\n"):
-                    yield part.rstrip("\n")
-                    part = ""
+            for line in opened:  # after the check: to the file's end
+                line_so_far += line
+                if line_so_far.endswith("\n"):
+                    yield line_so_far.rstrip("\n")
+                    line_so_far = ""
             if last:
-                if part:
-                    yield part
+                if line_so_far:
+                    yield line_so_far
                 return
             time.sleep(_POLL_S)
 
 
 def _lives(job: str) -> bool:
-    return any(found["JobState"] in _LIVE for found in slurm.jobs(job))
+    return any(entry["JobState"] in _LIVE for entry in slurm.jobs(job))
 
 
 def _shown(path: Path) -> str:
-    """Relative to the working directory where it lies in it."""
+    """The path, relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

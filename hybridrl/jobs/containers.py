@@ -1,12 +1,12 @@
-"""What a batch script says of modules and containers.
+"""Lines of a batch script for modules and containers.
 
-In a container the driver has none of Slurm's commands. So the script leaves in a directory of the
-run, `$HYBRIDRL_MEETING`, what Slurm would tell (`nodes`), starts the other nodes itself, and hands
-over to the driver. These nodes read there where the head listens (`head`); they end when their
-standard input does, which the driver's process holds open and nobody else.
+In a container the driver has none of Slurm's commands. So the script writes the names of the nodes
+(`nodes`) to a directory of the run, `$HYBRIDRL_MEETING`, starts the other nodes itself, and runs
+the driver. These nodes read the head's address there (`head`). They end with their standard input,
+which only the driver's process holds open.
 
-A job that may start again keeps the script around the driver: it passes Slurm's warning on, and
-asks Slurm for the restart that the driver wants (`again`).
+In a job that may restart, the script stays as the driver's parent: it forwards Slurm's warning, and
+requests the restart that the driver wants (`again`).
 """
 
 import shlex
@@ -57,14 +57,14 @@ _MORE = " \\\n    "
 
 
 def check_image(cluster: ClusterConfig) -> None:
-    """Raise ConfigError for an image that is a file and not there; in the job it need not be."""
+    """Raise ConfigError for an image path that does not exist."""
     image = cluster.image
     if image and image.startswith(("/", ".")) and not Path(image).exists():
         raise ConfigError("cluster.image", image, "a file that exists, or docker://...")
 
 
 def load_modules(cluster: ClusterConfig) -> list[str]:
-    """Lines that load `cluster.modules`, where a batch shell does not know `module` either."""
+    """Lines that load `cluster.modules`, also in a batch shell without `module`."""
     if not cluster.modules:
         return []
     return [_MODULES, f"module load {shlex.join(cluster.modules)}"]
@@ -81,14 +81,14 @@ def meet_and_start_nodes(
         program += [f"--gpus={cluster.gpus_per_node}", f"--logs={directory}/logs"]
         if cluster.local_scratch is not None:
             program.append(f"--scratch={shlex.quote(cluster.local_scratch)}")
-        parts = [*options, " ".join([*words, "-P", *program])]
-        command = "".join(f"{_MORE}{part}" for part in parts)
+        arguments = [*options, " ".join([*words, "-P", *program])]
+        command = "".join(f"{_MORE}{line}" for line in arguments)
         lines.append(_OTHERS.format(variable=MEETING, number=cluster.nodes - 1, command=command))
     return lines
 
 
 def stay_around(command: str) -> str:
-    """The driver's `command`, and what a job that may start again does after it."""
+    """The driver's `command`, and the restart after it, for a job that may restart."""
     return _AROUND.format(command=command, variable=MEETING)
 
 
@@ -106,7 +106,7 @@ def _run_in(cluster: ClusterConfig, mounts: Sequence[Path]) -> tuple[list[str], 
     binds = [f"{path}:{path}" for path in mounts] + cluster.mounts
     bound = shlex.quote(",".join(binds))
     if cluster.container is Container.pyxis:
-        where = f"--container-workdir={shlex.quote(str(mounts[0]))}"
-        return [f"--container-image={image}", f"--container-mounts={bound}", where], [python]
+        workdir = f"--container-workdir={shlex.quote(str(mounts[0]))}"
+        return [f"--container-image={image}", f"--container-mounts={bound}", workdir], [python]
     nvidia = ["--nv"] if cluster.gpus_per_node else []
     return [], ["apptainer", "exec", *nvidia, "--bind", bound, image, python]

@@ -1,6 +1,6 @@
 """A run as a job of a standing Ray cluster, through the job service of its dashboard.
 
-RUN/ray/job.json says which job of which cluster a run is.
+RUN/ray/job.json holds a run's cluster and job.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class RayJobError(JobError):
 
 
 def entrypoint(batch: Batch) -> str:
-    """What the cluster's head runs: the driver, in the directory of `hybridrl submit`."""
+    """The command for the cluster's head: the driver, in the directory of `hybridrl submit`."""
     python = shlex.quote(batch.cluster.python or sys.executable)
     command = f"exec {python} -P -m hybridrl.cli {batch.command}"
     options = shlex.join([*batch.options, *batch.targets()])
@@ -36,7 +36,7 @@ def entrypoint(batch: Batch) -> str:
 
 
 def submit(batch: Batch) -> str:
-    """Give the run to the cluster; the job's id. Raises ConfigError where there is no cluster."""
+    """Submit the run to the cluster; the job's id. Raises ConfigError if there is no cluster."""
     client = _client(str(batch.cluster.address))
     folder = batch.directory / "ray"
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_S}
@@ -73,7 +73,7 @@ class RayJob:
         return (run_dir / "ray/job.json").is_file()
 
     def state(self) -> str:
-        """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED, with the exit code of what has failed."""
+        """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED, with the exit code of a failed job."""
         info = self._info()
         code = info.driver_exit_code
         return f"{info.status.value} (exit {code})" if code is not None else str(info.status.value)
@@ -83,24 +83,24 @@ class RayJob:
         return self._info().status.value not in _ENDED
 
     def lines(self, follow: bool) -> Iterator[str]:
-        """What it has printed; with `follow`, until it ends."""
-        self._info()  # which says it where the cluster has forgotten the job
+        """The lines of its output; with `follow`, until it ends."""
+        self._info()  # raises if the cluster has forgotten the job
         if not follow:
             yield from self._client.get_job_logs(self.id).splitlines()
             return
-        loop, part = asyncio.new_event_loop(), ""
+        loop, line_so_far = asyncio.new_event_loop(), ""
         try:
             chunks = self._client.tail_job_logs(self.id)
             while (chunk := loop.run_until_complete(anext(chunks, None))) is not None:
-                *whole, part = (part + chunk).split("\n")
-                yield from whole
+                *complete, line_so_far = (line_so_far + chunk).split("\n")
+                yield from complete
         finally:
             loop.close()
-        if part:
-            yield part
+        if line_so_far:
+            yield line_so_far
 
     def stop(self) -> None:
-        """SIGTERM, as Slurm would: the run ends, and says `interrupted`."""
+        """Send SIGTERM, as Slurm would: the run ends, and records `interrupted`."""
         self._client.stop_job(self.id)
 
     def _info(self) -> Any:
@@ -128,5 +128,5 @@ def _client(address: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The first sentence of what Ray says."""
+    """The first line of Ray's message."""
     return str(error).strip().splitlines()[0].strip()

@@ -114,7 +114,7 @@ def test_a_sound_site_has_no_findings() -> None:
          "", ""),
         (replace(two(), links=[Link("all_reduce", (0, 1, 2, 3), 8, 5e-5)], node_of="aabb"),
          replace(NEEDS, gen_tp=4), Severity.WARNING,
-         "tensor parallelizm of 4 ranks, 2 on a node", "3.2 ms of every token's decoding"),
+         "tensor parallelism of 4 ranks, 2 on a node", "3.2 ms of every token's decoding"),
     ],
 )  # fmt: skip
 def test_what_facts_mean(

@@ -187,7 +187,7 @@ def test_scratch_is_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("SLURM_TMPDIR", f"{tmp_path}/not-in-this-container")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert ray_node._own_scratch() == tmp_path
+    assert ray_node._node_scratch() == tmp_path
     found = ray_node._caches(tmp_path)
     assert found["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tmp_path}/hybridrl-")
     assert "TRITON_CACHE_DIR" not in found
@@ -255,10 +255,10 @@ def test_a_task_of_an_array_starts_itself_again(monkeypatch: pytest.MonkeyPatch)
     """The number of the last task is that of the array, by which Slurm would start them all."""
     monkeypatch.setenv("SLURM_JOB_ID", "21")
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-    assert slurm._own_job() == "21"
+    assert slurm._current_job() == "21"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "21")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert slurm._own_job() == "21_3"
+    assert slurm._current_job() == "21_3"
 
 
 def test_slurms_numbers() -> None:
