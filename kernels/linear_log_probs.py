@@ -1,9 +1,9 @@
-"""Log-probabilities of given tokens straight from hidden states, without the whole logits.
+"""Log-probabilities of given tokens from hidden states, without materializing all logits.
 
-A head of 150 k tokens makes logits far larger than everything else in a small model's step. Here
-the forward pass keeps one number a token (the log-sum-exp), and the backward pass recomputes the
-logits of a chunk of the vocabulary at a time. The vocabulary may lie in shards over the ranks of a
-group. docs/kernels.md tells what is exchanged and how large it is.
+With a head of 150 k tokens logits are by far the largest tensor of a small model's step. Here the
+forward pass keeps one number a token (the log-sum-exp), and the backward pass recomputes the logits
+of a chunk of the vocabulary at a time. The vocabulary may be sharded over the ranks of a group.
+docs/kernels.md lists the messages and their sizes.
 """
 
 import importlib.util
@@ -25,11 +25,11 @@ Backend = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The part of a vocabulary that this rank's `weight` holds.
+    """The shard of a vocabulary that this rank's `weight` holds.
 
     Its first `size` rows are the tokens `start` to `start + size`; rows after those are padding,
-    are in no sum and get a zero gradient. The ranks of `group` hold the whole vocabulary, each
-    token once; a rank may hold none of it (`size` 0).
+    are in no sum and get a zero gradient. The ranks of `group` hold the full vocabulary, each token
+    once; a shard may be empty (`size` 0).
     """
 
     group: dist.ProcessGroup
@@ -54,13 +54,13 @@ def linear_log_probs(
     Zero tokens are allowed and give zero gradients; a target outside of the vocabulary has log-
     probability -inf. `chunk_elements` bounds the logits that exist at a time.
 
-    With a `shard`, `weight` is this rank's part of the vocabulary (Megatron-LM, arXiv 1909.08053,
+    With a `shard`, `weight` is this rank's shard of the vocabulary (Megatron-LM, arXiv 1909.08053,
     section 3, here with the head's product inside). The call and its backward pass are collective
-    over the group, and every rank gives the same `hidden`, targets and gradients of the results.
-    Results are equal on all ranks; the gradient of `hidden` is the sum over the ranks, so no more
-    is to be reduced; the gradient of `weight` is local.
+    over the group, and every rank passes the same `hidden`, targets and gradients of the results.
+    Results are equal on all ranks; the gradient of `hidden` is summed over the ranks already; the
+    gradient of `weight` is local.
 
-    `auto` takes Triton for bf16 and fp16 on NVIDIA GPUs since Ampere, torch elsewhere. Raises
+    `auto` selects Triton for bf16 and fp16 on NVIDIA GPUs since Ampere, else torch. Raises
     ValueError for a temperature that is not above 0, inputs of two dtypes, float64 for Triton, or
     a shard that is longer than `weight`.
     """
@@ -79,7 +79,7 @@ def linear_log_probs(
 
 
 def _implementation(backend: Backend, hidden: torch.Tensor) -> ModuleType:
-    """The module whose `partial` and `grad_logits` do the work."""
+    """The module that implements `partial` and `grad_logits`."""
     if backend == "auto":
         suits = (
             hidden.is_cuda
@@ -126,16 +126,16 @@ class _LinearLogProbs(torch.autograd.Function):
         start, size = (shard.start, shard.size) if shard else (0, len(weight))
         local = targets - start
         local = local.masked_fill(local >= size, -1).contiguous()  # not a padded row either
-        part = _implementation(backend, hidden).partial(
+        statistics = _implementation(backend, hidden).partial(
             hidden, weight[:size], local, temperature, with_entropy, chunk_elements
         )
         if shard:
-            part = part.all_reduce(shard.group)
-        lse, entropy = part.log_sum_exp(), part.entropy()
+            statistics = statistics.all_reduce(shard.group)
+        lse, entropy = statistics.log_sum_exp(), statistics.entropy()
         ctx.save_for_backward(hidden, weight, local, lse, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         ctx.chunk_elements, ctx.shard, ctx.backend = chunk_elements, shard, backend
-        return part.target - lse, entropy
+        return statistics.target - lse, entropy
 
     @staticmethod
     @once_differentiable

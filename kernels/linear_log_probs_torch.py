@@ -37,14 +37,14 @@ def partial(
     """Statistics of the logits over the rows of `weight`, [tokens] each.
 
     hidden [tokens, features], weight [vocab, features]; targets [tokens] are rows of `weight`,
-    anything else stands for a target that lies elsewhere.
+    other values stand for targets outside of this shard.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     hidden = hidden.to(dtype)
     joined = SoftmaxPartial.empty(len(hidden), dtype, hidden.device)
     for columns in column_chunks(hidden, len(weight), chunk_elements):
-        chunk, places = weight[columns].to(dtype), targets - columns.start
-        joined = joined.join(_of_chunk(hidden, chunk, places, temperature, with_entropy))
+        chunk, chunk_targets = weight[columns].to(dtype), targets - columns.start
+        joined = joined.join(_of_chunk(hidden, chunk, chunk_targets, temperature, with_entropy))
     return joined
 
 
@@ -56,8 +56,8 @@ def _of_chunk(
     with_entropy: bool,
 ) -> SoftmaxPartial:
     logits = _logits(hidden, weight, temperature)
-    index, here = _place(targets, logits)
-    target = logits.gather(-1, index).squeeze(-1).masked_fill(~here, -torch.inf)
+    index, is_inside = _column_index(targets, logits)
+    target = logits.gather(-1, index).squeeze(-1).masked_fill(~is_inside, -torch.inf)
     maximum = logits.amax(-1)
     shifted = logits.sub_(maximum[:, None])
     if not with_entropy:
@@ -80,8 +80,8 @@ def grad_logits(
 ) -> torch.Tensor:
     """Gradient [tokens, vocab] of hidden weight^T in the dtype of `hidden`; arguments as above.
 
-    lse and entropy [tokens] are those of the whole vocabulary; without `entropy` its gradient is
-    not looked at.
+    lse and entropy [tokens] are those of the full vocabulary; without `entropy` its gradient is
+    ignored.
     """
     log_p = _logits(hidden, weight, temperature).sub_(lse[:, None])
     if entropy is None:
@@ -90,8 +90,8 @@ def grad_logits(
         p = log_p.exp()
         scale = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
         grad = p.mul_(scale.add_(grad_log_probs[:, None])).neg_()
-    index, here = _place(targets, grad)
-    grad.scatter_add_(-1, index, grad_log_probs.where(here, 0)[:, None])
+    index, is_inside = _column_index(targets, grad)
+    grad.scatter_add_(-1, index, grad_log_probs.where(is_inside, 0)[:, None])
     return grad.div_(temperature)
 
 
@@ -100,8 +100,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _place(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _column_index(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Column of each target as an index [tokens, 1], and whether it is among these columns."""
     columns = logits.shape[-1]
-    here = (targets >= 0) & (targets < columns)
-    return targets.clamp(0, columns - 1)[:, None], here
+    is_inside = (targets >= 0) & (targets < columns)
+    return targets.clamp(0, columns - 1)[:, None], is_inside

@@ -1,10 +1,10 @@
-"""The policy that a KL term stays near: the start, or an average of policies that follows."""
+"""The reference policy of a KL term: the initial policy, or a moving average of policies."""
 
 from hybridrl.flow import Flow, Stream
 
 
 def add_reference(flow: Flow, samples: Stream, decay: float | None) -> Stream:
-    """The stream with `reference_log_probs`, by the policy at the start.
+    """The stream with `reference_log_probs`, by the initial policy.
 
     With a `decay`, the recipe's `reference_ema_decay`, by a moving average of the policy: after an
     optimizer step it is decay * average + (1 - decay) * policy (the soft update of TR-DPO,

@@ -1,4 +1,4 @@
-"""Settings that recipes with a probability ratio share: whose samples they are, what corrects it.
+"""Settings that recipes with a probability ratio share: the old policy, and rollout correction.
 
 A recipe's config derives from `RolloutCorrection`, and the recipe calls `add_old_log_probs` once.
 """
@@ -13,7 +13,7 @@ from hybridrl.flow import Flow, Stream
 
 
 class OldLogProbs(Enum):
-    """Whose log-probabilities the ratio is taken against."""
+    """The source of the old log-probabilities in the ratio."""
 
     rollout = "rollout"  # the rollout engine's, as sampled: no extra pass
     trainer = "trainer"  # recomputed by the train engine before the update
@@ -21,15 +21,15 @@ class OldLogProbs(Enum):
 
 
 class CorrectionRule(Enum):
-    """What becomes of importance weights far from 1."""
+    """The bound on importance weights far from 1."""
 
-    none = "none"  # no weights: what differs between the engines is left as it is
+    none = "none"  # no weights: the engines' mismatch is not corrected
     truncate = "truncate"  # at most the bound
     mask = "mask"  # 0 beyond the bound, and below its inverse
 
 
 class StepScale(Enum):
-    """What few effective samples do to the learning rate."""
+    """The effect of the effective sample size on the learning rate."""
 
     none = "none"
     sqrt = "sqrt"  # the root of the effective share, for optimizers like Adam
@@ -37,7 +37,7 @@ class StepScale(Enum):
 
 
 class CorrectionLevel(Enum):
-    """What an importance weight belongs to."""
+    """The unit of an importance weight."""
 
     token = "token"
     sequence = "sequence"  # the product over the response
@@ -67,7 +67,7 @@ class RolloutCorrection:
     """Take smaller steps where stale samples are worth fewer (VCPO, arXiv 2602.17616)."""
 
     def make_correction(self) -> Correction | None:
-        """What `correction` and its settings ask for; raises ConfigError where it cannot work."""
+        """The `Correction` of the settings; raises ConfigError for an impossible one."""
         if self.correction is CorrectionRule.none:
             return None
         if self.old_log_probs is OldLogProbs.rollout:
@@ -81,8 +81,8 @@ class RolloutCorrection:
 def add_old_log_probs(
     flow: Flow, samples: Stream, cfg: RolloutCorrection
 ) -> tuple[Stream, dict[str, Any]]:
-    """The stream with `old_log_probs` and `rollout_weights` as `cfg` asks, and what a `PolicyLoss`
-    is to know of it.
+    """The stream with the `old_log_probs` and `rollout_weights` of `cfg`, and arguments of a
+    `PolicyLoss`.
     """
     correction = cfg.make_correction()
     if cfg.old_log_probs is OldLogProbs.trainer:

@@ -47,15 +47,15 @@ def record(directory: Path, names: list[str]) -> None:
 
 def outcome(run: Path) -> dict[str, Any]:
     """What must not change: metrics by line and key, and the weights."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number, line in enumerate((run / "metrics.jsonl").read_text().splitlines()):
         for key, value in json.loads(line).items():
             if not key.endswith(TIMES):
-                found[f"{number}.{key}"] = value
+                values[f"{number}.{key}"] = value
     for file in sorted((run / "final").rglob("*.safetensors")):
         weights = hashlib.sha256(file.read_bytes()).hexdigest()
-        found[str(file.relative_to(run))] = weights
-    return found
+        values[str(file.relative_to(run))] = weights
+    return values
 
 
 def compare(before: Path, after: Path) -> int:

@@ -71,8 +71,8 @@ def curve(folder: Path, metric: str) -> tuple[list[int], list[float]]:
     """Steps of the recipe that have the metric, and its values."""
     lines = read_lines(folder / "metrics.jsonl")
     first = next(line["step"] for line in lines if "eval_accuracy" in line)
-    found = [(line["step"] - first, line[metric]) for line in lines if metric in line]
-    steps, values = zip(*[pair for pair in found if pair[0] >= 0], strict=True)
+    points = [(line["step"] - first, line[metric]) for line in lines if metric in line]
+    steps, values = zip(*[pair for pair in points if pair[0] >= 0], strict=True)
     return list(steps), list(values)
 
 

@@ -64,8 +64,8 @@ class OurWorker:
     def __init__(self, rank: int, world_size: int, num_bytes: int, plane: RayDataPlane) -> None:
         torch.set_num_threads(1)
         self.store, self.plane, self.rank = SampleStore(), plane, rank
-        self.made = Samples(rank, num_bytes)
-        self.ids = [SampleId(i, f"rank{rank}") for i in range(len(self.made.lengths))]
+        self.samples = Samples(rank, num_bytes)
+        self.ids = [SampleId(i, f"rank{rank}") for i in range(len(self.samples.lengths))]
 
     @dispatch(Dispatch.SAME)
     def empty(self) -> None:
@@ -76,7 +76,7 @@ class OurWorker:
         """Put the samples that were made here back into an empty store."""
         self.store = SampleStore()
         for id, tokens, log_probs in zip(
-            self.ids, self.made.tokens, self.made.log_probs, strict=True
+            self.ids, self.samples.tokens, self.samples.log_probs, strict=True
         ):
             tensors = {"tokens": tokens, "log_probs": log_probs}
             self.store.add(id, StoredSample(len(tokens), None, tensors))
@@ -91,10 +91,10 @@ class OurWorker:
     @dispatch(Dispatch.PER_RANK)
     def fetch(self, parcel: Any) -> int:
         """Bring a parcel in; the number of samples that arrived."""
-        here = len(self.store)
+        before = len(self.store)
         for arrived in self.plane.get([parcel]):
             self.store.accept(arrived)
-        return len(self.store) - here
+        return len(self.store) - before
 
 
 class RayWorker:
@@ -102,7 +102,7 @@ class RayWorker:
 
     def __init__(self, rank: int, num_bytes: int) -> None:
         torch.set_num_threads(1)
-        self.made = Samples(rank, num_bytes)
+        self.samples = Samples(rank, num_bytes)
         self.held: list[Any] = []
 
     def empty(self) -> None:
@@ -116,9 +116,9 @@ class RayWorker:
         """Put all samples; the reference in a list, so that Ray hands it on unresolved."""
         import ray
 
-        tokens, log_probs = self.made.tokens, self.made.log_probs
+        tokens, log_probs = self.samples.tokens, self.samples.log_probs
         if flat:
-            arrays = (torch.cat(tokens).numpy(), torch.cat(log_probs).numpy(), self.made.lengths)
+            arrays = (torch.cat(tokens).numpy(), torch.cat(log_probs).numpy(), self.samples.lengths)
             return [ray.put(arrays)]
         return [ray.put(([t.numpy() for t in tokens], [t.numpy() for t in log_probs]))]
 
@@ -147,7 +147,7 @@ def verl_worker(num_bytes: int) -> type:
             torch.set_num_threads(1)
             rows = len(sample_lengths(0, num_bytes))  # the ranks' batches are joined: one shape
             shape = (rows, num_bytes // BYTES_PER_TOKEN // rows)
-            self.made = DataProto.from_dict(
+            self.samples = DataProto.from_dict(
                 {"tokens": torch.ones(shape, dtype=torch.int64), "log_probs": torch.zeros(shape)}
             )
 
@@ -157,11 +157,11 @@ def verl_worker(num_bytes: int) -> type:
 
         @register(dispatch_mode=VerlDispatch.DP_COMPUTE_PROTO)
         def export(self, prompts: DataProto) -> DataProto:
-            return self.made
+            return self.samples
 
         @register(dispatch_mode=VerlDispatch.DP_COMPUTE_PROTO)
         def fetch(self, batch: DataProto) -> DataProto:
-            assert batch.batch["tokens"].shape == self.made.batch["tokens"].shape
+            assert batch.batch["tokens"].shape == self.samples.batch["tokens"].shape
             return batch.select(batch_keys=["tokens"]).slice(0, 1)
 
     return VerlWorker

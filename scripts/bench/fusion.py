@@ -116,22 +116,22 @@ class Bench:
     def rounds(self, num: int, steps: int) -> dict[str, list[list[Measured]]]:
         """By schedule and round, the steps of a block; the order is drawn anew for every round."""
         draw = random.Random(0)
-        found: dict[str, list[list[Measured]]] = {name: [] for name in SCHEDULES}
+        by_name: dict[str, list[list[Measured]]] = {name: [] for name in SCHEDULES}
         for i in range(num + WARM_UP):
             for name in draw.sample(list(SCHEDULES), len(SCHEDULES)):
                 block = self.block(name, i * steps, steps)
                 if i >= WARM_UP:
-                    found[name].append(block)
-            check_same_work(found)
-        return found
+                    by_name[name].append(block)
+            check_same_work(by_name)
+        return by_name
 
 
-def check_same_work(found: Mapping[str, list[list[Measured]]]) -> None:
+def check_same_work(by_name: Mapping[str, list[list[Measured]]]) -> None:
     """Raise unless `serial` and `fused` made responses of the same lengths.
 
     Batches of other shapes differ in the last bits, so one token in a million may differ.
     """
-    for ours, theirs in zip(found["fused"], found["serial"], strict=True):
+    for ours, theirs in zip(by_name["fused"], by_name["serial"], strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.lengths.keys() == b.lengths.keys()
             other = sum(a.lengths[id] != b.lengths[id] for id in a.lengths)
@@ -158,11 +158,11 @@ def bound(step: Measured, costs: Costs, ranks: int) -> float:
     return max(step.busy_s / ranks, longest_alone(step, costs))
 
 
-def show_steps(found: Mapping[str, list[list[Measured]]], bounds: Sequence[float]) -> None:
+def show_steps(by_name: Mapping[str, list[list[Measured]]], bounds: Sequence[float]) -> None:
     """Step times, and what fusion recovers of what there is to recover."""
     per_sample = {
         name: [of_block(block, "seconds") / of_block(block, "trained") for block in blocks]
-        for name, blocks in found.items()
+        for name, blocks in by_name.items()
     }
     for name in ("fused", "partial"):
         ours, theirs = per_sample[name], per_sample["serial"]
@@ -170,17 +170,19 @@ def show_steps(found: Mapping[str, list[list[Measured]]], bounds: Sequence[float
             line(
                 f"{name}_step_vs_serial", "s per trained sample", "lower", ours, theirs,
                 of_totals=round(sum(ours) / sum(theirs), 3),
-                front_ratio=round(_total(found[name], "front_s") / _total(found["serial"],
+                front_ratio=round(_total(by_name[name], "front_s") / _total(by_name["serial"],
                                                                           "front_s"), 3),
-                **_facts(found[name]),
-                **{f"baseline_{key}": value for key, value in _facts(found["serial"]).items()},
+                **_facts(by_name[name]),
+                **{f"baseline_{key}": value for key, value in _facts(by_name["serial"]).items()},
             )
         )  # fmt: skip
-    serial = [of_block(block, "front_s") for block in found["serial"]]
-    fused = [of_block(block, "front_s") for block in found["fused"]]
+    serial = [of_block(block, "front_s") for block in by_name["serial"]]
+    fused = [of_block(block, "front_s") for block in by_name["fused"]]
     steps = [
         (of_block(a, "seconds") - of_block(b, "seconds")) / (front - least)
-        for a, b, front, least in zip(found["serial"], found["fused"], serial, bounds, strict=True)
+        for a, b, front, least in zip(
+            by_name["serial"], by_name["fused"], serial, bounds, strict=True
+        )
     ]
     shares = [(s - f) / (s - b) for s, f, b in zip(serial, fused, bounds, strict=True)]
     show(
@@ -225,7 +227,7 @@ def show_lengths(steps: Sequence[Measured]) -> None:
 
 
 def show_simulated(
-    bench: Bench, found: Mapping[str, list[list[Measured]]], costs: Costs, samples: int
+    bench: Bench, by_name: Mapping[str, list[list[Measured]]], costs: Costs, samples: int
 ) -> None:
     """The planner's replay of the measured lengths with the costs learned here, by schedule.
 
@@ -234,7 +236,7 @@ def show_simulated(
     """
     config = bench.config
     for name in SCHEDULES:
-        steps = [step for block in found[name] for step in block]
+        steps = [step for block in by_name[name] for step in block]
         workload = _workload(steps, bench.prompts[name].taken)
         setting = Setting(
             costs=costs,
@@ -263,8 +265,8 @@ def _workload(steps: Sequence[Measured], taken: Mapping[int, Item]) -> Workload:
     groups: dict[int, list[int]] = {}
     for id, length in sorted((id, n) for step in steps for id, n in step.lengths.items()):
         groups.setdefault(id.prompt, []).append(length)
-    found = tuple(Group(len(taken[p].prompt_ids), tuple(n)) for p, n in groups.items())
-    return Workload(found, len(found) // len(steps), len(steps))
+    workload_groups = tuple(Group(len(taken[p].prompt_ids), tuple(n)) for p, n in groups.items())
+    return Workload(workload_groups, len(workload_groups) // len(steps), len(steps))
 
 
 # -- the run -----------------------------------------------------------------------------------
@@ -279,10 +281,10 @@ def weights(cache: Path, wider: int) -> tuple[Path, Path]:
         (judge, lambda to: make_reward_model(to, str(actor), seed=0)),
     ):
         if not path.is_dir():
-            part = path.with_name(f"{path.name}.part")  # a run that was cut short leaves this
-            shutil.rmtree(part, ignore_errors=True)
-            make(part)
-            part.rename(path)
+            unfinished = path.with_name(f"{path.name}.part")  # a run that was cut short leaves this
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make(unfinished)
+            unfinished.rename(path)
     return actor, judge
 
 
@@ -316,11 +318,11 @@ def bench(config: Config, recorder: Recorder) -> Iterator[Bench]:
     prepared = prepare(config)
     run_dir = Path(config.run.dir)
     with launched(config.cluster, run_dir / "logs") as launcher:
-        made = Bench(config, prepared, launcher, recorder)
+        running = Bench(config, prepared, launcher, recorder)
         try:
-            yield made
+            yield running
         finally:
-            made.group.kill()
+            running.group.kill()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -336,15 +338,15 @@ def main(argv: list[str] | None = None) -> None:
     run_dir = Path(tempfile.mkdtemp(prefix="bench"))
     try:
         config = configuration(*weights(args.cache, args.wider), run_dir, args.prompts)
-        with bench(config, Recorder(args.trace)) as made:
-            found = made.rounds(args.rounds, args.steps)
-            costs = made.meter.costs()
+        with bench(config, Recorder(args.trace)) as running:
+            by_name = running.rounds(args.rounds, args.steps)
+            costs = running.meter.costs()
             assert costs is not None
             ranks = config.cluster.ranks
-            bounds = [sum(bound(step, costs, ranks) for step in b) for b in found["serial"]]
-            show_lengths([step for block in found["serial"] for step in block])
-            show_steps(found, bounds)
-            show_simulated(made, found, costs, GROUP_SIZE)
+            bounds = [sum(bound(step, costs, ranks) for step in b) for b in by_name["serial"]]
+            show_lengths([step for block in by_name["serial"] for step in block])
+            show_steps(by_name, bounds)
+            show_simulated(running, by_name, costs, GROUP_SIZE)
     finally:
         shutil.rmtree(run_dir)
 

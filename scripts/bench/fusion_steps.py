@@ -68,7 +68,7 @@ def record_step(name: str, step: int, schedule: Schedule, recorder: Recorder) ->
     busy = sum(max(0.0, min(span.stop, ended) - max(span.start, begun)) for _, span in spans)
     ranks = len({rank for rank, _ in spans})
     recorder.write(name, step, start, stop)
-    found = {key: result.metrics.get(f"samples/{key}") for key in _FACTS}
+    facts = {key: result.metrics.get(f"samples/{key}") for key in _FACTS}
     return Measured(
         seconds=stop - start,
         front_s=ended - begun,
@@ -76,7 +76,7 @@ def record_step(name: str, step: int, schedule: Schedule, recorder: Recorder) ->
         bubble_share=1 - busy / (ranks * (ended - begun)),
         trained=len(result.samples),
         sizes={s.id: (s.prompt_tokens, s.response_tokens) for s in result.samples},
-        metrics={key: value for key, value in found.items() if value is not None},
+        metrics={key: value for key, value in facts.items() if value is not None},
     )
 
 

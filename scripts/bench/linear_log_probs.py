@@ -85,9 +85,9 @@ class Case:
 
 def resident_mib(field: str) -> float:
     """A field of /proc/self/status: VmRSS, what is resident; VmHWM, the peak of it."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found, field
-    return int(found[1]) / 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match, field
+    return int(match[1]) / 1024
 
 
 def compare(case: Case, name: str, other: Loss, rounds: int) -> None:

@@ -87,21 +87,21 @@ def _wall(spans: list[StageSpan]) -> float:
 def groups(configs: Mapping[str, Config], prepared: Mapping[str, PreparedRun]) -> Iterator[Any]:
     """The ranks of both placements, in one Ray; on the way out no process is left."""
     config = configs["split"]
-    made: dict[str, WorkerGroup] = {}
+    group_by_name: dict[str, WorkerGroup] = {}
     with launched(config.cluster, Path(config.run.dir) / "logs") as launcher:
         try:
             for name, its in configs.items():
                 group = WorkerGroup(
                     launcher, its, prepared[name].model_path, lambda *_: None, lambda *_: None
                 )
-                made[name] = group
+                group_by_name[name] = group
                 group.setup()
                 optims = {"actor": its.trainer.optim, "critic": its.critic.optim}
                 training = {role: Training(optim, 10**6) for role, optim in optims.items()}
                 group.begin(graphs_of(prepared[name].graph, its), training, publishes=True)
-            yield made
+            yield group_by_name
         finally:
-            for group in made.values():
+            for group in group_by_name.values():
                 group.kill()
 
 
@@ -130,29 +130,35 @@ def main(argv: list[str] | None = None) -> None:
             name: configuration(name, run_dir / name, args) for name in ("colocate", "split")
         }
         prepared = {name: prepare(config) for name, config in configs.items()}
-        with groups(configs, prepared) as made:
+        with groups(configs, prepared) as group_by_name:
             sides = {
-                name: Side(configs[place], made[place], prepared[place], schedule, at_once)
-                for name, (place, schedule, at_once) in SIDES.items()
+                name: Side(
+                    configs[placement],
+                    group_by_name[placement],
+                    prepared[placement],
+                    schedule,
+                    at_once,
+                )
+                for name, (placement, schedule, at_once) in SIDES.items()
             }
             for number in range(args.rounds + 1):
                 for side in sides.values() if number % 2 else reversed(sides.values()):
                     side.step(number)
-            tell(sides)
+            show_comparisons(sides)
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def tell(sides: Mapping[str, Side]) -> None:
+def show_comparisons(sides: Mapping[str, Side]) -> None:
     """The comparisons, without the first round."""
-    for ours, theirs, what in (
+    for ours, theirs, quantity in (
         ("split", "split, one update after the other", "updates"),
         ("split", "colocate", "updates"),
         ("split", "colocate", "steps"),
         ("split, fused", "colocate, fused", "steps"),
     ):
-        found = (getattr(sides[name], what)[1:] for name in (ours, theirs))
-        show(line(f"{ours} over {theirs}: {what}", "s", "lower", *found))
+        timings = (getattr(sides[name], quantity)[1:] for name in (ours, theirs))
+        show(line(f"{ours} over {theirs}: {quantity}", "s", "lower", *timings))
 
 
 if __name__ == "__main__":

@@ -85,22 +85,22 @@ class Weights:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         sizes = (self.axes.pp, self.axes.fsdp, self.axes.tp)
         self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "fsdp", "tp"))
-        made = plan_switch(parameters, self.axes, self.gen_pp, self.gen_tp)
-        self.rank, self.layout = dist.get_rank(), made.plan.src
+        switch = plan_switch(parameters, self.axes, self.gen_pp, self.gen_tp)
+        self.rank, self.layout = dist.get_rank(), switch.plan.src
         held = [name for name in self.parameters if self.layout.local(name, self.rank)]
         self.sharded = _fsdp(self, held)
         self.largest = 4 * max(math.prod(parameter.shape) for parameter in parameters)
 
     def destination(self, switch: Switch) -> dict[str, torch.Tensor]:
         """The engine's own tensors."""
-        local = {n: self.part(switch, n).shape for n in self.parameters}
+        local = {n: self.engine_tensor(switch, n).shape for n in self.parameters}
         return {n: torch.empty(s, dtype=torch.bfloat16) for n, s in local.items() if s is not None}
 
-    def part(self, switch: Switch, name: str) -> LocalTensor:
+    def engine_tensor(self, switch: Switch, name: str) -> LocalTensor:
         """What the engine holds of a parameter."""
         return LocalTensor(switch.plan.dst.local(name, self.rank))
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full_tensor(self, name: str) -> torch.Tensor:
         """The parameter, the same on every rank."""
         shape = self.parameters[name].shape
         seed = list(self.parameters).index(name)
@@ -108,21 +108,21 @@ class Weights:
 
 
 def _fsdp(weights: Weights, held: list[str]) -> dict[str, torch.Tensor]:
-    """The parameters of this stage as FSDP2 shards them, with tensor parallelizm below."""
+    """The parameters of this stage as FSDP2 shards them, with tensor parallelism below."""
     axes, mesh = weights.axes, weights.mesh
     root, layers = nn.Module(), {-1: nn.Module()}
-    found = {}
+    parameter_of = {}
     for name in held:
         parameter = weights.parameters[name]
-        tensor = weights.whole(name)
+        tensor = weights.full_tensor(name)
         if axes.tp > 1:
             tensor = _tensor_parallel(tensor, parameter.tp_dim, mesh["tp"])
         module = layers.setdefault(max(parameter.layer, -1), nn.Module())
         module.register_parameter(name.replace(".", "|"), nn.Parameter(tensor))
-        found[id(module.get_parameter(name.replace(".", "|")))] = parameter
+        parameter_of[id(module.get_parameter(name.replace(".", "|")))] = parameter
 
     def placement(tensor: nn.Parameter) -> Shard:
-        return Shard(fsdp_dim(found[id(tensor)], axes, weights.gen_tp))
+        return Shard(fsdp_dim(parameter_of[id(tensor)], axes, weights.gen_tp))
 
     for number, module in layers.items():
         root.register_module(f"layer{number}", module)
@@ -134,8 +134,8 @@ def _fsdp(weights: Weights, held: list[str]) -> dict[str, torch.Tensor]:
 def _tensor_parallel(tensor: torch.Tensor, dim: int | None, mesh: DeviceMesh) -> DTensor:
     if dim is None:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    part = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
-    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+    shard = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False)
 
 
 def everything(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,7 +160,7 @@ def load(
     full: torch.Tensor,
 ) -> None:  # fmt: skip
     """The engine's part of a whole parameter."""
-    for box in weights.part(switch, name).boxes:
+    for box in weights.engine_tensor(switch, name).boxes:
         destination[name].copy_(full[box.slices()])
 
 
@@ -201,8 +201,8 @@ def timed(run: Callable[[], Any]) -> float:
 def check(weights: Weights, switch: Switch, destination: Mapping[str, torch.Tensor]) -> None:
     """Bit for bit what the whole parameters say."""
     for name in destination:
-        (box,) = weights.part(switch, name).boxes
-        expected = weights.whole(name)[box.slices()].bfloat16()
+        (box,) = weights.engine_tensor(switch, name).boxes
+        expected = weights.full_tensor(name)[box.slices()].bfloat16()
         assert torch.equal(destination[name], expected), name
 
 

@@ -136,8 +136,8 @@ def side_arguments(description: str | None) -> tuple[Task, Path]:
 
 def score(response: str, answer: str) -> float:
     """1 where the letters after the last `#` are the answer; the plain sides' verifier."""
-    found = re.findall("#([a-z]*)", response)
-    return float(bool(found) and found[-1] == answer)
+    answers = re.findall("#([a-z]*)", response)
+    return float(bool(answers) and answers[-1] == answer)
 
 
 def make_config(*overrides: str) -> Config:

@@ -3,7 +3,7 @@
 - `vllm_tokens_per_s_vs_native`: the same samples from the native engine.
 - `vllm_tokens_per_s_vs_own_sampler`: the same engine, but vLLM draws the tokens itself, from a
   generator per request, and reports their log-probabilities.
-- `vllm_switch_s_vs_reload`: on two ranks, FSDP shards to tensor parallelizm, shard by shard,
+- `vllm_switch_s_vs_reload`: on two ranks, FSDP shards to tensor parallelism, shard by shard,
   against every parameter gathered whole on every rank and handed to vLLM's `reload_weights`.
 
 Sides take turns in one process. Prints one JSON object a line.

@@ -30,10 +30,10 @@ def widen(source: Path, target: Path, times: int) -> None:
         for name, parameter in new.named_parameters():
             if name.endswith(_WRITERS):
                 parameter.zero_()
-            part = known[name]
-            grown_norm = part.ndim == 1 and part.shape != parameter.shape
-            parameter[tuple(slice(size) for size in part.shape)] = (
-                part / math.sqrt(times) if grown_norm else part
+            old_parameter = known[name]
+            grown_norm = old_parameter.ndim == 1 and old_parameter.shape != parameter.shape
+            parameter[tuple(slice(size) for size in old_parameter.shape)] = (
+                old_parameter / math.sqrt(times) if grown_norm else old_parameter
             )
     new.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)

@@ -126,17 +126,17 @@ class LocalSlurm:
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """Every living process of this Slurm and of its jobs, or those of one node."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                where = self._place(process)
-                if where is None or process.status() == psutil.STATUS_ZOMBIE:
+                process_node = self._node_of(process)
+                if process_node is None or process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if node in (None, where) and process.pid != os.getpid():
-                    found.append(process)
-        return found
+                if node in (None, process_node) and process.pid != os.getpid():
+                    processes.append(process)
+        return processes
 
-    def _place(self, process: psutil.Process) -> str | None:
+    def _node_of(self, process: psutil.Process) -> str | None:
         """The node of a process of this Slurm, empty if it is on none; None for any other."""
         env = process.environ()
         if env.get("SLURM_CONF") == self.env["SLURM_CONF"]:
@@ -170,8 +170,8 @@ class LocalSlurm:
 
     def _started_at(self, node: str) -> str:
         """When the node's daemon has started, by the controller's knowledge."""
-        found = re.search(r"SlurmdStartTime=(\S+)", self.call("scontrol", "show", "node", node))
-        return found[1] if found else "None"
+        match = re.search(r"SlurmdStartTime=(\S+)", self.call("scontrol", "show", "node", node))
+        return match[1] if match else "None"
 
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
@@ -226,11 +226,11 @@ class LocalSlurm:
     def _daemon(
         self, program: str, *options: str, env: dict[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
-        found = shutil.which(program, path=_path())
-        assert found is not None, f"{program}: see missing()"
+        executable = shutil.which(program, path=_path())
+        assert executable is not None, f"{program}: see missing()"
         with (self.folder / f"{program}.log").open("a") as log:
             return subprocess.Popen(
-                [found, *options], env=self.env | (env or {}), stdin=subprocess.DEVNULL,
+                [executable, *options], env=self.env | (env or {}), stdin=subprocess.DEVNULL,
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
