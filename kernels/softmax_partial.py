@@ -1,4 +1,4 @@
-"""Softmax statistics over part of a vocabulary, and how the parts join.
+"""Softmax statistics over a shard of a vocabulary, and their join.
 
 The parts are blocks of columns on one device or the shards of several ranks; the rule is one: take
 the larger maximum, rescale the sums to it, add (the online softmax of Milakov and Gimelshein,
@@ -15,8 +15,8 @@ class SoftmaxPartial(NamedTuple):
     """Statistics of the logits z of some columns, each [tokens], or [parts, tokens] before a join.
 
     `maximum` max z; `total` sum exp(z - maximum); `weighted` sum exp(z - maximum) (z - maximum),
-    of no meaning where the entropy is not wanted; `target` z of the target, -inf where the target
-    is not among the columns.
+    undefined if the entropy is not requested; `target` z of the target, -inf if the target is not
+    among the columns.
     """
 
     maximum: torch.Tensor
@@ -26,7 +26,7 @@ class SoftmaxPartial(NamedTuple):
 
     @classmethod
     def empty(cls, tokens: int, dtype: torch.dtype, device: torch.device) -> "SoftmaxPartial":
-        """Of no columns. The maximum is finite, so that rescaling never subtracts infinities."""
+        """Statistics of no columns. The finite maximum keeps infinities out of rescaling."""
         zeros = torch.zeros(tokens, dtype=dtype, device=device)
         lowest = torch.full_like(zeros, torch.finfo(dtype).min)
         return cls(lowest, zeros, zeros, torch.full_like(zeros, -torch.inf))

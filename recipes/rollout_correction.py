@@ -62,7 +62,7 @@ class RolloutCorrection:
     correction_level: CorrectionLevel = CorrectionLevel.token
     """One weight a token, or one a sequence."""
     correction_bound: float = bounded(2.0, above=1)
-    """Where weights are truncated or masked."""
+    """The bound at which weights are truncated or masked."""
     step_scale: StepScale = StepScale.none
     """Take smaller steps where stale samples are worth fewer (VCPO, arXiv 2602.17616)."""
 

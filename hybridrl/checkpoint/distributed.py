@@ -52,7 +52,7 @@ def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
         state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        # torch reports a full disk as an error of its own
+        # torch reports a full disk as its own error
         code = getattr(first, "errno", None) or errno.EIO
         reason = " ".join(str(first).split())
         message = f"the checkpoint could not be written: {reason}"

@@ -109,6 +109,7 @@ def read(folder: Path) -> Point:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{file}: {reason}") from None
+    # the driver's state
     if not isinstance(state, dict):
         raise ValueError(f"{file}: {str(state)[:40]}, wanted an object")
     if state.get("format") != FORMAT:
@@ -116,6 +117,7 @@ def read(folder: Path) -> Point:
     wrong = [key for key, kind in _KINDS.items() if not isinstance(state.get(key), kind)]
     if wrong:
         raise ValueError(f"{file}: no {', '.join(wrong)} in it")
+    # the ranks' files
     for name, size in state["files"].items():
         rank_file = folder / RESUME / name
         actual = rank_file.stat().st_size if rank_file.is_file() else None

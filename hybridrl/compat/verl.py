@@ -88,7 +88,7 @@ def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any)
     for name, mode in dispatched_methods(cls).items():
         method = _forward(name)
         if runs_concurrently(cls, name):
-            # The innermost function: Ray looks behind every wrapper for a method's group.
+            # The innermost function: Ray unwraps every wrapper for a method's group.
             method = ray.method(concurrency_group=_CONCURRENT)(method)
         methods[name] = register(dispatch_mode=_DISPATCH[mode], blocking=False)(method)
     return type(cls.__name__, (Worker,), {"__init__": init, **methods})

@@ -63,11 +63,13 @@ def load_data(
             "rollout.max_new_tokens", max_new_tokens, f"less than the context, {max_context} tokens"
         )
     collector = _Collector(config, tokenizer, longest, max_context, columns)
+    # sizes of the held-out and the training part of each source
     generated = {
         name: weights[name] for name, source in config.sources.items() if source.kind in GENERATED
     }
     sizes = _shares(config.size, generated)
     eval_sizes = _shares(config.eval_size, weights)
+    # items
     train: list[Item] = []
     held_out: list[Item] = []
     for name in config.sources:

@@ -62,13 +62,14 @@ def make_items(
     """
     if not rows:
         return []
+    # texts
     prompts = [_prompt(source, row, config) for row in rows]
     if config.chat:
         texts = _chat_texts(tokenizer, prompts, add_generation_prompt=True)
     else:
         texts = [prompt[-1]["content"] for prompt in prompts]
     targets = [_fill("data.answer_template", config.answer_template, row) for row in rows]
-    # A chat template writes its own special tokens.
+    # tokens; a chat template writes its own special tokens
     encoded = tokenizer(texts, add_special_tokens=not config.chat, verbose=False)["input_ids"]
     end = end_token_id(tokenizer, config.chat)
 
@@ -78,6 +79,7 @@ def make_items(
 
     target_ids = ended(targets)
     others = {name: ended([_response(source, row, name) for row in rows]) for name in columns}
+    # items
     items = []
     for number, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
         if not config.chat and ids and ids[-1] == tokenizer.eos_token_id:

@@ -29,7 +29,7 @@ _NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fu
 
 
 class Severity(IntEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     ERROR = 0
     WARNING = 1
@@ -55,14 +55,14 @@ class Needs:
     wants_gpus: bool
     """The config asks for GPUs."""
     rank_memory: int
-    """Of a rank, with nothing in it."""
+    """Memory of a rank without a model."""
     object_store: int
     train_bytes: int = 0
-    """Of a rank: parameters, gradients and Adam's moments of its shard in float32."""
+    """Per rank: parameters, gradients and Adam's moments of its shard in float32."""
     gen_bytes: int = 0
-    """Of a rank: its shard of the generation weights."""
+    """Per rank: its shard of the generation weights."""
     checkpoint_bytes: int = 0
-    """Of a whole checkpoint."""
+    """Size of a checkpoint."""
     checkpoints: int = 1
     """Checkpoints on the disk at once."""
     gen_tp: int = 1
@@ -116,7 +116,7 @@ def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
         elif needs.wants_gpus and len(machine.gpus) < needs.ranks_per_node:
             what = f"{len(machine.gpus)} GPUs for {needs.ranks_per_node} ranks"
             fix = "cluster.ranks, cluster.gpus_per_node"
-            yield Finding(Severity.ERROR, what, "a rank needs one of its own", fix, nodes)
+            yield Finding(Severity.ERROR, what, "each rank needs its own", fix, nodes)
         if not machine.gpus or problem:
             continue
         need = max(needs.train_bytes, needs.gen_bytes)
@@ -202,7 +202,7 @@ def _versions(facts: Facts, needs: Needs) -> Iterator[Finding]:
     for machine in facts.machines:
         for line in machine.unmet:
             why = "these versions are not tested together"
-            fix = "install into an environment of its own: make install, make install-vllm"
+            fix = "install into a separate environment: make install, make install-vllm"
             yield Finding(Severity.WARNING, line, why, fix, (machine.node,))
     driver = facts.machines[0]
     for machine in facts.machines[1:]:

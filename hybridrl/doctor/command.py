@@ -48,7 +48,7 @@ class Report:
         return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
     def record(self) -> dict[str, Any]:
-        """All of it for a program."""
+        """The report as JSON data."""
         findings = [{**asdict(f), "severity": f.severity.name.lower()} for f in self.findings]
         links = [{**asdict(link), "rate": link.rate} for link in self.facts.links]
         facts = {**asdict(self.facts), "links": links}
@@ -120,6 +120,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
             raise TimeoutError(f"the ranks did not {doing}: {_cause(error)}") from error
         return results
 
+    # facts of every node
     probes = _probes(ray, cluster)
     node_facts: list[tuple[NodeInfo, str, str]] = answers(
         [p.look.remote() for p in probes], "start"
@@ -128,10 +129,12 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     first = {node: node_of.index(node) for node in node_of}
     leaders = [probes[rank] for rank in first.values()]
     clocks = {node: _clock(ray, probes[rank]) for node, rank in first.items()}
+    # file systems
     seen = folder / "seen"
     seen.touch()
     visible = answers([probe.sees.remote(str(seen)) for probe in leaders], "look for a file")
     disks = answers([probe.disks.remote(str(folder)) for probe in leaders], "write files")
+    # links between ranks
     links: list[Link] = []
     if len(probes) > 1:
         (address,) = answers([probes[0].listen.remote()], "listen")

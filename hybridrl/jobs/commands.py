@@ -89,6 +89,7 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     is_resumed = any(override.startswith("trainer.resume=") for override in options.overrides)
     if path.exists() and any(path.iterdir()) and not (is_resumed and config.trainer.resumes):
         raise ConfigError("run.dir", config.run.dir, "a directory that is not there yet, or empty")
+    # overrides that all tasks share, and those that are swept
     configs = [compose.check(o, composed.config_dir) for o in compose.choices(composed.overrides)]
     fixed, swept = [], []
     for override in options.overrides:

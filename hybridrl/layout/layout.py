@@ -126,7 +126,7 @@ def stages_of_layers(
 
 
 def chunk_bounds(num_layers: int, chunks: int) -> list[tuple[int, int]]:
-    """First layer of each chunk and the one behind its last."""
+    """First layer of each chunk and the one after its last."""
     if num_layers < chunks:
         raise ValueError(f"{num_layers} layers cannot be split into {chunks} pipeline chunks")
     size, larger = divmod(num_layers, chunks)

@@ -78,7 +78,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> "Traffic":
-        """Elements that travel, by rank and by link."""
+        """Elements sent and received, by rank and by link."""
         received, sent = (np.zeros(self.num_ranks, np.int64) for _ in range(2))
         kept = np.zeros(self.num_ranks, np.int64)
         pairs, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -91,6 +91,7 @@ class Plan:
                 np.add.at(kept, transfer.receivers[~away], size)
                 pairs.append(transfer.senders[away] * self.num_ranks + transfer.receivers[away])
                 sizes.append(np.full(len(pairs[-1]), size))
+        # Sum the sizes of equal links.
         links, link_of_pair = np.unique(np.concatenate(pairs), return_inverse=True)
         total = np.zeros(len(links), np.int64)
         np.add.at(total, link_of_pair, np.concatenate(sizes))

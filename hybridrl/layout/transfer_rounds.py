@@ -88,6 +88,7 @@ def transfer_rounds(plan: Plan, rank: int, bucket: int, least_group: int = 3) ->
     links = [_Links(cls, plan.num_ranks, least_group) for cls in plan.classes]
     by_name = {name: link for link in links for name in link.names}
     names = [by_name[name] for name in plan.dst.rules]
+    # Local copies, and this rank's all-gathers by group.
     groups: dict[tuple[int, ...], list[tuple[Piece, ...]]] = defaultdict(list)
     copies = []
     for name, link in zip(plan.dst.rules, names, strict=True):
@@ -210,6 +211,7 @@ def _exchanges(plan: Plan, links: Sequence[_Links], rank: int, room: int) -> Ite
         near = nearest[link.exchanged[:, 0]] == nearest[rank]
         of_class = [(link.boxes[box], src, dst) for src, dst, box in link.exchanged[near].tolist()]
         moves |= dict.fromkeys(link.names, of_class)
+    # Every connected rank places all moves alike, and keeps its own.
     sent, received = _Buckets(room), _Buckets(room)
     rounds: dict[int, tuple[_ByPeer, _ByPeer]] = defaultdict(
         lambda: (defaultdict(list), defaultdict(list))
@@ -242,7 +244,7 @@ def _alternating(plan: Plan) -> Iterator[str]:
 
 
 class _Buckets:
-    """How full the bucket of every rank is in every round.
+    """The fill of every rank's bucket in every round.
 
     Invariant: rounds before `first[rank]` have less than a sixteenth left. The search skips them
     and rounds long before the rank's last one: a full search takes minutes for large models.

@@ -27,10 +27,10 @@ Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
 @dataclass(slots=True)
 class SwitchStats:
-    """What one switch cost this rank."""
+    """Cost of one switch on this rank."""
 
     path: str
-    """How parameters travelled: gather, exchange, both (gather+exchange), or local."""
+    """Kinds of rounds: gather, exchange, both (gather+exchange), or local."""
     bytes_theory: int
     """Lower bound on the bytes that the rank receives: `Plan.least`."""
     bytes_received: int = 0
@@ -117,6 +117,7 @@ class WeightSwitch:
         self._check(source, destination)
         stats = SwitchStats(self.path, self.bytes_theory)
         device = next(iter((*destination.values(), *source.values())), torch.empty(0)).device
+        # Scratch: two slots, so that one round is packed while the other is in flight.
         slots = [
             torch.empty(
                 max((r.scratch for r in rounds), default=0), dtype=self.dtype, device=device
@@ -125,6 +126,7 @@ class WeightSwitch:
         ]
         work: list[list[dist.Work]] = []
         stats.scratch_bytes = sum(slot.numel() for slot in slots) * self.dtype.itemsize
+        # Pipeline: pack and start a round, then copy the previous one out.
         for i, round in enumerate(self._rounds):
             begun_round = time.perf_counter()
             round.pack(slots[i % 2], source)

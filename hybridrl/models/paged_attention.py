@@ -213,8 +213,8 @@ class PagedBatch:
     ) -> torch.Tensor:
         """Write `new` [tokens, 2, kv_heads, head_dim], then attend over the pages.
 
-        `query` [tokens, heads, head_dim], result likewise. Token i attends to the positions up to
-        its own of its own sequence, the last `window` of them.
+        `query` [tokens, heads, head_dim], result likewise. Token i attends to the
+        last `window` positions of its sequence, its own included.
         """
         if self.rows is not None:
             self.pool.write(layer, self.rows, new)

@@ -97,6 +97,7 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     if unknown:
         allowed = ", ".join(map(_option, ("lengths", "costs", *_NUMBERS)))
         raise ConfigError("option", unknown[0], f"one of {allowed}")
+    # numbers
     texts = vars(known)
     options: dict[str, Any] = {name: _number(name, texts[name]) for name in _NUMBERS}
     lengths = texts["lengths"] or ""
@@ -107,6 +108,7 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         prompt_tokens=options["prompt_tokens"],
         max_tokens=options["max_tokens"],
     )
+    # workload and machines
     workload = read_workload(lengths, shape)
     run = Path(lengths)
     facts = _facts(texts["costs"], run, workload) | {
@@ -217,7 +219,7 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
 def record(
     setting: Setting, outcomes: Sequence[Outcome], measured: Measured | None
 ) -> dict[str, Any]:
-    """All of it for a program."""
+    """The results as JSON data."""
     best = min((o for o in outcomes if o.threshold is not None), key=lambda o: o.front_s)
     return {
         "num_instances": setting.num_instances,

@@ -18,7 +18,7 @@ class Spread:
 
     @classmethod
     def of(cls, elements: np.ndarray, itemsize: int) -> "Spread":
-        """Of elements by rank."""
+        """The spread of a number of elements by rank."""
         num_bytes = elements * itemsize
         return cls(int(num_bytes.min()), round(float(num_bytes.mean())), int(num_bytes.max()))
 
@@ -94,7 +94,7 @@ class LayoutReport:
         ]
 
     def record(self) -> dict[str, object]:
-        """All of it for a program."""
+        """The report as JSON data."""
         return asdict(self)
 
 

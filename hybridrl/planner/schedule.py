@@ -1,4 +1,4 @@
-"""What if: the same samples under every schedule, in virtual time."""
+"""Replays the same samples under every schedule, in virtual time."""
 
 import itertools
 import json

@@ -45,7 +45,7 @@ def check_reward_model(
     heads = [name for name in model.architectures or [] if "SequenceClassification" in name]
     if not heads or "score.weight" not in names:
         architectures = ", ".join(model.architectures or ["no architecture"])
-        raise refused(f"a sequence classifier with its head `score` (got {architectures})")
+        raise refused(f"a sequence classifier with its head `score` (found {architectures})")
     if model.num_labels != 1:
         raise refused(f"a classifier with one label (num_labels is {model.num_labels})")
     check_reads_samples(config, path, model, actor_path, tokenizer, key)

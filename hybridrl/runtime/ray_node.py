@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = options.logs.parent
         print(f"hybridrl: node {name} does not see run.dir={run_dir}", file=sys.stderr, flush=True)
         return HIDDEN
-    # Short: Ray's sockets below it have 107 characters.
+    # Ray's directory is short: its sockets below it have 107 characters.
     temp = options.temp or Path(tempfile.mkdtemp(prefix="hrl", dir="/tmp"))
     env = (
         os.environ

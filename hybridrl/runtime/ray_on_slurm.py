@@ -117,7 +117,7 @@ def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
     allocation = slurm.allocation(config)
     logs.mkdir(parents=True, exist_ok=True)
     starting = RayOnSlurm(config, logs.resolve(), allocation)
-    if starting.meeting is None:  # else the batch script has told all nodes
+    if starting.meeting is None:  # else the batch script has set the token on all nodes
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     with (
         contextlib.ExitStack() as steps,

@@ -66,7 +66,7 @@ class NodeInfo:
     """CPUs' worth of time that its control group gets; None without a limit."""
     memory: int
     memory_limit: int | None
-    """Of its control group."""
+    """Limit of its control group."""
     memory_available: int
     shm: int
     """Size of /dev/shm."""

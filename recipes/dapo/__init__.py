@@ -33,7 +33,7 @@ class DAPOConfig(RolloutCorrection):
 
 @recipe("dapo")
 def dapo(flow: Flow, cfg: DAPOConfig) -> None:
-    """Sample until enough groups have something to tell, and clip less where tokens grow."""
+    """Sample until enough groups have a learning signal, and clip less where tokens grow."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
     # Dynamic sampling (3.2).

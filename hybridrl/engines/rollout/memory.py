@@ -71,10 +71,10 @@ def plan_memory(total: int, used: int, resident: Mapping[str, int], needed: int)
             "rollout.engine",
             "vllm",
             f"{_gib(needed)} of the device for it, and {_gib(max(left, 0))} of {_gib(total)} are"
-            f" left beside {sums}; more ranks in rollout.layout.tp need less on each",
+            f" left after {sums}; more ranks in rollout.layout.tp need less on each",
         )
     share = math.floor(left / total * 10**_DIGITS) / 10**_DIGITS
-    line = f"{share:.{_DIGITS}f} of {_gib(total)}: {_gib(left)} are left beside {sums}"
+    line = f"{share:.{_DIGITS}f} of {_gib(total)}: {_gib(left)} are left after {sums}"
     return MemoryPlan(share, line)
 
 

@@ -49,7 +49,7 @@ class ScoreEngine:
 
     Example: `engine = ScoreEngine(config, GenParallel(), dtype=..., ...)`, `engine.load(path)`,
     `engine.log_probs(sequences)`; `ScoreEngine(config, parallel, model=rollout.model, ...)` scores
-    with the weights that generate (old-policy log-probabilities) and has none of its own.
+    with the weights that generate (old-policy log-probabilities) and owns none.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ScoreEngine:
 
         `classifier` is for a reward model (a sequence classifier). `temperature` divides the
         logits. A row has at most `max_tokens_per_micro_batch` tokens, or one sequence; with
-        `deterministic` always one sequence, so that a result is the same bit for bit whatever is
-        scored beside it, at the cost of one pass a sequence. Raises ValueError for a temperature
+        `deterministic` always one sequence, so that a result is the same bit for bit whatever else
+        is scored, at the cost of one pass a sequence. Raises ValueError for a temperature
         that is not above 0, a bound below 1 or a model that is not supported, ConfigError for a
         layout that the model cannot take.
         """

@@ -19,7 +19,7 @@ def test_the_example_of_the_docstring() -> None:
     # 80 - 1.5 - 2 - 1.6 (2 percent) = 74.9, of 80: 0.93625
     assert plan.utilization == 0.9362
     assert plan.explanation == (
-        "0.9362 of 80.0 GiB: 74.9 GiB are left beside 1.5 GiB others, 2.0 GiB buckets of the "
+        "0.9362 of 80.0 GiB: 74.9 GiB are left after 1.5 GiB others, 2.0 GiB buckets of the "
         "weight switch, 1.6 GiB margin"
     )
 
@@ -40,7 +40,7 @@ def test_a_small_device_keeps_half_a_gib() -> None:
     """2 percent of 8 GiB would be 0.16; nothing that is empty is named."""
     plan = plan_memory(8 * GIB, 0, {"training state": 0}, GIB)
     assert plan.utilization == 0.9375
-    assert plan.explanation == "0.9375 of 8.0 GiB: 7.5 GiB are left beside 0.5 GiB margin"
+    assert plan.explanation == "0.9375 of 8.0 GiB: 7.5 GiB are left after 0.5 GiB margin"
 
 
 def test_too_little_is_one_clear_line() -> None:
@@ -48,10 +48,10 @@ def test_too_little_is_one_clear_line() -> None:
         plan_memory(24 * GIB, GIB, {"training state": 20 * GIB}, 4 * GIB)
     assert str(error.value) == (
         "rollout.engine=vllm: wanted 4.0 GiB of the device for it, and 2.5 GiB of 24.0 GiB are "
-        "left beside 1.0 GiB others, 20.0 GiB training state, 0.5 GiB margin; more ranks in "
+        "left after 1.0 GiB others, 20.0 GiB training state, 0.5 GiB margin; more ranks in "
         "rollout.layout.tp need less on each"
     )
-    with pytest.raises(ConfigError, match=r"and 0\.0 GiB of 24\.0 GiB are left beside"):
+    with pytest.raises(ConfigError, match=r"and 0\.0 GiB of 24\.0 GiB are left after"):
         plan_memory(24 * GIB, 24 * GIB, {"training state": GIB}, 0)
 
 
