@@ -1,4 +1,4 @@
-"""What runs compute, recorded at one commit and compared with another: for changes of form alone.
+"""Records the results of runs at one commit and compares them with another, for refactorings.
 
     python scripts/behavior.py record DIR [NAME ...]     # at each of the two commits
     python scripts/behavior.py compare BEFORE AFTER
@@ -46,7 +46,7 @@ def record(directory: Path, names: list[str]) -> None:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What must not change: metrics by line and key, and the weights."""
+    """Values that must not change: metrics by line and key, and the weights."""
     values: dict[str, Any] = {}
     for number, line in enumerate((run / "metrics.jsonl").read_text().splitlines()):
         for key, value in json.loads(line).items():

@@ -40,7 +40,7 @@ SETTINGS = {
     # as many samples a step as the others, from an eighth of the prompts
     "brorl": ["recipe=grpo", "recipe.group_size=64", "trainer.prompts_per_step=4"],
 }  # fmt: skip
-"""What a curve needs besides `recipe=NAME` and the recipe's defaults."""
+"""Overrides of a curve besides `recipe=NAME` and the recipe's defaults."""
 FOLDERS = {path.parent.name for path in ROOT.glob("recipes/*/config.yaml")}
 RECIPES = ["grpo", *sorted((FOLDERS | set(SETTINGS)) - {"grpo"})]
 

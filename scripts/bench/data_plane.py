@@ -59,7 +59,7 @@ class Samples:
 
 
 class OurWorker:
-    """A rank of ours: a store, the data plane, and the moves between them."""
+    """A rank of hybridrl: a store, the data plane, and the moves between them."""
 
     def __init__(self, rank: int, world_size: int, num_bytes: int, plane: RayDataPlane) -> None:
         torch.set_num_threads(1)
@@ -191,7 +191,7 @@ def groups(num_bytes: int) -> Iterator[tuple[Any, Any, list[Any], Any]]:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long `action` takes."""
+    """Seconds of `action`."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

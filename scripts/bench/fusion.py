@@ -143,7 +143,7 @@ def check_same_work(by_name: Mapping[str, list[list[Measured]]]) -> None:
 
 
 def longest_alone(step: Measured, costs: Costs) -> float:
-    """Seconds of the longest sample with nothing beside it: decoding one row, then inference."""
+    """Seconds of the longest sample alone: decoding one row, then inference."""
     prompt, response = max(step.sizes.values(), key=lambda size: size[1])
     decode = costs.decode(1, response, prompt + response / 2)
     passes = sum(costs.compute(stage, prompt + response) for stage in costs.token_s)

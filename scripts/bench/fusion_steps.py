@@ -1,4 +1,4 @@
-"""What one step of a schedule took, from the schedule's own spans and those of the ranks."""
+"""Measurements of one step of a schedule, from the schedule's own spans and those of the ranks."""
 
 import time
 from collections.abc import Sequence

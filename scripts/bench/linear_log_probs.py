@@ -2,7 +2,7 @@
 
 On a GPU beside Liger's fused linear cross entropy, in bf16 at the sizes of real heads; on a CPU
 against materialised logits, in float32. Both sides give the gradients of the hidden states and of
-the head. Prints one JSON object a line, as `run.py`. docs/kernels.md tells what the kernels do.
+the head. Prints one JSON object a line, as `run.py`. docs/kernels.md describes the kernels.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Case:
         return value.item()  # waits for a GPU
 
     def seconds(self, loss: Loss) -> float:
-        """Of one step."""
+        """Measurements of one step."""
         start = time.perf_counter()
         self.step(loss)
         if self.on_gpu:
@@ -114,7 +114,7 @@ def compare(case: Case, name: str, other: Loss, rounds: int) -> None:
 
 
 def why_not_liger() -> str | None:
-    """What is missing for Liger's side, if anything."""
+    """The missing requirement of Liger's side; None if there is none."""
     if not torch.cuda.is_available():
         return "no CUDA device here, and Liger's kernels run on nothing else"
     if importlib.util.find_spec("liger_kernel") is None:

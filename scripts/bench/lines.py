@@ -1,4 +1,4 @@
-"""What every bench shares: taking turns, and the line that it prints."""
+"""Shared by all benchmarks: alternating sides, and printed lines."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from typing import Any
 def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Measurements of every side, one a round; the order is drawn anew for every round.
 
-    A fixed order would let each side always bear what the one before it leaves behind. A first
+    In a fixed order each side would always suffer the after-effects of the one before. A first
     round warms up and is not kept.
     """
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Placement: PPO with the critic on ranks of its own against all on all ranks, in turns.
+"""Placement: PPO with the critic on separate ranks against all on all ranks, in turns.
 
 `make bench-placement`. The same model for actor, reference and critic, random weights, so that
 every response is as long as it may be; two ranks of one thread in both placements, 1 + 1 under

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hybridrl.data import Item
 
-_COMPACT_AT = 0.8  # take ended rows out once no more than this share of the batch goes on
+_COMPACT_AT = 0.8  # remove ended rows once at most this share of the batch is unfinished
 _TOKENS_PER_MICRO_BATCH = 8192
 
 

@@ -97,7 +97,7 @@ class Weights:
         return {n: torch.empty(s, dtype=torch.bfloat16) for n, s in local.items() if s is not None}
 
     def engine_tensor(self, switch: Switch, name: str) -> LocalTensor:
-        """What the engine holds of a parameter."""
+        """The engine's shard of a parameter."""
         return LocalTensor(switch.plan.dst.local(name, self.rank))
 
     def full_tensor(self, name: str) -> torch.Tensor:

@@ -202,7 +202,7 @@ def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Names
 
 
 def deterministic_against_default(args: argparse.Namespace) -> None:
-    """What the deterministic engine costs."""
+    """Cost of the deterministic engine."""
     model, length = tiny("3m", args.dtype), args.prompt + args.new
     prompts = torch.randint(0, 64, (args.samples, args.prompt)).tolist()
     strict, fast = (make_engine(model, args.samples, length, choice) for choice in (True, False))

@@ -53,7 +53,7 @@ class Rank:
         return plan_switch(self.train.parameters, self.train.dims.axes, 1, tp, **options)
 
     def settings(self) -> dict[str, Any]:
-        """Of every engine."""
+        """Settings of every engine."""
         args = self.args
         longest = args.prompt + args.new
         return {

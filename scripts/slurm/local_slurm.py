@@ -3,7 +3,7 @@
     python scripts/slurm/local_slurm.py [--nodes=2] COMMAND ...
 
 runs COMMAND with it (`bash` for a shell). Needs Debian's packages: scripts/slurm/install.sh. The
-nodes are n1, n2, ...: a slurmd each, on ports of their own, with 16 CPUs that are only numbers. Two
+nodes are n1, n2, ...: a slurmd each, on separate ports, with 16 CPUs that are only numbers. Two
 partitions have them all: main, and urgent, whose jobs take the nodes from those of main.
 """
 
@@ -72,19 +72,19 @@ def missing() -> str | None:
 
 
 def _path() -> str:
-    """Daemons lie where a user's PATH does not lead."""
+    """Daemons are outside of a user's PATH."""
     return os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
 
 
 class LocalSlurm:
-    """Slurm's daemons as children of this process, in a directory of their own.
+    """Slurm's daemons as children of this process, in a separate directory.
 
     Use it as a context manager: on the way out every daemon, and what is left of their jobs, has
     ended, and the directory is gone.
     """
 
     def __init__(self, nodes: int = 2) -> None:
-        # Short, since munge's socket lies in it.
+        # Short, since munge's socket is in it.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm"))
         self.folder.chmod(0o755)
         self.nodes = [f"n{number + 1}" for number in range(nodes)]
@@ -141,7 +141,7 @@ class LocalSlurm:
         env = process.environ()
         if env.get("SLURM_CONF") == self.env["SLURM_CONF"]:
             return env.get("SLURMD_NODENAME") or env.get("LOCAL_SLURM_NODE") or ""
-        if process.name() == "slurmstepd":  # its title lies where its environment was
+        if process.name() == "slurmstepd":  # its title overwrites its environment
             for link in process.net_connections("unix"):
                 socket_file = Path(str(link.laddr))
                 if socket_file.is_relative_to(self.folder):
@@ -255,7 +255,7 @@ def _free_ports(number: int) -> list[int]:
 
 
 def main() -> int:
-    """Run a command with a Slurm of its own; returns its exit code."""
+    """Run a command with a private Slurm; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("command", nargs=argparse.REMAINDER)
