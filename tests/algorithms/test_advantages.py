@@ -95,11 +95,11 @@ MASKED_MEAN = {"rtol": 1e-9, "atol": 1e-10}
 
 def test_leave_one_out_agrees_with_verl_and_the_formula(core_algos: ModuleType) -> None:
     groups = Groups()
-    found = groups.joined(leave_one_out, groups.rewards)
+    advantages = groups.joined(leave_one_out, groups.rewards)
     theirs = core_algos.compute_rloo_outcome_advantage(
         groups.token_rewards, groups.mask.double(), groups.index
     )
-    np.testing.assert_allclose(found, groups.first(theirs), **EXACT)
+    np.testing.assert_allclose(advantages, groups.first(theirs), **EXACT)
     for rewards in groups.rewards:
         others = [np.delete(rewards, i).mean() for i in range(len(rewards))]
         np.testing.assert_allclose(leave_one_out(rewards), rewards - others, **EXACT)
@@ -107,21 +107,21 @@ def test_leave_one_out_agrees_with_verl_and_the_formula(core_algos: ModuleType) 
 
 def test_optimal_baseline_agrees_with_verl(core_algos: ModuleType) -> None:
     groups = Groups()
-    found = groups.joined(optimal_baseline, groups.rewards, groups.lengths)
+    advantages = groups.joined(optimal_baseline, groups.rewards, groups.lengths)
     theirs = core_algos.compute_opo_outcome_advantage(
         groups.token_rewards, groups.mask.double(), groups.index
     )
-    np.testing.assert_allclose(found, groups.first(theirs), **EXACT)
+    np.testing.assert_allclose(advantages, groups.first(theirs), **EXACT)
 
 
 def test_greedy_baseline_agrees_with_verl(core_algos: ModuleType) -> None:
     groups = Groups()
     greedy = [np.full(len(rewards), 0.1 * i) for i, rewards in enumerate(groups.rewards)]
-    found = groups.joined(greedy_baseline, groups.rewards, greedy)
+    advantages = groups.joined(greedy_baseline, groups.rewards, greedy)
     theirs = core_algos.compute_remax_outcome_advantage(
         groups.token_rewards, torch.tensor(np.concatenate(greedy)), groups.mask.double()
     )
-    np.testing.assert_allclose(found, groups.first(theirs), **EXACT)
+    np.testing.assert_allclose(advantages, groups.first(theirs), **EXACT)
     with pytest.raises(ValueError, match="zip"):
         greedy_baseline([1.0, 2.0], [1.0])
 
@@ -148,8 +148,8 @@ def test_minimum_variance_is_where_the_variance_is_least() -> None:
 @pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
 def test_minimum_variance_stands_extreme_ratios(scale: float) -> None:
     ratios = [scale, scale * 1e-30, 0.0]
-    found = minimum_variance([1.0, 0.0, 5.0], [2.0, 7.0, 1.0], ratios)
-    np.testing.assert_allclose(found, [0.0, -1.0, 4.0], atol=1e-12)
+    advantages = minimum_variance([1.0, 0.0, 5.0], [2.0, 7.0, 1.0], ratios)
+    np.testing.assert_allclose(advantages, [0.0, -1.0, 4.0], atol=1e-12)
 
 
 def test_entropy_reshaped_agrees_with_the_formula() -> None:

@@ -113,9 +113,9 @@ def test_the_unsure_are_served_more_than_the_decided() -> None:
 def test_rare_right_responses_gain_within_their_bound() -> None:
     likelihoods = [-0.1, -2.0, -0.5, -3.0]
     mean = sum(likelihoods) / 4
-    found = novelty_sharpened([1.0, 1.0, -1.0, 0.2], likelihoods, weight=0.5, bound=0.5)
+    advantages = novelty_sharpened([1.0, 1.0, -1.0, 0.2], likelihoods, weight=0.5, bound=0.5)
     gained = 0.5 * (1 - math.exp(-2.0 - mean))
-    assert found == pytest.approx([1.0, 1.0 + gained, -1.0, 0.2 + 0.1])
+    assert advantages == pytest.approx([1.0, 1.0 + gained, -1.0, 0.2 + 0.1])
     far = novelty_sharpened([1.0, 1.0], [-1e4, 0.0], weight=0.3, bound=5.0)
     assert far == pytest.approx([1.3, 1.0])
     assert novelty_sharpened([], [], weight=1.0, bound=1.0) == []

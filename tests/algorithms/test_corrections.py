@@ -64,9 +64,9 @@ def test_figures_are_their_definitions_however_the_batch_is_cut(spread: float) -
     responses = [x.split(LENGTHS) for x in (trainer, rollout)]
     wanted = plain(*([x.tolist() for x in side] for side in responses))
     whole = compare(trainer, rollout, LENGTHS)
-    found = describe(whole, "m")
-    assert found == pytest.approx(wanted, rel=1e-9)
-    assert list(found) == list(wanted)
+    metrics = describe(whole, "m")
+    assert metrics == pytest.approx(wanted, rel=1e-9)
+    assert list(metrics) == list(wanted)
     parts = [
         compare(torch.cat(responses[0][i:j]), torch.cat(responses[1][i:j]), LENGTHS[i:j])
         for i, j in ((0, 2), (2, 3), (3, 4), (4, 6))
@@ -84,8 +84,8 @@ def test_responses_of_no_rollout_engine_are_left_out() -> None:
     trainer[5] = math.nan
     known = [n for i, n in enumerate(LENGTHS) if i != 1]
     wanted = compare(trainer[~unknown], rollout[~unknown], known)
-    found = compare(trainer, rollout.masked_fill(unknown, math.nan), LENGTHS)
-    torch.testing.assert_close(found, wanted, **CLOSE)
+    figures = compare(trainer, rollout.masked_fill(unknown, math.nan), LENGTHS)
+    torch.testing.assert_close(figures, wanted, **CLOSE)
     assert describe(compare(trainer, torch.full_like(rollout, math.nan), LENGTHS), "m") == {}
     assert describe(compare(torch.zeros(0), torch.zeros(0), ()), "m") == {}
 
@@ -93,14 +93,14 @@ def test_responses_of_no_rollout_engine_are_left_out() -> None:
 def test_figures_of_far_engines_stay_finite() -> None:
     """One token of the second response has all the weight; k3 clamps its exponent to 20."""
     trainer, rollout = torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-1.0, -2.0, -900.0])
-    found = describe(compare(trainer, rollout, (2, 1)), "m")
-    assert found["m/max"] == 900
-    assert found["m/ess_token"] == pytest.approx(1 / 3)
-    assert found["m/ess_sequence"] == pytest.approx(1 / 2)
+    metrics = describe(compare(trainer, rollout, (2, 1)), "m")
+    assert metrics["m/max"] == 900
+    assert metrics["m/ess_token"] == pytest.approx(1 / 3)
+    assert metrics["m/ess_sequence"] == pytest.approx(1 / 2)
     shifted = describe(compare(trainer - 500, trainer, (2, 1)), "m")
     assert shifted["m/ess_token"] == pytest.approx(1)  # where verl's clamp, too, makes them alike
     assert shifted["m/ess_sequence"] == pytest.approx(1 / 2)
-    assert found["m/kl"] == pytest.approx((math.exp(20) - 21) / 3)
+    assert metrics["m/kl"] == pytest.approx((math.exp(20) - 21) / 3)
 
 
 @pytest.fixture(scope="session")
@@ -138,31 +138,31 @@ def test_weights_agree_with_verl(
     trainer, rollout = drawn(spread, seed=3)
     trainer[10] = rollout[10]  # the third response: something is kept, as verl's metrics need
     correction = Correction(rule=rule, level=level, bound=bound)
-    found = ours(correction, trainer, rollout)
+    weights = ours(correction, trainer, rollout)
     threshold = bound if rule == "truncate" else f"{1 / bound!r}_{bound!r}"
     log_ratio = padded(trainer) - padded(rollout)
     wanted = verl_weights(log_ratio, MASK, rollout_is=level, rollout_is_threshold=threshold)
     # Ours are float32: relative 6e-8.
-    torch.testing.assert_close(found.double(), wanted[MASK > 0], rtol=1e-7, atol=0)
-    assert not found.requires_grad
+    torch.testing.assert_close(weights.double(), wanted[MASK > 0], rtol=1e-7, atol=0)
+    assert not weights.requires_grad
     raw = log_ratio if level == "token" else (log_ratio * MASK).sum(-1, keepdim=True)
     far = raw > math.log(bound)
     if rule == "mask":
         far = far | (raw < -math.log(bound))
-    assert torch.equal(correction.cut(found), far.expand_as(MASK)[MASK > 0])
+    assert torch.equal(correction.cut(weights), far.expand_as(MASK)[MASK > 0])
     if spread == 30:
         assert far.any()
         assert not far.all()
     if rule == "truncate":
-        assert found.min() > 0  # by the clamp
+        assert weights.min() > 0  # by the clamp
 
 
 def test_the_worked_example() -> None:
     rollout = torch.zeros(3)
     trainer = torch.tensor([0.4, 1.5, 3.0]).log()
     for rule, wanted in (("truncate", [0.4, 1.5, 2.0]), ("mask", [0.0, 1.5, 0.0])):
-        found = Correction(rule=rule)(trainer, rollout)
-        torch.testing.assert_close(found, torch.tensor(wanted))
+        weights = Correction(rule=rule)(trainer, rollout)
+        torch.testing.assert_close(weights, torch.tensor(wanted))
         whole = Correction(rule=rule, level="sequence")(trainer, rollout)
         torch.testing.assert_close(whole, torch.full((3,), 1.8))
 

@@ -57,13 +57,15 @@ def test_gae_agrees_with_verl(
     theirs, their_returns = core_algos.compute_gae_advantage_return(
         padded(rewards), padded(values), mask.double(), gamma, lam
     )
-    found = [
+    results = [
         gae(r, v, gamma=gamma, lam=lam, mask=m)
         for r, v, m in zip(rewards, values, own, strict=True)
     ]
-    advantages = torch.cat([a for a, _ in found])
+    advantages = torch.cat([a for a, _ in results])
     flat = torch.cat(own)
-    torch.testing.assert_close(torch.cat([b for _, b in found])[flat], their_returns[mask], **EXACT)
+    torch.testing.assert_close(
+        torch.cat([b for _, b in results])[flat], their_returns[mask], **EXACT
+    )
     assert (advantages[~flat] == 0).all()
     # Whitened over the batch through scalars alone, as verl does over the padded tensor.
     parts = zip(advantages.split(LENGTHS), own, strict=True)
@@ -106,14 +108,14 @@ def test_a_mask_removes_tokens() -> None:
 
 def test_reinforce_plus_plus_with_kl_agrees_with_verl(core_algos: ModuleType) -> None:
     log_probs, reference, rewards = drawn(7), drawn(8), drawn(9, (1,) * len(LENGTHS))
-    made = [
+    results = [
         token_rewards(r.item(), p, q, 0.1)
         for r, p, q in zip(rewards, log_probs, reference, strict=True)
     ]
     theirs, their_returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(
-        padded(tuple(made)), THERE.double(), SimpleNamespace(gamma=0.95)
+        padded(tuple(results)), THERE.double(), SimpleNamespace(gamma=0.95)
     )
-    to_go = [discounted(r, gamma=0.95) for r in made]
+    to_go = [discounted(r, gamma=0.95) for r in results]
     torch.testing.assert_close(torch.cat(to_go), their_returns[THERE], **EXACT)
     means, scales = whitening(*zip(*map(moments, to_go), strict=True))
     white = torch.cat([whiten(x, means[0], scales[0]) for x in to_go])
@@ -130,18 +132,18 @@ def test_token_rewards_agree_with_verl(core_algos: ModuleType, kl: str) -> None:
         if length:
             scores[row, length - 1] = reward
     penalty = core_algos.kl_penalty_forward(padded(log_probs), padded(reference), kl)
-    found = [
+    per_response = [
         token_rewards(r.item(), p, q, kl_coef=0.3, kl=kl)
         for r, p, q in zip(rewards, log_probs, reference, strict=True)
     ]
-    torch.testing.assert_close(torch.cat(found), (scores - 0.3 * penalty)[THERE], **EXACT)
+    torch.testing.assert_close(torch.cat(per_response), (scores - 0.3 * penalty)[THERE], **EXACT)
 
 
 def test_token_rewards_at_the_edges() -> None:
     p, q = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.0])
     mask = torch.tensor([True, True, False])
-    found = token_rewards(4.0, p, q, 0.5, mask=mask)
-    torch.testing.assert_close(found, torch.tensor([-0.25, 4.0, 0.0]))
+    per_token = token_rewards(4.0, p, q, 0.5, mask=mask)
+    torch.testing.assert_close(per_token, torch.tensor([-0.25, 4.0, 0.0]))
     assert token_rewards(4.0, p, q, 0.5, mask=~mask & mask).tolist() == [0, 0, 0]
     assert token_rewards(4.0, p[:0], q[:0], 0.5).tolist() == []
     cost = token_rewards(4.0, p, q, -0.5)

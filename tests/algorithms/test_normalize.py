@@ -34,7 +34,9 @@ def test_micro_batches_add_up(normalize: str) -> None:
     lengths = torch.tensor([3, 9, 1, 12, 4])
     totals = (int(lengths.sum()), len(lengths), 12)
     whole = token_weights(lengths, normalize, *totals)
-    parts = [token_weights(part, normalize, *totals) for part in (lengths[:2], lengths[2:])]
+    parts = [
+        token_weights(micro_batch, normalize, *totals) for micro_batch in (lengths[:2], lengths[2:])
+    ]
     assert torch.equal(torch.cat(parts), whole)
     if normalize != "constant":
         assert whole.sum().item() == pytest.approx(1.0, rel=1e-6)

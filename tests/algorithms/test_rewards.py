@@ -34,13 +34,13 @@ def test_overlong_agrees_with_trl(max_tokens: int, buffer_tokens: int) -> None:
     lengths = list(range(max_tokens + 9))
     rewards = [0.1 * length for length in lengths]
     theirs = trl.get_soft_overlong_punishment(max_tokens, buffer_tokens)([[0] * n for n in lengths])
-    found = overlong_shaped(rewards, lengths, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
-    np.testing.assert_allclose(np.array(found) - rewards, theirs, rtol=0, atol=1e-12)
+    shaped = overlong_shaped(rewards, lengths, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
+    np.testing.assert_allclose(np.array(shaped) - rewards, theirs, rtol=0, atol=1e-12)
 
 
 def test_overlong_by_its_example() -> None:
-    found = overlong_shaped([1.0] * 4, [80, 90, 100, 130], max_tokens=100, buffer_tokens=20)
-    assert found == [1.0, 0.5, 0.0, 0.0]
+    shaped = overlong_shaped([1.0] * 4, [80, 90, 100, 130], max_tokens=100, buffer_tokens=20)
+    assert shaped == [1.0, 0.5, 0.0, 0.0]
     half = overlong_shaped([1.0], [90], max_tokens=100, buffer_tokens=20, penalty=0.5)
     assert half == [0.75]
     assert overlong_shaped([], [], max_tokens=100, buffer_tokens=20) == []

@@ -47,8 +47,8 @@ class Row:
     def draw(self, *, each: bool = True) -> torch.Tensor:
         """Normal numbers, one for each token or one for all of a sequence."""
         shape = (len(self.lengths), self.width if each else 1)
-        found = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-        return found.expand(-1, self.width).contiguous()
+        values = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return values.expand(-1, self.width).contiguous()
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens] in the order of the row."""

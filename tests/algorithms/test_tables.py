@@ -14,9 +14,9 @@ TABLES = {name: value for name, value in vars(algorithms).items() if name.isuppe
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
 def test_every_entry_can_be_called(table: Mapping[str, str]) -> None:
-    found = [resolve(table, "recipe.x", name) for name in table]
-    assert all(callable(entry) and entry.__doc__ for entry in found)
-    assert len(set(found)) == len(table) > 0
+    functions = [resolve(table, "recipe.x", name) for name in table]
+    assert all(callable(entry) and entry.__doc__ for entry in functions)
+    assert len(set(functions)) == len(table) > 0
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))

@@ -63,14 +63,14 @@ def make(source, layout):
 def update(engine, number):
     """One step on eight sequences, dealt over the ranks."""
     random = torch.Generator().manual_seed(number)
-    made = [
+    sequences = [
         TrainSequence(
             torch.randint(0, 41, (9,), generator=random), 4,
             {"advantages": float(torch.randn(1, generator=random))},
         )
         for _ in range(8)
     ]  # fmt: skip
-    return engine.update(made[dist.get_rank() :: dist.get_world_size()], AdvantageLoss())
+    return engine.update(sequences[dist.get_rank() :: dist.get_world_size()], AdvantageLoss())
 
 
 def whole(engine):
@@ -81,7 +81,7 @@ def whole(engine):
     }
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    return {name: tensor[:41] for part in gathered for name, tensor in part.items()}
+    return {name: tensor[:41] for tensors in gathered for name, tensor in tensors.items()}
 
 
 def begin(source, layout, folder):

@@ -35,11 +35,11 @@ def test_the_newest_is_the_one_that_was_written_last(tmp_path: Path) -> None:
     steps = {"checkpoints/step_000009": 5.0, "checkpoints/step_000003": 7.0, "warm_start": 1.0}
     for name, when in steps.items():
         publish(tmp_path / name, when)
-    found, wrong = folder.search(tmp_path)
-    names = [str(point.folder.relative_to(tmp_path)) for point in found]
+    points, wrong = folder.search(tmp_path)
+    names = [str(point.folder.relative_to(tmp_path)) for point in points]
     assert names == ["checkpoints/step_000003", "checkpoints/step_000009", "warm_start"]
     assert wrong == []
-    assert {point.run_dir for point in found} == {tmp_path}
+    assert {point.run_dir for point in points} == {tmp_path}
 
 
 def test_what_was_cut_short_is_not_there_and_the_earlier_one_is(tmp_path: Path) -> None:

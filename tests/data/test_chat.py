@@ -85,8 +85,8 @@ def test_an_end_of_turn_that_is_not_the_eos_token(tokenizer: Any) -> None:
     """As in SmolLM2-Instruct, whose eos is the token that opens a turn."""
     from hybridrl.models.tiny import make_char_tokenizer
 
-    made = make_char_tokenizer("QAx\n", 64)
-    made.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    made.chat_template = "{% for m in messages %}<eos>x{{ m['content'] }}<|end|>\n{% endfor %}"
-    assert end_token_id(made, chat=True) == made.convert_tokens_to_ids("<|end|>")
-    assert end_token_id(made, chat=False) == made.eos_token_id
+    tokenizer = make_char_tokenizer("QAx\n", 64)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<eos>x{{ m['content'] }}<|end|>\n{% endfor %}"
+    assert end_token_id(tokenizer, chat=True) == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end_token_id(tokenizer, chat=False) == tokenizer.eos_token_id

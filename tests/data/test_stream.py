@@ -53,9 +53,9 @@ def test_weights_hold_over_every_stretch() -> None:
     weights = {"a": 5.0, "b": 1.0, "c": 2.0}
     prompts = take(PromptStream(items(a=9, b=2, c=40), 0, weights), 800)
     for count in range(1, 801):
-        given = Counter(prompt[0] for prompt in prompts[:count])
+        counts = Counter(prompt[0] for prompt in prompts[:count])
         for name, weight in weights.items():
-            assert abs(given[name] - count * weight / 8) < len(weights)
+            assert abs(counts[name] - count * weight / 8) < len(weights)
     assert Counter(prompt[0] for prompt in prompts) == {"a": 500, "b": 100, "c": 200}
     spread = Counter(prompts)
     assert max(spread[f"b{n}"] for n in range(2)) == 50  # a small source goes round more often

@@ -96,12 +96,12 @@ def test_a_function_that_cannot_serve_is_named(
 
 def test_preferences_have_one_mistake(load: Load, tokenizer: Any) -> None:
     """The words of reasoning_gym; every rejected response within one change of the chosen one."""
-    found = list(itertools.islice(spell_preferences(seed=0), 400))
+    rows = list(itertools.islice(spell_preferences(seed=0), 400))
     plain = reasoning_gym.create_dataset("spell_backward", seed=0, size=400, min_word_len=3,
                                          max_word_len=8)  # fmt: skip
-    assert [row["question"] for row in found] == [row["question"] for row in plain]
+    assert [row["question"] for row in rows] == [row["question"] for row in plain]
     kinds = set()
-    for row in found:
+    for row in rows:
         right, wrong = row["chosen"].removeprefix("#"), row["rejected"].removeprefix("#")
         assert row["word"][::-1] == right == row["answer"]
         assert wrong != right

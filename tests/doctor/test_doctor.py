@@ -36,8 +36,8 @@ RUN_DIR = Disk("a", "run.dir", "/data", "nfs4", 100 * GIB, 50 * GIB, 1e9, 1e9, 1
 SCRATCH = replace(RUN_DIR, role="scratch", path="/tmp", kind="ext4")
 
 
-def facts(*found: NodeInfo, **others: Any) -> Facts:
-    return Facts(machines=found or (SOUND,), **others)
+def facts(*machines: NodeInfo, **others: Any) -> Facts:
+    return Facts(machines=machines or (SOUND,), **others)
 
 
 def two(**different: Any) -> Facts:
@@ -130,19 +130,19 @@ def test_what_facts_mean(
 def test_infiniband_that_is_not_used() -> None:
     has_both = replace(WITH_GPUS, infiniband={"mlx5_0:1": 400.0})
     slow = replace(ring(50, 3, 50, 3), machines=(has_both,))  # 24 Gbit/s of eth0's 25
-    (found,) = diagnose(slow, NEEDS)
-    assert found.what == "24 Gbit/s between nodes, with InfiniBand of 400 Gbit/s"
+    (finding,) = diagnose(slow, NEEDS)
+    assert finding.what == "24 Gbit/s between nodes, with InfiniBand of 400 Gbit/s"
     assert diagnose(replace(slow, links=ring(50, 40, 50, 40).links), NEEDS) == []
 
 
 def test_the_worst_comes_first_and_the_same_is_said_once() -> None:
-    given = replace(
+    slow = replace(
         facts(*(replace(SOUND, node=node, open_files=1024, cpus=1) for node in "abc")),
         hidden=["c"],
     )
-    found = diagnose(given, NEEDS)
-    assert [f.severity for f in found] == [Severity.ERROR, Severity.WARNING, Severity.WARNING]
-    assert [f.nodes for f in found] == [("c",), ("a", "b", "c"), ("a", "b", "c")]
+    findings = diagnose(slow, NEEDS)
+    assert [f.severity for f in findings] == [Severity.ERROR, Severity.WARNING, Severity.WARNING]
+    assert [f.nodes for f in findings] == [("c",), ("a", "b", "c"), ("a", "b", "c")]
 
 
 def test_what_a_model_needs() -> None:
@@ -262,8 +262,8 @@ def test_more_ranks_than_fit(
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--json", "cluster.ranks=9999"])
     assert ended.value.code == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["works"]
-    assert found["findings"][0]["what"] == "the ranks do not come up"
-    assert found["findings"][0]["why"].startswith("cluster.ranks=9999: wanted at most ")
+    report = json.loads(capsys.readouterr().out)
+    assert not report["works"]
+    assert report["findings"][0]["what"] == "the ranks do not come up"
+    assert report["findings"][0]["why"].startswith("cluster.ranks=9999: wanted at most ")
     assert list(tmp_path.iterdir()) == []

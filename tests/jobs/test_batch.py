@@ -14,7 +14,7 @@ from hybridrl.runtime import ray_node, slurm
 from hybridrl.runtime.ray_on_slurm import RayOnSlurm
 
 
-def made(folder: Path, *options: str, **others: object) -> Batch:
+def make_batch(folder: Path, *options: str, **others: object) -> Batch:
     """A batch whose Python is a program that prints its arguments, one a line."""
     cluster = ClusterConfig(kind=ClusterKind.slurm, **{"ranks": 1, **others})  # type: ignore[arg-type]
     return Batch(cluster, folder, folder, tuple(options))
@@ -42,7 +42,7 @@ def test_options_reach_the_command_as_they_were_given(
 ) -> None:
     options = ("recipe=grpo", "data.prompt='a b, $HOME'", 'x="{y: [1,2]}"', "z=*")
     folder = tmp_path / "it's 100% (mine)"
-    lines = printed(made(folder, *options))
+    lines = printed(make_batch(folder, *options))
     assert lines[:4] == ["-P", "-m", "hybridrl.cli", "train"]
     assert lines[4:-1] == list(options)
     escaped = str(folder).replace("'", "\\'")
@@ -68,7 +68,7 @@ def test_every_task_of_a_sweep_has_its_choice_and_its_directory(
 
 def test_settings_become_directives(tmp_path: Path) -> None:
     folder = tmp_path / "100%"
-    text = made(
+    text = make_batch(
         folder, nodes=1, gpus_per_node=8, cpus_per_node=32, memory_per_node="200G",
         partition="h100", account="lab", qos="high", time="1-12", sbatch=["--constraint=h100"],
         setup=["module load cuda"],
@@ -82,9 +82,9 @@ def test_settings_become_directives(tmp_path: Path) -> None:
     } <= set(directives)  # fmt: skip
     assert "--exclusive" not in directives
     assert body.startswith("module load cuda\nexec ")
-    assert "#SBATCH --exclusive\n" in made(folder).text()
-    assert "gres" not in made(folder).text()
-    again = made(folder, requeue=3, warn_s=90).text()
+    assert "#SBATCH --exclusive\n" in make_batch(folder).text()
+    assert "gres" not in make_batch(folder).text()
+    again = make_batch(folder, requeue=3, warn_s=90).text()
     assert "#SBATCH --requeue\n#SBATCH --signal=B:USR1@90\n" in again
     assert "--no-requeue" not in again
 
@@ -129,7 +129,7 @@ def test_modules_are_loaded_where_a_shell_does_not_know_them(tmp_path: Path) -> 
     init = tmp_path / "lmod/init/bash"
     init.parent.mkdir(parents=True)
     init.write_text('module() { echo "module $*"; }\n')
-    text = made(tmp_path, modules=["cuda/12.4", "a b"]).text().partition("exec ")[0]
+    text = make_batch(tmp_path, modules=["cuda/12.4", "a b"]).text().partition("exec ")[0]
     env = {"LMOD_PKG": str(tmp_path / "lmod")}
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "module load cuda/12.4 a b\n"
@@ -139,23 +139,27 @@ def test_modules_are_loaded_where_a_shell_does_not_know_them(tmp_path: Path) -> 
 
 
 def test_apptainer_runs_the_driver_and_the_other_nodes(tmp_path: Path) -> None:
-    text = made(tmp_path, nodes=2, ranks=2, container=Container.apptainer, **IN_CONTAINER).text()
+    text = make_batch(
+        tmp_path, nodes=2, ranks=2, container=Container.apptainer, **IN_CONTAINER
+    ).text()
     bind = f"--bind {tmp_path}:{tmp_path},{tmp_path}:{tmp_path},/data:/data:ro"
     inside = f"apptainer exec --nv {bind} '/images/a b.sif' python3 -P -m hybridrl"
     assert f"\nexec {inside}.cli train \\\n" in text
     assert f"    {inside}.cluster.ray_node --ranks=1 --gpus=8 --logs={tmp_path}/logs)\n" in text
     assert "exec srun $step --nodes=1 --ntasks=1" in text
-    alone = made(tmp_path, container=Container.apptainer, **IN_CONTAINER | {"gpus_per_node": 0})
+    alone = make_batch(
+        tmp_path, container=Container.apptainer, **IN_CONTAINER | {"gpus_per_node": 0}
+    )
     assert "--nv" not in alone.text()
     assert "ray_node" not in alone.text()
     assert "scontrol requeue" not in text
-    again = made(tmp_path, requeue=3, container=Container.apptainer, **IN_CONTAINER).text()
+    again = make_batch(tmp_path, requeue=3, container=Container.apptainer, **IN_CONTAINER).text()
     assert f"\n{inside}.cli train \\\n" in again
     assert 'scontrol requeue "$job"' in again
 
 
 def test_pyxis_gives_both_to_srun(tmp_path: Path) -> None:
-    text = made(tmp_path, nodes=2, ranks=2, container=Container.pyxis, **IN_CONTAINER).text()
+    text = make_batch(tmp_path, nodes=2, ranks=2, container=Container.pyxis, **IN_CONTAINER).text()
     options = [
         "--container-image='/images/a b.sif'",
         f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}:{tmp_path},/data:/data:ro",
@@ -188,9 +192,9 @@ def test_scratch_is_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert ray_node._node_scratch() == tmp_path
-    found = ray_node._caches(tmp_path)
-    assert found["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tmp_path}/hybridrl-")
-    assert "TRITON_CACHE_DIR" not in found
+    caches = ray_node._caches(tmp_path)
+    assert caches["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tmp_path}/hybridrl-")
+    assert "TRITON_CACHE_DIR" not in caches
 
 
 def test_one_rank_for_every_gpu() -> None:

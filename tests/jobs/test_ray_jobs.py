@@ -66,9 +66,9 @@ def test_a_run_is_submitted_followed_and_cancelled(
     dashboard: str, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [*small, "cluster=ray", f"cluster.address={dashboard}", "cluster.ranks=1"]
+    arguments = [*small, "cluster=ray", f"cluster.address={dashboard}", "cluster.ranks=1"]
 
-    *lines, record = commands.submit([*given, "run.dir=runs/first"])
+    *lines, record = commands.submit([*arguments, "run.dir=runs/first"])
     job = json.loads(record)["job"]
     assert lines == [
         f"submitted job {job} to {dashboard}",
@@ -82,14 +82,14 @@ def test_a_run_is_submitted_followed_and_cancelled(
     assert list(commands.cancel(["runs/first"])) == [f"job {job} has ended before"]
     assert list(commands.logs(["runs/first"])) == printed
 
-    list(commands.submit([*given, "run.dir=large", "cluster.ranks=99"]))
+    list(commands.submit([*arguments, "run.dir=large", "cluster.ranks=99"]))
     wait_for(lambda: not RayJob(Path("large")).lives())
     assert RayJob(Path("large")).state() == "FAILED (exit 2)"
     assert "cluster.ranks=99: wanted at most the pool's 4 CPU" in "\n".join(
         commands.logs(["large"])
     )  # fmt: skip
 
-    list(commands.submit([*given, "run.dir=long", "trainer.steps=100000", "eval.every=0"]))
+    list(commands.submit([*arguments, "run.dir=long", "trainer.steps=100000", "eval.every=0"]))
     metrics = Path("long/metrics.jsonl")
     wait_for(lambda: metrics.is_file() and len(read_lines(metrics)) > 2)
     (cancelled,) = commands.cancel(["long"])
@@ -100,7 +100,7 @@ def test_a_run_is_submitted_followed_and_cancelled(
 
     (last,) = (line["step"] for line in read_lines(metrics)[-1:])
     more = ["run.dir=long", f"trainer.steps={last + 2}", "eval.every=0", "trainer.resume=auto"]
-    list(commands.submit([*given, *more]))
+    list(commands.submit([*arguments, *more]))
     wait_for(lambda: not RayJob(Path("long")).lives())
     assert RayJob(Path("long")).state() == "SUCCEEDED (exit 0)"
     RayJob(Path("long"))._client.delete_job(RayJob(Path("long")).id)
@@ -115,9 +115,14 @@ def test_no_cluster_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (port,) = free_ports(1)
-    given = [*small, "cluster=ray", f"cluster.address=http://127.0.0.1:{port}", "run.dir=new/run"]
+    arguments = [
+        *small,
+        "cluster=ray",
+        f"cluster.address=http://127.0.0.1:{port}",
+        "run.dir=new/run",
+    ]
     with pytest.raises(ConfigError) as raised:
-        list(commands.submit(given))
+        list(commands.submit(arguments))
     start = f"cluster.address=http://127.0.0.1:{port}: wanted the dashboard of a Ray cluster ("
     assert str(raised.value).startswith(start)
     assert list(tmp_path.iterdir()) == []
@@ -129,10 +134,10 @@ def test_what_the_head_runs(
     folder = tmp_path / "a b"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    given = [*small, "cluster=ray", "cluster.address=http://head:8265", "run.dir=x"]
-    (line,) = commands.submit(["--dry-run", *given])
+    arguments = [*small, "cluster=ray", "cluster.address=http://head:8265", "run.dir=x"]
+    (line,) = commands.submit(["--dry-run", *arguments])
     place, _, command = line.partition(" && ")
     assert shlex.split(place) == ["cd", str(folder)]
     words = shlex.split(command)
     assert words[:5] == ["exec", sys.executable, "-P", "-m", "hybridrl.cli"]
-    assert words[5:] == ["train", *given[:-1], f"run.dir='{folder}/x'"]
+    assert words[5:] == ["train", *arguments[:-1], f"run.dir='{folder}/x'"]

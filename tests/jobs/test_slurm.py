@@ -73,15 +73,15 @@ def test_the_doctor_looks_at_both_nodes(jobs: Any, two: list[str]) -> None:
     """From a login node: a job of its own, whose report comes back; nothing stays."""
     done = jobs.shell("doctor", "--json", *two)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["works"], found["findings"]
-    assert sorted(machine["node"] for machine in found["machines"]) == ["n1", "n2"]
-    assert (sorted(found["node_of"]), found["hidden"]) == (["n1", "n2"], [])
-    assert {link["kind"] for link in found["links"]} == {"all_reduce", "send"}
-    assert {(disk["node"], disk["role"]) for disk in found["disks"]} == {
+    report = json.loads(done.stdout)
+    assert report["works"], report["findings"]
+    assert sorted(machine["node"] for machine in report["machines"]) == ["n1", "n2"]
+    assert (sorted(report["node_of"]), report["hidden"]) == (["n1", "n2"], [])
+    assert {link["kind"] for link in report["links"]} == {"all_reduce", "send"}
+    assert {(disk["node"], disk["role"]) for disk in report["disks"]} == {
         (node, role) for node in ("n1", "n2") for role in ("run.dir", "scratch")
     }
-    assert all(abs(offset) < 1 for offset, _ in found["clocks"].values())  # it is one machine
+    assert all(abs(offset) < 1 for offset, _ in report["clocks"].values())  # it is one machine
     assert jobs.left() == []
     assert not list(jobs.folder.rglob("*"))
 
@@ -91,9 +91,9 @@ def test_hydras_submitit_launcher(jobs: Any, small: list[str]) -> None:
     """The page's command; submitit warns where Slurm has no accounting, as here."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra submitit")
     page = (ROOT / "docs/clusters.md").read_text()
-    found = re.search(r"^hybridrl (train -m .*submitit.*)$", page, re.MULTILINE)
-    assert found
-    done = jobs.shell(*shlex.split(found[1]), *small, "cluster.ranks=1")
+    command = re.search(r"^hybridrl (train -m .*submitit.*)$", page, re.MULTILINE)
+    assert command
+    done = jobs.shell(*shlex.split(command[1]), *small, "cluster.ranks=1")
     assert done.returncode == 0, done.stderr
     for task in range(2):
         assert jobs.record(f"runs/submitit/{task}")["state"] == "finished"

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 def tensors(run_dir: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Parameters and moments of the actor at the end of a run."""
     dcp_to_torch_save(run_dir / "final" / "resume" / "actor", folder / "whole.pt")
-    found: dict[str, torch.Tensor] = torch.load(folder / "whole.pt")
-    return found
+    by_name: dict[str, torch.Tensor] = torch.load(folder / "whole.pt")
+    return by_name
 
 
 def complaints(log: str | Path) -> list[str]:

@@ -29,15 +29,15 @@ CASES = {
 
 def parameters() -> list[Parameter]:
     """An odd vocabulary, tied at both ends; an odd number of layers; norms."""
-    made = [Parameter("model.embed_tokens.weight", (37, 8), BOTH, 0)]
+    model_parameters = [Parameter("model.embed_tokens.weight", (37, 8), BOTH, 0)]
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}"
-        made += [
+        model_parameters += [
             Parameter(f"{at}.q_proj.weight", (16, 8), layer, 0, units=4),
             Parameter(f"{at}.o_proj.weight", (8, 16), layer, 1, units=4),
             Parameter(f"{at}.norm.weight", (8,), layer),
         ]
-    return [*made, Parameter("model.norm.weight", (8,), LAST)]
+    return [*model_parameters, Parameter("model.norm.weight", (8,), LAST)]
 
 
 def plan_of(axes: TrainAxes, pp: int, tp: int) -> Plan:
@@ -111,7 +111,7 @@ class Repacking:
 
 def switches(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
     """Two switches of each case, in as few bytes a bucket as a row; all that is packed compared."""
-    rank, found = dist.get_rank(), []
+    rank, stats_by_case = dist.get_rank(), []
     for axes, pp, tp in cases:
         there = plan_of(axes, pp, tp)
         before, after = numbered(there.src), numbered(there.dst)
@@ -127,17 +127,17 @@ def switches(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
                     packed = -(tensor * factor).to(dtype).flatten().flip(0)
                     same = (packed == engine.packed[name]) | packed.isnan()
                     assert same.all(), (name, rank, factor)
-            found.append(stats)
-    return found
+            stats_by_case.append(stats)
+    return stats_by_case
 
 
 @pytest.mark.parametrize("size", CASES)
 def test_every_layer_gets_its_weights(ranks: Ranks, size: int) -> None:
     """With the bytes of the whole plan, and of its destination no more at a time than a layer."""
     results = ranks(size, switches, CASES[size])
-    for rank, found in enumerate(results):
+    for rank, stats_by_case in enumerate(results):
         cases = [(case, itemsize) for case in CASES[size] for itemsize in (4, 2)]
-        for (case, itemsize), stats in zip(cases, found, strict=True):
+        for (case, itemsize), stats in zip(cases, stats_by_case, strict=True):
             there = plan_of(*case)
             assert stats.bytes_received == there.traffic.received[rank] * itemsize
             assert stats.bytes_theory == there.least[rank] * itemsize
@@ -149,7 +149,9 @@ def test_every_layer_gets_its_weights(ranks: Ranks, size: int) -> None:
             assert stats.scratch_bytes <= 2 * max(64, (1 + size) * itemsize)
             assert stats.seconds >= stats.seconds_pack + stats.seconds_wait + stats.seconds_copy
             assert (stats.path == "local") == (not there.traffic.received.any())
-    assert size == 2 or any("gather" in stats.path for found in results for stats in found)
+    assert size == 2 or any(
+        "gather" in stats.path for stats_by_case in results for stats in stats_by_case
+    )
 
 
 def refused() -> None:

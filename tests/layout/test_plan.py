@@ -69,20 +69,20 @@ def gen_sizes(ranks: int) -> Iterator[tuple[int, int]]:
 
 def marked(layout: Layout, name: str, rank: int) -> np.ndarray:
     """How often each element of a parameter lies on a rank."""
-    found = np.zeros(layout.shapes[name], int)
+    counts = np.zeros(layout.shapes[name], int)
     if rank in layout.mesh.ranks:
         for box in layout.boxes(name, rank):
-            found[box.slices()] += 1
-    return found
+            counts[box.slices()] += 1
+    return counts
 
 
-def check(made: Plan) -> None:
+def check(planned: Plan) -> None:
     """The invariants of plan.py, element by element; the traffic counts what the moves say."""
-    ranks = range(made.num_ranks)
-    got = {(n, r): np.zeros(made.dst.shapes[n], int) for n in made.dst.rules for r in ranks}
-    has = {(n, r): marked(made.src, n, r) for n in made.dst.rules for r in ranks}
-    received, sent = np.zeros(made.num_ranks, int), np.zeros(made.num_ranks, int)
-    for move in made.moves():
+    ranks = range(planned.num_ranks)
+    got = {(n, r): np.zeros(planned.dst.shapes[n], int) for n in planned.dst.rules for r in ranks}
+    has = {(n, r): marked(planned.src, n, r) for n in planned.dst.rules for r in ranks}
+    received, sent = np.zeros(planned.num_ranks, int), np.zeros(planned.num_ranks, int)
+    for move in planned.moves():
         index = move.box.slices()
         assert (has[move.name, move.src][index] == 1).all(), move
         got[move.name, move.dst][index] += 1
@@ -91,11 +91,11 @@ def check(made: Plan) -> None:
             received[move.dst] += move.box.size
             sent[move.src] += move.box.size
     for name, rank in got:
-        assert (got[name, rank] == marked(made.dst, name, rank)).all(), (name, rank)
-    assert (made.traffic.received == received).all()
-    assert (made.traffic.sent == sent).all()
-    assert sum(made.traffic.links.values()) == received.sum()
-    assert (made.least <= received).all()
+        assert (got[name, rank] == marked(planned.dst, name, rank)).all(), (name, rank)
+    assert (planned.traffic.received == received).all()
+    assert (planned.traffic.sent == sent).all()
+    assert sum(planned.traffic.links.values()) == received.sum()
+    assert (planned.least <= received).all()
 
 
 def switch_plan(
@@ -141,21 +141,21 @@ def nests(axes: TrainAxes, pp: int, tp: int) -> bool:
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
 def test_bytes_equal_theory_where_shards_nest(ranks: int) -> None:
-    found = 0
+    num_cases = 0
     for axes in train_axes(ranks):
         for pp, tp in gen_sizes(ranks):
             even = 64 % (axes.fsdp * axes.tp) == 0 == 64 % tp and NUM_LAYERS % axes.pp == 0
             if not even or not nests(axes, pp, tp):
                 continue
-            found += 1
-            made = switch_plan(even_model(), axes, pp, tp, Grouping.strided)
-            size = sum(math.prod(shape) for shape in made.dst.shapes.values())
-            assert (made.traffic.received == made.least).all(), (axes, pp, tp)
+            num_cases += 1
+            planned = switch_plan(even_model(), axes, pp, tp, Grouping.strided)
+            size = sum(math.prod(shape) for shape in planned.dst.shapes.values())
+            assert (planned.traffic.received == planned.least).all(), (axes, pp, tp)
             each = size // (pp * tp) - size // axes.shards
-            assert made.traffic.received.sum() == each * ranks, (axes, pp, tp)
+            assert planned.traffic.received.sum() == each * ranks, (axes, pp, tp)
             if axes.pp == 1:
-                assert (made.traffic.received == each).all(), (axes, pp, tp)
-    assert found > ranks
+                assert (planned.traffic.received == each).all(), (axes, pp, tp)
+    assert num_cases > ranks
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -187,10 +187,11 @@ def test_auto_takes_the_order_of_fewest_bytes() -> None:
 
 def test_replicas_serve_themselves() -> None:
     axes = TrainAxes(pp=2, replicas=4, fsdp=2, tp=1)
-    made = switch_plan(even_model(), axes, 1, 2, Grouping.strided)
-    for src, dst in made.traffic.links:
+    planned = switch_plan(even_model(), axes, 1, 2, Grouping.strided)
+    for src, dst in planned.traffic.links:
         assert (
-            made.src.mesh.coordinates(src)["replica"] == made.src.mesh.coordinates(dst)["replica"]
+            planned.src.mesh.coordinates(src)["replica"]
+            == planned.src.mesh.coordinates(dst)["replica"]
         )
 
 
@@ -214,23 +215,23 @@ def test_random_layouts_of_up_to_thousands_of_ranks(
 ) -> None:
     """Single elements on a few ranks, and the sums over all of them."""
     axes, pp, tp = pair
-    made = switch_plan(awkward_model(8), axes, pp, tp, grouping)
-    traffic = made.traffic
-    held = sum(made.dst.elements(name, made.num_ranks) for name in made.dst.rules)
+    planned = switch_plan(awkward_model(8), axes, pp, tp, grouping)
+    traffic = planned.traffic
+    held = sum(planned.dst.elements(name, planned.num_ranks) for name in planned.dst.rules)
     assert (traffic.received + traffic.kept == held).all()
     assert traffic.received.sum() == traffic.sent.sum()
-    assert (made.least <= traffic.received).all()
+    assert (planned.least <= traffic.received).all()
     for _ in range(2):
         rank = data.draw(st.integers(0, axes.ranks - 1))
-        got = {n: np.zeros(shape, int) for n, shape in made.dst.shapes.items()}
-        for move in made.moves(rank):
+        got = {n: np.zeros(shape, int) for n, shape in planned.dst.shapes.items()}
+        for move in planned.moves(rank):
             if move.dst == rank:
-                assert (marked(made.src, move.name, move.src)[move.box.slices()] == 1).all()
+                assert (marked(planned.src, move.name, move.src)[move.box.slices()] == 1).all()
                 if move.src != rank:
-                    assert not marked(made.src, move.name, rank)[move.box.slices()].any()
+                    assert not marked(planned.src, move.name, rank)[move.box.slices()].any()
                 got[move.name][move.box.slices()] += 1
         for name, count in got.items():
-            assert (count == marked(made.dst, name, rank)).all()
+            assert (count == marked(planned.dst, name, rank)).all()
 
 
 @settings(max_examples=200)
@@ -249,10 +250,10 @@ def test_a_cluster_of_other_ranks_receives_everything() -> None:
     axes = TrainAxes(pp=1, replicas=2, fsdp=2, tp=1)
     src = train_layout(parameters, axes, [0] * NUM_LAYERS)
     mesh = Mesh((("instance", 2), ("pp", 1), ("tp", 2)), (4, 5, 6, 7))
-    made = plan(src, gen_layout(parameters, mesh, NUM_LAYERS))
-    check(made)
-    assert (made.traffic.kept == 0).all()
-    assert (made.traffic.sent[:4] > 0).all()
+    planned = plan(src, gen_layout(parameters, mesh, NUM_LAYERS))
+    check(planned)
+    assert (planned.traffic.kept == 0).all()
+    assert (planned.traffic.sent[:4] > 0).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -70,18 +70,20 @@ def groups_of_all(plan: Plan) -> list[list[Group]]:
     return [sorted(groups) for groups in by_rank]
 
 
-def named_differently(made: Sequence[Sequence[Group]], name: Callable[[Group, int], str]) -> bool:
+def named_differently(
+    groups_by_rank: Sequence[Sequence[Group]], name: Callable[[Group, int], str]
+) -> bool:
     """Whether two members name a group differently; `name` is given a group and its number."""
     names: dict[Group, set[str]] = defaultdict(set)
-    for groups in made:
+    for groups in groups_by_rank:
         for number, group in enumerate(groups):
             names[group].add(name(group, number))
     return any(len(names) > 1 for names in names.values())
 
 
-def all_come_up(made: Sequence[Sequence[Group]]) -> bool:
+def all_come_up(groups_by_rank: Sequence[Sequence[Group]]) -> bool:
     """Whether ranks that wait in each group for all of its members get to the end."""
-    todo = [list(groups) for groups in made]
+    todo = [list(groups) for groups in groups_by_rank]
     while ready := {
         groups[0] for groups in todo if groups and all(todo[r][:1] == groups[:1] for r in groups[0])
     }:
@@ -102,18 +104,22 @@ def every_layout() -> dict[Layouts, list[list[Group]]]:
 
 def hanging(every_layout: dict[Layouts, list[list[Group]]]) -> list[Layouts]:
     """The layouts whose switch hangs under torch's own names."""
-    return [at for at, made in every_layout.items() if named_differently(made, torchs_own_name)]
+    return [
+        at
+        for at, groups_by_rank in every_layout.items()
+        if named_differently(groups_by_rank, torchs_own_name)
+    ]
 
 
-def test_members_name_every_group_alike_and_none_waits_for_ever(
+def test_members_name_every_group_alike_and_none_waits_indefinitely(
     every_layout: dict[Layouts, list[list[Group]]],
 ) -> None:
-    for layout, made in every_layout.items():
-        for rank, groups in enumerate(made):
+    for layout, groups_by_rank in every_layout.items():
+        for rank, groups in enumerate(groups_by_rank):
             assert len(groups) == len(set(groups)), (layout, rank)  # so each is its ranks' first
             assert all(rank in group for group in groups), (layout, rank)
-        assert not named_differently(made, lambda ranks, _: group_name(ranks, 0)), layout
-        assert all_come_up(made), layout
+        assert not named_differently(groups_by_rank, lambda ranks, _: group_name(ranks, 0)), layout
+        assert all_come_up(groups_by_rank), layout
 
 
 def test_the_groups_are_those_of_the_schedules(
@@ -127,9 +133,9 @@ def test_the_groups_are_those_of_the_schedules(
 
 def test_the_same_check_finds_what_hung(every_layout: dict[Layouts, list[list[Group]]]) -> None:
     """Under torch's own names 7 layouts hang; FSDP over 8 ranks to tp 2 is the smallest."""
-    found = hanging(every_layout)
-    assert len(found) == 7
-    assert found[0] == (TrainAxes(fsdp=8), 1, 2, Grouping.strided)
+    hung = hanging(every_layout)
+    assert len(hung) == 7
+    assert hung[0] == (TrainAxes(fsdp=8), 1, 2, Grouping.strided)
     crossed = [[(0, 1, 2), (1, 2, 3)], [(1, 2, 3), (0, 1, 2)], [(0, 1, 2), (1, 2, 3)], [(1, 2, 3)]]
     assert not all_come_up(crossed)
 

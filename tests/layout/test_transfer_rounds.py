@@ -56,46 +56,46 @@ def indices(piece: Piece, src: int, dst: int) -> Iterator[tuple[object, ...]]:
     return ((piece.name, index, src, dst) for index in grid)
 
 
-def moved(made: TransferRounds, rank: int) -> Counter[tuple[object, ...]]:
+def moved(rounds: TransferRounds, rank: int) -> Counter[tuple[object, ...]]:
     """Elements that a rank receives or copies by its schedule, and how often."""
-    found: Counter[tuple[object, ...]] = Counter()
-    for piece in made.copies:
-        found.update(indices(piece, rank, rank))
-    for exchange in made.exchanges:
+    elements: Counter[tuple[object, ...]] = Counter()
+    for piece in rounds.copies:
+        elements.update(indices(piece, rank, rank))
+    for exchange in rounds.exchanges:
         for message in exchange.receives:
             for piece in message.pieces:
-                found.update(indices(piece, message.peer, rank))
-    for gather in made.gathers:
+                elements.update(indices(piece, message.peer, rank))
+    for gather in rounds.gathers:
         for member, pieces in zip(gather.ranks, gather.pieces, strict=True):
             for piece in pieces:
                 if member != rank:
-                    found.update(indices(piece, member, rank))
-    return found
+                    elements.update(indices(piece, member, rank))
+    return elements
 
 
 def check(there: Plan, bucket: int, least_group: int) -> list[TransferRounds]:
     """The invariants of schedule.py."""
     all_ranks = range(there.num_ranks)
-    made = [transfer_rounds(there, rank, bucket, least_group) for rank in all_ranks]
+    rounds = [transfer_rounds(there, rank, bucket, least_group) for rank in all_ranks]
     for rank in all_ranks:
         wanted: Counter[tuple[object, ...]] = Counter()
         for move in there.moves(rank):
             if move.dst == rank:
                 wanted.update(indices(Piece(move.name, move.box), move.src, rank))
-        assert moved(made[rank], rank) == wanted
-        for exchange in made[rank].exchanges:
+        assert moved(rounds[rank], rank) == wanted
+        for exchange in rounds[rank].exchanges:
             assert sum(m.size for m in (*exchange.sends, *exchange.receives)) <= max(2, bucket)
-        for gather in made[rank].gathers:
+        for gather in rounds[rank].gathers:
             members = len(gather.ranks)
             assert gather.size * (1 + members) <= max(bucket, 1 + members)
-            assert all(gather in made[member].gathers for member in gather.ranks)
+            assert all(gather in rounds[member].gathers for member in gather.ranks)
             for row in zip(*gather.pieces, strict=True):
                 assert len({piece.box.shape for piece in row}) == 1
         for peer in all_ranks:
-            sent = [m for e in made[rank].exchanges for m in e.sends if m.peer == peer]
-            come = [m for e in made[peer].exchanges for m in e.receives if m.peer == rank]
+            sent = [m for e in rounds[rank].exchanges for m in e.sends if m.peer == peer]
+            come = [m for e in rounds[peer].exchanges for m in e.receives if m.peer == rank]
             assert [m.pieces for m in sent] == [m.pieces for m in come]
-    return made
+    return rounds
 
 
 @settings(max_examples=25)
@@ -121,34 +121,34 @@ def even(axes: TrainAxes, pp: int, tp: int) -> Plan:
 def test_nested_shards_are_gathered_in_their_micro_dp_group(
     axes: TrainAxes, pp: int, tp: int, groups: set[tuple[int, ...]]
 ) -> None:
-    made = check(even(axes, pp, tp), 100, least_group=3)
-    assert {gather.ranks for own in made for gather in own.gathers} == groups
-    assert all(bool(own.gathers) != bool(own.exchanges) for own in made)
+    rounds = check(even(axes, pp, tp), 100, least_group=3)
+    assert {gather.ranks for own in rounds for gather in own.gathers} == groups
+    assert all(bool(own.gathers) != bool(own.exchanges) for own in rounds)
 
 
 def test_uneven_shards_are_exchanged() -> None:
     mesh = Mesh((("fsdp", 3),))
     shapes = {"w": (7, 2), "v": (6, 2)}
     src = Layout(mesh, shapes, dict.fromkeys(shapes, Rule(splits=(Split("fsdp", 0),))))
-    made = check(plan(src, Layout(mesh, shapes, dict.fromkeys(shapes, Rule()))), 100, 3)
-    pieces = [piece for own in made for g in own.gathers for row in g.pieces for piece in row]
+    rounds = check(plan(src, Layout(mesh, shapes, dict.fromkeys(shapes, Rule()))), 100, 3)
+    pieces = [piece for own in rounds for g in own.gathers for row in g.pieces for piece in row]
     assert {piece.name for piece in pieces} == {"v"}
-    assert made[0].exchanges
+    assert rounds[0].exchanges
 
 
 def test_stages_send_at_once() -> None:
     """Every stage's ranks are busy in the first and in the last full round."""
-    made = check(even(TrainAxes(pp=4), 1, 4), 32, least_group=3)
-    assert len({len(own.exchanges) for own in made}) == 1
-    for own in made:
+    rounds = check(even(TrainAxes(pp=4), 1, 4), 32, least_group=3)
+    assert len({len(own.exchanges) for own in rounds}) == 1
+    for own in rounds:
         assert all(exchange.sends and exchange.receives for exchange in own.exchanges)
 
 
 def test_a_scalar_travels() -> None:
     mesh = Mesh((("pp", 2),))
     src = Layout(mesh, {"scale": ()}, {"scale": Rule(stages=(1,))})
-    made = check(plan(src, Layout(mesh, {"scale": ()}, {"scale": Rule(stages=(0, 1))})), 1, 3)
-    assert [len(own.exchanges) for own in made] == [1, 1]
+    rounds = check(plan(src, Layout(mesh, {"scale": ()}, {"scale": Rule(stages=(0, 1))})), 1, 3)
+    assert [len(own.exchanges) for own in rounds] == [1, 1]
 
 
 def test_where_boxes_lie_in_a_rank_s_tensor() -> None:

@@ -51,7 +51,9 @@ def whole(layout: Layout) -> dict[str, torch.Tensor]:
     return full
 
 
-def part(layout: Layout, full: Mapping[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
+def local_shard(
+    layout: Layout, full: Mapping[str, torch.Tensor], name: str, rank: int
+) -> torch.Tensor:
     """What a rank's tensor of the layout has."""
     boxes = layout.local(name, rank)
     split = [split.dim for split in layout.rules[name].splits if split.blocks > 1]
@@ -63,10 +65,10 @@ def run(there: Plan, dtype: torch.dtype, bucket: int, least_gather: int = 3) -> 
     """Two switches, into views of larger tensors; every destination compared."""
     rank = dist.get_rank()
     before, after = whole(there.src), whole(there.dst)
-    source = {name: part(there.src, before, name, rank) for name in there.src.rules}
+    source = {name: local_shard(there.src, before, name, rank) for name in there.src.rules}
     destination = {}
     for name in there.dst.rules:
-        shape = part(there.dst, after, name, rank).shape
+        shape = local_shard(there.dst, after, name, rank).shape
         fused = torch.full((*shape[:-1], shape[-1] + 3), torch.nan, dtype=dtype)
         destination[name] = fused[..., 1:-2]
     destination["head"] = destination["embed"]  # tied
@@ -74,7 +76,7 @@ def run(there: Plan, dtype: torch.dtype, bucket: int, least_gather: int = 3) -> 
     for factor in (1, -2):
         stats = switch.switch({n: t * factor for n, t in source.items()}, destination)
         for name in there.dst.rules:
-            wanted = (part(there.dst, after, name, rank) * factor).to(dtype)
+            wanted = (local_shard(there.dst, after, name, rank) * factor).to(dtype)
             same = (wanted == destination[name]) | (wanted.isnan() & destination[name].isnan())
             assert same.all(), (name, rank, factor)
     return stats
@@ -106,11 +108,11 @@ def random_switches(num_ranks: int, count: int) -> list[TrainAxes | tuple[Any, .
 
 
 def many(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
-    found = []
+    errors = []
     for axes, pp, tp, grouping, dtype, bucket, least_gather in cases:
         there = plan_switch(awkward_model(max(2, axes.tp)), axes, pp, tp, grouping).plan
-        found.append(run(there, dtype, bucket, least_gather))
-    return found
+        errors.append(run(there, dtype, bucket, least_gather))
+    return errors
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 10), (4, 20), (8, 20)])
@@ -178,8 +180,8 @@ def subgroup() -> None:
     rank = dist.get_rank(group)
     full = torch.arange(32.0).view(8, 4)
     destination = {"embed": torch.empty(8, 4)}
-    made = plan(src, Layout(mesh, shapes, {"embed": Rule()}))
-    switch = WeightSwitch(made, rank, torch.float32, group=group)
+    switch_plan = plan(src, Layout(mesh, shapes, {"embed": Rule()}))
+    switch = WeightSwitch(switch_plan, rank, torch.float32, group=group)
     switch.switch({"embed": full[3 * rank : 3 * rank + 3]}, destination)
     assert torch.equal(destination["embed"], full)
 
@@ -191,8 +193,8 @@ def test_a_group_of_its_own(ranks: Ranks) -> None:
 def refuse() -> None:
     mesh, shapes = Mesh((("fsdp", 2),)), {"a": (4, 2)}
     src = Layout(mesh, shapes, {"a": Rule(splits=(Split("fsdp", 0),))})
-    made = plan(src, Layout(mesh, shapes, {"a": Rule()}))
-    switch = WeightSwitch(made, dist.get_rank(), torch.float32)
+    switch_plan = plan(src, Layout(mesh, shapes, {"a": Rule()}))
+    switch = WeightSwitch(switch_plan, dist.get_rank(), torch.float32)
     shard, replica = {"a": torch.ones(2, 2)}, {"a": torch.ones(4, 2)}
     for source, destination, message in [
         ({}, replica, r"a: no trained tensor of that name; wanted \(2, 2\)"),
@@ -222,8 +224,8 @@ def fsdp_to_replica() -> None:
     shards = dict(model.named_parameters())
     mesh, shapes = Mesh((("fsdp", size),)), {n: tuple(p.shape) for n, p in shards.items()}
     src = Layout(mesh, shapes, dict.fromkeys(shapes, Rule(splits=(Split("fsdp", 0),))))
-    made = plan(src, Layout(mesh, shapes, dict.fromkeys(shapes, Rule())))
-    WeightSwitch(made, dist.get_rank(), torch.float32).switch(shards, replica)
+    switch_plan = plan(src, Layout(mesh, shapes, dict.fromkeys(shapes, Rule())))
+    WeightSwitch(switch_plan, dist.get_rank(), torch.float32).switch(shards, replica)
     for name, shard in shards.items():
         assert torch.equal(replica[name], shard.full_tensor().detach()), name
 

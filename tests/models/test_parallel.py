@@ -69,13 +69,13 @@ def test_what_fits_passes() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_a_model(tied: bool) -> None:
-    found = {p.name: p for p in model_parameters(qwen3(6, 2, tie_word_embeddings=tied))}
-    assert len(found) == 3 * 11 + (2 if tied else 3)
-    embedding = found["model.embed_tokens.weight"]
+    by_name = {p.name: p for p in model_parameters(qwen3(6, 2, tie_word_embeddings=tied))}
+    assert len(by_name) == 3 * 11 + (2 if tied else 3)
+    embedding = by_name["model.embed_tokens.weight"]
     assert (embedding.layer, embedding.tp_dim) == (BOTH if tied else FIRST, 0)
-    assert ("lm_head.weight" in found) is not tied
-    assert found["model.norm.weight"].layer == LAST
-    layer = {n.removeprefix("model.layers.2."): p for n, p in found.items() if "layers.2." in n}
+    assert ("lm_head.weight" in by_name) is not tied
+    assert by_name["model.norm.weight"].layer == LAST
+    layer = {n.removeprefix("model.layers.2."): p for n, p in by_name.items() if "layers.2." in n}
     assert all(p.layer == 2 for p in layer.values())
     dims = {name: (p.tp_dim, p.units) for name, p in layer.items() if p.tp_dim is not None}
     assert dims == {

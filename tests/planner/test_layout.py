@@ -17,32 +17,34 @@ PARAMETERS = [
 MODEL = 4 * 64 * 8
 
 
-def made(axes: TrainAxes, pp: int, tp: int, gpus_per_node: int = 2) -> LayoutReport:
+def planned_report(axes: TrainAxes, pp: int, tp: int, gpus_per_node: int = 2) -> LayoutReport:
     switch = plan_switch(PARAMETERS, axes, pp, tp, Grouping.strided)
     return report(switch, itemsize=2, bucket_bytes=100, gpus_per_node=gpus_per_node, seconds=0.5)
 
 
 def test_shards_that_nest() -> None:
     """Train 1 x 2 x 2, generate tp 2: each rank has a quarter and receives another one."""
-    found = made(TrainAxes(fsdp=2, tp=2), 1, 2)
+    figures = planned_report(TrainAxes(fsdp=2, tp=2), 1, 2)
     quarter = MODEL // 4 * 2
-    assert (found.train, found.gen, found.instances) == ("1 x 1 x 2 x 2", "1 x 2", 2)
-    assert found.received == found.least == found.sent == found.kept == Spread(*[quarter] * 3)
-    assert found.gathered.max == 2 * quarter
-    assert found.train_shard.max == MODEL // 4 * 4
-    assert found.total_received == found.total_theory == 4 * quarter
-    assert (found.pairs, found.peers, found.busiest_pair) == (4, 1, quarter)
+    assert (figures.train, figures.gen, figures.instances) == ("1 x 1 x 2 x 2", "1 x 2", 2)
+    assert (
+        figures.received == figures.least == figures.sent == figures.kept == Spread(*[quarter] * 3)
+    )
+    assert figures.gathered.max == 2 * quarter
+    assert figures.train_shard.max == MODEL // 4 * 4
+    assert figures.total_received == figures.total_theory == 4 * quarter
+    assert (figures.pairs, figures.peers, figures.busiest_pair) == (4, 1, quarter)
     # Ranks 0 and 2, 1 and 3 exchange: across nodes of two, within one of four.
-    assert (found.bytes_within_nodes, found.bytes_across_nodes) == (0, 4 * quarter)
-    assert made(TrainAxes(fsdp=2, tp=2), 1, 2, gpus_per_node=4).bytes_across_nodes == 0
-    assert found.scratch == 200
-    assert ("  theory; ratio", "4.1 kB; 1.000") in found.rows()
+    assert (figures.bytes_within_nodes, figures.bytes_across_nodes) == (0, 4 * quarter)
+    assert planned_report(TrainAxes(fsdp=2, tp=2), 1, 2, gpus_per_node=4).bytes_across_nodes == 0
+    assert figures.scratch == 200
+    assert ("  theory; ratio", "4.1 kB; 1.000") in figures.rows()
 
 
 def test_nothing_to_move() -> None:
-    found = made(TrainAxes(tp=2), 1, 2)
-    assert found.received.max == found.pairs == found.scratch == found.peers == 0
-    assert ("  theory; ratio", "0 B; nothing to move") in found.rows()
+    figures = planned_report(TrainAxes(tp=2), 1, 2)
+    assert figures.received.max == figures.pairs == figures.scratch == figures.peers == 0
+    assert ("  theory; ratio", "0 B; nothing to move") in figures.rows()
 
 
 @pytest.mark.parametrize(

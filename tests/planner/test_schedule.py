@@ -56,15 +56,15 @@ FORWARD = ComputeStage(name="reference", method="log_probs", outputs=("reference
 def executor(costs: Costs, num_instances: int = 2, **options: Any) -> SimulatedExecutor:
     """Samples of `LENGTHS`, prompts of 10 tokens; generation has begun."""
     scopes = {"reference": Scope.INSTANCE}
-    made = SimulatedExecutor(
+    simulated = SimulatedExecutor(
         costs,
         num_instances,
         LENGTHS.__getitem__,
         lambda position: 10,
         **{"max_running": 8, "scopes": scopes, **options},
     )
-    made.enter(Phase.GENERATE)
-    return made
+    simulated.enter(Phase.GENERATE)
+    return simulated
 
 
 def submit(*ids: SampleId) -> Submit:
@@ -221,8 +221,8 @@ def setting(
     """Twelve prompts of eight tokens a step, four samples each, on two instances."""
     drawn = (lengths or LogNormal(40, 0.9, 400)).draw(12 * steps + 24, 4, 8)
     workload = Workload(tuple(drawn), 12, steps)
-    given: dict[str, Any] = {"num_instances": 2, "decode_steps": 8, "chunk_tokens": 1024}
-    return Setting(costs=costs, workload=workload, group_size=4, **{**given, **options})
+    values: dict[str, Any] = {"num_instances": 2, "decode_steps": 8, "chunk_tokens": 1024}
+    return Setting(costs=costs, workload=workload, group_size=4, **{**values, **options})
 
 
 def test_serial_takes_the_sum_of_its_parts() -> None:
@@ -236,12 +236,12 @@ def test_serial_takes_the_sum_of_its_parts() -> None:
         switch_s=5.0,
         train_switch_s=3.0,
     )
-    found = replay(setting(LogNormal(16, 0.0), costs), SerialScheduleConfig())
+    outcome = replay(setting(LogNormal(16, 0.0), costs), SerialScheduleConfig())
     tokens = 24 * (16 + 8)  # an instance's
     front = 6 * 8 * 0.01 + 16 * (1 + 24 * 0.1) + 0.003 * tokens
-    assert found.front_s == pytest.approx(front)
-    assert found.step_s == pytest.approx(5 + front + 3 + 0.01 * 2 * tokens)
-    assert found.bubbles == pytest.approx(0.0)
+    assert outcome.front_s == pytest.approx(front)
+    assert outcome.step_s == pytest.approx(5 + front + 3 + 0.01 * 2 * tokens)
+    assert outcome.bubbles == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
@@ -256,16 +256,16 @@ def test_serial_takes_the_sum_of_its_parts() -> None:
 def test_an_instance_does_one_thing_at_a_time(
     config: ScheduleConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[SimulatedExecutor] = []
+    executors: list[SimulatedExecutor] = []
     begin = SimulatedExecutor.__init__
 
     def watched(self: SimulatedExecutor, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        made.append(self)
+        executors.append(self)
 
     monkeypatch.setattr(SimulatedExecutor, "__init__", watched)
     replay(setting(), config)
-    (simulated,) = made
+    (simulated,) = executors
     for instance in range(2):
         mine = sorted(
             (s for s in simulated.slices if s.instance == instance), key=lambda s: s.start
@@ -323,25 +323,25 @@ def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
     schedule = FusedSchedule.build(_parts(case, simulated), config)
     for step in range(4):
         schedule.run_step(step)
-    found = schedule.meter.costs()
-    assert found is not None
+    learned = schedule.meter.costs()
+    assert learned is not None
     # Calls of eight steps each do not tell a call's cost from that of its steps.
-    assert found.call_s + found.decode(10, 8, 300) == pytest.approx(
+    assert learned.call_s + learned.decode(10, 8, 300) == pytest.approx(
         COSTS.call_s + COSTS.decode(10, 8, 300), rel=0.02
     )
     for name in ("row_s", "train_token_s", "switch_s"):
-        assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.02), name
-    assert found.token_s == pytest.approx(dict(COSTS.token_s), rel=0.02)
+        assert getattr(learned, name) == pytest.approx(getattr(COSTS, name), rel=0.02), name
+    assert learned.token_s == pytest.approx(dict(COSTS.token_s), rel=0.02)
 
 
 def test_what_if_tries_every_schedule() -> None:
     progress: list[tuple[int, int]] = []
-    found = what_if(setting(), lambda done, of: progress.append((done, of)))
-    assert [outcome.schedule.split(",")[0] for outcome in found] == ["serial"] + ["fused"] * 3 + [
-        "partial"
-    ]
-    never, chosen, best = found[1:4]
-    assert best.front_s <= min(never.front_s, found[0].front_s) + 1e-9
+    outcomes = what_if(setting(), lambda done, of: progress.append((done, of)))
+    assert [outcome.schedule.split(",")[0] for outcome in outcomes] == ["serial"] + [
+        "fused"
+    ] * 3 + ["partial"]
+    never, chosen, best = outcomes[1:4]
+    assert best.front_s <= min(never.front_s, outcomes[0].front_s) + 1e-9
     assert never.threshold == 0
     assert chosen.threshold is not None
     assert progress[0][0] == 1
@@ -368,35 +368,35 @@ def test_a_recorded_run_is_read_by_prompt(tmp_path: Path) -> None:
         | {"prompt_tokens": [10, 10, 11, 11]},
     ]
     (tmp_path / "lengths.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    found = read_workload(str(tmp_path), Shape())
-    assert found.prompts_per_step == found.num_steps == found.group_size == 2
+    workload = read_workload(str(tmp_path), Shape())
+    assert workload.prompts_per_step == workload.num_steps == workload.group_size == 2
     groups = [Group(10, (1, 2)), Group(11, (3, 4)), Group(20, (5, 7)), Group(30, (6, 8))]
-    assert sorted(found.groups, key=lambda g: g.prompt_tokens) == groups
-    assert found.length_of(SampleId(len(groups), k=1)) == found.groups[0].lengths[1]
+    assert sorted(workload.groups, key=lambda g: g.prompt_tokens) == groups
+    assert workload.length_of(SampleId(len(groups), k=1)) == workload.groups[0].lengths[1]
 
 
 def test_lengths_without_prompts_are_cut_into_groups(tmp_path: Path) -> None:
     file = tmp_path / "my.jsonl"
     file.write_text('{"lengths": [1, 2, 3, 400]}\n[5, 6, 7, 8]\n')
-    found = read_workload(str(file), Shape(group_size=2, prompt_tokens=3, max_tokens=100))
-    assert found.groups == (
+    workload = read_workload(str(file), Shape(group_size=2, prompt_tokens=3, max_tokens=100))
+    assert workload.groups == (
         Group(3, (1, 2)),
         Group(3, (3, 100)),
         Group(3, (5, 6)),
         Group(3, (7, 8)),
     )
-    assert (found.prompts_per_step, found.num_steps) == (2, 2)
+    assert (workload.prompts_per_step, workload.num_steps) == (2, 2)
 
 
 def test_a_distribution_has_its_quantiles() -> None:
     text = "lognormal:median=200,sigma=0.9,max=5000,seed=3"
-    found = read_workload(text, Shape(prompts_per_step=400, group_size=8, num_steps=1))
-    lengths = sorted(n for group in found.groups for n in group.lengths)
+    workload = read_workload(text, Shape(prompts_per_step=400, group_size=8, num_steps=1))
+    lengths = sorted(n for group in workload.groups for n in group.lengths)
     p50, p99 = (lengths[len(lengths) * p // 100] for p in (50, 99))
     assert p50 == pytest.approx(200, rel=0.05)
     assert p99 / p50 == pytest.approx(math.exp(2.33 * 0.9), rel=0.1)
     assert lengths[-1] <= 5000
-    assert read_workload(text, Shape(num_steps=1)).groups[0].lengths == found.groups[0].lengths
+    assert read_workload(text, Shape(num_steps=1)).groups[0].lengths == workload.groups[0].lengths
 
 
 def test_lmsys_has_the_published_mean_and_tail() -> None:
@@ -448,10 +448,10 @@ def test_costs_of_a_run(tmp_path: Path) -> None:
         "other": "ignored",
     }
     (tmp_path / "costs.json").write_text(json.dumps(facts))
-    found = read_costs(tmp_path)
-    assert found.pop("costs") == COSTS
-    assert found.pop("scopes") == {"reward": Scope.RANK}
-    assert found == {k: facts[k] for k in found}
+    facts = read_costs(tmp_path)
+    assert facts.pop("costs") == COSTS
+    assert facts.pop("scopes") == {"reward": Scope.RANK}
+    assert facts == {k: facts[k] for k in facts}
     (tmp_path / "plain.json").write_text(json.dumps(COSTS.to_json()))
     assert read_costs(tmp_path / "plain.json") == {"costs": COSTS, "scopes": {}}
 
@@ -526,10 +526,10 @@ def test_wrong_rooflines_are_refused(wrong: str) -> None:
 def test_the_paper_s_setting() -> None:
     """Fusion hides inference, so the ratio lies between 1 and 1 + inference over generation."""
     case = published.paper_setting("13b", "33b", 1024)
-    found = published._compare(case, "13b", "33b", 1024, 0.25)
-    assert found.share == pytest.approx(0.25, rel=1e-6)
-    assert 1.05 < found.front <= 1.25
-    assert 1.0 < found.iteration < found.front
+    comparison = published._compare(case, "13b", "33b", 1024, 0.25)
+    assert comparison.share == pytest.approx(0.25, rel=1e-6)
+    assert 1.05 < comparison.front <= 1.25
+    assert 1.0 < comparison.iteration < comparison.front
 
 
 # -- the command -----------------------------------------------------------------------------
@@ -562,10 +562,10 @@ def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
 def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(json.dumps({"costs": {"step_s": 1}, "num_instances": 3}))
     args = f"--lengths=lmsys --costs={tmp_path} --instances 5 --steps=2 --prompts=7 --group-size=3"
-    found, measured = read_setting([*args.split(), "--max-tokens=50", "--verifier-s=0.5"])
-    assert (found.num_instances, found.verifier_s, measured) == (5, 0.5, None)
-    assert (found.workload.num_steps, found.workload.prompts_per_step) == (2, 7)
-    assert max(n for group in found.workload.groups for n in group.lengths) == 50
+    options, measured = read_setting([*args.split(), "--max-tokens=50", "--verifier-s=0.5"])
+    assert (options.num_instances, options.verifier_s, measured) == (5, 0.5, None)
+    assert (options.workload.num_steps, options.workload.prompts_per_step) == (2, 7)
+    assert max(n for group in options.workload.groups for n in group.lengths) == 50
 
 
 @pytest.mark.parametrize(

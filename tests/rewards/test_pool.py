@@ -102,19 +102,19 @@ def test_only_the_guilty_sample_is_marked(rewards: RewardPool) -> None:
 def test_order_is_kept_over_processes_and_threads(config: RewardConfig) -> None:
     config.num_processes = 2
     with RewardPool(config) as rewards:
-        given: dict[int, list[float]] = {}
+        scores: dict[int, list[float]] = {}
 
         def run(start: int) -> None:
             texts = ["x" * n for n in range(start, start + 37)]
-            given[start] = [result.reward for result in rewards.score(inputs(*texts))]
+            scores[start] = [result.reward for result in rewards.score(inputs(*texts))]
 
         threads = [threading.Thread(target=run, args=(start,)) for start in (0, 50, 100)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert given == {start: list(map(float, range(start, start + 37))) for start in given}
-        assert len(given) == 3
+        assert scores == {start: list(map(float, range(start, start + 37))) for start in scores}
+        assert len(scores) == 3
         assert rewards.score([]) == []
         # The threads that scored are gone; the processes live on with the pool.
         first = {result.reward for result in rewards.score(inputs(*["pid"] * 20))}
@@ -296,11 +296,11 @@ def alive(pid: int) -> bool:
 def children() -> set[str]:
     """Ids of this process's children."""
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    found: set[str] = set()
+    pids: set[str] = set()
     for task in tasks:
         with contextlib.suppress(OSError):  # a thread of another library has ended
-            found.update((task / "children").read_text().split())
-    return found
+            pids.update((task / "children").read_text().split())
+    return pids
 
 
 def command_lines() -> str:

@@ -59,12 +59,12 @@ def test_regex_matches_the_whole_text_and_escapes_the_answer() -> None:
 def test_math_in_a_thread_where_alarms_do_not_work(
     response: str, answer: str, reward: float
 ) -> None:
-    given: list[float] = []
+    rewards: list[float] = []
     config = RewardConfig(kind=RewardKind.math)
-    thread = threading.Thread(target=lambda: given.append(judge(config, response, answer)))
+    thread = threading.Thread(target=lambda: rewards.append(judge(config, response, answer)))
     thread.start()
     thread.join()
-    assert given == [reward]
+    assert rewards == [reward]
 
 
 def test_dataset_uses_its_own_scorer_per_source() -> None:

@@ -134,8 +134,8 @@ def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
     wait_for(lambda: len(lines(run_dir)) > 3 or run.poll() is not None, 240)
     said = (tmp_path / "run.log").read_text()
     assert run.poll() is None, said
-    found = json.loads((run_dir / "environment.json").read_text())["nodes"]
-    assert {node["host"] for node in found} == {"node1", "node2"}
+    nodes = json.loads((run_dir / "environment.json").read_text())["nodes"]
+    assert {node["host"] for node in nodes} == {"node1", "node2"}
 
     ip("link", "set", "hrlwire2", "down")
     cut = time.monotonic()

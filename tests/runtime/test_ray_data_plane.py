@@ -43,10 +43,10 @@ class Rank:
         assert not any(column.flags.writeable for column in large)  # views of shared memory
         for parcel in values:
             self.store.accept(parcel)
-        found = [self.store[SampleId(i)] for i in range(len(self.store))]
+        samples = [self.store[SampleId(i)] for i in range(len(self.store))]
         return [
             (s.response_tokens, s.tensors["tokens"].tolist(), s.tensors["log_probs"].tolist())
-            for s in found
+            for s in samples
         ]
 
     def fetch_lost(self, parcels: list[Any]) -> str:

@@ -40,12 +40,12 @@ def records(script: str, *options: str) -> dict[str, dict[str, Any]]:
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    for record in found:
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for record in lines:
         assert list(record)[:6] == ["name", "value", "unit", "baseline", "ratio", "better"]
         assert record["better"] in ("higher", "lower")
         assert min(record["value"], record["baseline"], record["ratio"]) > 0
-    return {record["name"]: record for record in found}
+    return {record["name"]: record for record in lines}
 
 
 def test_the_ratio_is_paired_and_the_values_are_medians() -> None:
@@ -148,12 +148,12 @@ def test_the_plain_loop_takes_the_step_of_the_formula(tiny: Path) -> None:
 
 @pytest.mark.slow
 def test_dispatch_and_transfer() -> None:
-    found = records("data_plane.py", "--tiny")
-    assert set(found) == {
+    lines = records("data_plane.py", "--tiny")
+    assert set(lines) == {
         f"{what}_vs_{other}" for what in ("dispatch_empty", "transfer_32mb")
         for other in ("ray", "verl")
     }  # fmt: skip
-    assert found["transfer_32mb_vs_ray"]["unit"] == "s"
+    assert lines["transfer_32mb_vs_ray"]["unit"] == "s"
 
 
 @pytest.mark.slow
@@ -165,11 +165,11 @@ def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
     # Untrained weights under the name of the warm-started ones: the shape is what is tested.
     name = f"{task}-{load('tasks').TASKS[task].warm_start_steps}"
     make_tiny_model(tmp_path / name, TinyModelConfig(hidden_size=32, num_layers=1), seed=0)
-    found = records(
+    lines = records(
         "end_to_end.py", "--task", task, "--against", other, "--cache", str(tmp_path),
         "--rounds", "1", "--steps", "1", "--prompts", "2",
     )  # fmt: skip
-    record = found[f"samples_per_s_{task}_vs_{other}"]
+    record = lines[f"samples_per_s_{task}_vs_{other}"]
     assert record["unit"] == "samples/s"
     assert record["response_tokens_mean"] > 0
     assert record["baseline_response_tokens_mean"] > 0

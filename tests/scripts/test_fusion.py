@@ -102,14 +102,14 @@ def test_all_of_it(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    records = {record["name"]: record for record in found}
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    records = {record["name"]: record for record in lines}
     assert set(records) == {
         "response_tokens_p99_over_p50", "fused_step_vs_serial", "partial_step_vs_serial",
         "fused_recovered_share", "fused_step_over_bound", "simulated_over_measured_serial",
         "simulated_over_measured_fused", "simulated_over_measured_partial",
     }  # fmt: skip
-    for record in found:
+    for record in lines:
         assert list(record)[:6] == ["name", "value", "unit", "baseline", "ratio", "better"]
     assert records["response_tokens_p99_over_p50"]["samples"] == 2 * 4 * 8
     for name in ("fused", "partial"):
@@ -118,5 +118,5 @@ def test_all_of_it(tmp_path: Path) -> None:
         assert 0 <= record["bubble_share"] < 1
         assert 0 < record["front_s"] < record["step_s"]
     events = json.loads(trace.read_text())
-    made = [event["name"] for event in events if event["ph"] == "X" and event["pid"] > 1]
-    assert {"generate", "reward", "update"} <= set(made)
+    names = [event["name"] for event in events if event["ph"] == "X" and event["pid"] > 1]
+    assert {"generate", "reward", "update"} <= set(names)

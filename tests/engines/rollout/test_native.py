@@ -180,14 +180,14 @@ def test_stop_tokens(
     stops = (3, 17, 30)
     stopping = [replace(r, sampling=replace(r.sampling, stop_token_ids=stops)) for r in requests]
     outputs = finish(make_engine(model), stopping)
-    found = 0
+    num_stopped = 0
     for id_, output in outputs.items():
         whole = free[id_].token_ids
         first = next((i for i, token in enumerate(whole) if token in stops), None)
         assert output.token_ids == (whole if first is None else whole[: first + 1])
         assert output.finish == ("length" if first is None else "stop")
-        found += first is not None
-    assert found > 0
+        num_stopped += first is not None
+    assert num_stopped > 0
 
 
 def test_long_responses_cross_the_uniforms_block(

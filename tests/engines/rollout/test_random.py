@@ -40,7 +40,7 @@ def test_uniforms_are_uniform_and_independent_of_batching() -> None:
 def test_stream_key_depends_on_every_part() -> None:
     parts = [(0, 1, "", 0, 0), (1, 1, "", 0, 0), (0, 2, "", 0, 0), (0, 1, "g", 0, 0),
              (0, 1, "", 1, 0), (0, 1, "", 0, 1)]  # fmt: skip
-    keys = [stream_key(*part) for part in parts]
+    keys = [stream_key(*identity) for identity in parts]
     assert len(set(keys)) == len(parts)
     assert all(0 <= key < 2**64 for key in keys)
     assert keys[0] == stream_key(0, 1)

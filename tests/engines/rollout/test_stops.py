@@ -69,7 +69,7 @@ def first(ended: Callable[[Sequence[int]], bool], ids: Sequence[int]) -> int | N
 
 def whole(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[int]) -> int | None:
     """What is wanted: all of the response is decoded each time."""
-    return first(lambda part: any(text in tokenizer.decode(part) for text in texts), ids)
+    return first(lambda prefix: any(text in tokenizer.decode(prefix) for text in texts), ids)
 
 
 @given(data=st.data())
@@ -109,7 +109,7 @@ def test_byte_fallback_tail_is_enough(data: st.DataObject) -> None:
         character.map(lambda char: list(char.encode())),  # token b is byte b
         st.sampled_from(texts).map(lambda text: list(text.encode())),
     )
-    ids = [token for part in data.draw(st.lists(one, max_size=25)) for token in part]
+    ids = [token for tokens in data.draw(st.lists(one, max_size=25)) for token in tokens]
     assert first(StopStrings(BYTE_FALLBACK.decode, texts).ended, ids) == whole(
         BYTE_FALLBACK, texts, ids
     )

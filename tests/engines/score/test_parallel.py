@@ -80,14 +80,14 @@ def test_equals_transformers(
         wanted = log_probs_oracle(path, sequences, 0.7)
         values = values_oracle(classifier, sequences)
         for result in results:
-            found = result[family]
-            for one, other in zip(found["log_probs"], wanted, strict=True):
+            scores = result[family]
+            for one, other in zip(scores["log_probs"], wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-            assert all(map(torch.equal, found["log_probs"], results[0][family]["log_probs"]))
-            assert found["values"] == pytest.approx(values, abs=1e-5)
-            assert found["values"] == results[0][family]["values"]
-            assert all(map(torch.equal, found["strict"], found["alone"]))
-            assert found["nothing"] == []
+            assert all(map(torch.equal, scores["log_probs"], results[0][family]["log_probs"]))
+            assert scores["values"] == pytest.approx(values, abs=1e-5)
+            assert scores["values"] == results[0][family]["values"]
+            assert all(map(torch.equal, scores["strict"], scores["alone"]))
+            assert scores["nothing"] == []
         layout = instance_layout(AutoConfig.from_pretrained(path), pp, tp)
         held = [
             sum(box.size for name in layout.shapes for box in layout.local(name, i)) * 4
@@ -102,13 +102,13 @@ def one_instance_alone(path: str, sequences: list[TrainSequence]) -> Any:
     parallel = place(1, 2, instances=2)
     engine = engine_of(path, parallel)
     second = dist.get_rank() >= 2
-    found = engine.log_probs(sequences) if second else None
+    log_probs = engine.log_probs(sequences) if second else None
     store = dist.distributed_c10d._get_default_store()
     if second:
         store.set(f"done{dist.get_rank()}", "1")
     else:
         store.wait(["done2", "done3"])
-    return found
+    return log_probs
 
 
 def test_no_message_leaves_an_instance(
@@ -117,8 +117,8 @@ def test_no_message_leaves_an_instance(
     *idle, third, fourth = ranks(4, one_instance_alone, tiny(), sequences)
     assert idle == [None, None]
     wanted = log_probs_oracle(tiny(), sequences, 1.0)
-    for found in (third, fourth):
-        for one, other in zip(found, wanted, strict=True):
+    for log_probs in (third, fourth):
+        for one, other in zip(log_probs, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
@@ -134,8 +134,8 @@ def old_policy(path: str, pp: int, tp: int) -> Any:
     whole = model.state_dict()
     for name, own in rollout.parameters().items():
         (box,) = layout.local(name, parallel.instance_rank)
-        part = whole[name][box.slices()]
-        own.zero_()[tuple(map(slice, part.shape))].copy_(part)
+        shard = whole[name][box.slices()]
+        own.zero_()[tuple(map(slice, shard.shape))].copy_(shard)
     engine = ScoreEngine(
         model.config, parallel, model=rollout.model, dtype=torch.float32, device=CPU,
         max_tokens_per_micro_batch=30,

@@ -11,7 +11,7 @@ lengths_of = st.lists(st.integers(1, 300), max_size=60)
 
 
 def _heaviest(lengths, parts):
-    return max(sum(lengths[i] for i in part) for part in parts)
+    return max(sum(lengths[i] for i in indices) for indices in parts)
 
 
 @settings(max_examples=60)
@@ -19,8 +19,8 @@ def _heaviest(lengths, parts):
 def test_balance_invariants(lengths, num_parts):
     parts = balance(lengths, num_parts)
     assert len(parts) == num_parts
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    assert all(part == sorted(part) for part in parts)
+    assert sorted(i for indices in parts for i in indices) == list(range(len(lengths)))
+    assert all(indices == sorted(indices) for indices in parts)
     assert parts == balance(lengths, num_parts)
     bound = max(max(lengths, default=0), -(-sum(lengths) // num_parts))
     assert _heaviest(lengths, parts) <= 4 / 3 * bound + max(lengths, default=0) * (1 / 3)
@@ -30,8 +30,8 @@ def test_balance_invariants(lengths, num_parts):
 @given(lengths_of, st.integers(1, 400))
 def test_micro_batches_invariants(lengths, max_tokens):
     parts = micro_batches(lengths, max_tokens)
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    assert all(part == sorted(part) and part for part in parts)
+    assert sorted(i for indices in parts for i in indices) == list(range(len(lengths)))
+    assert all(indices == sorted(indices) and indices for indices in parts)
     assert all(len(p) == 1 or sum(lengths[i] for i in p) <= max_tokens for p in parts)
     assert parts == micro_batches(lengths, max_tokens)
 
@@ -54,22 +54,22 @@ def test_fewer_sequences_than_parts_and_long_ones():
 
 @settings(max_examples=60)
 @given(lengths_of, st.integers(1, 9), st.integers(1, 400), st.integers(2, 3))
-def test_atoms_stay_whole(lengths, num_parts, max_tokens, samples_per_row):
+def test_rows_are_not_split(lengths, num_parts, max_tokens, samples_per_row):
     lengths = lengths[: len(lengths) // samples_per_row * samples_per_row]
     rows = [sum(lengths[i : i + samples_per_row]) for i in range(0, len(lengths), samples_per_row)]
     balanced = balance(lengths, num_parts, samples_per_row)
     bounded = micro_batches(lengths, max_tokens, samples_per_row)
     for parts in (balanced, bounded):
-        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-        assert all(part == sorted(part) for part in parts)
+        assert sorted(i for indices in parts for i in indices) == list(range(len(lengths)))
+        assert all(indices == sorted(indices) for indices in parts)
         assert all(
-            i // samples_per_row * samples_per_row + j in part
-            for part in parts
-            for i in part
+            i // samples_per_row * samples_per_row + j in indices
+            for indices in parts
+            for i in indices
             for j in range(samples_per_row)
         )
-    assert [sum(lengths[i] for i in part) for part in balanced] == [
-        sum(rows[i] for i in part) for part in balance(rows, num_parts)
+    assert [sum(lengths[i] for i in indices) for indices in balanced] == [
+        sum(rows[i] for i in indices) for indices in balance(rows, num_parts)
     ]
     assert all(
         len(p) == samples_per_row or sum(lengths[i] for i in p) <= max_tokens for p in bounded

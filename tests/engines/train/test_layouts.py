@@ -121,10 +121,10 @@ def step(path, sequences, layout, schedule, gen_tp, max_tokens, sequence_paralle
 def check_layout(engine):
     """The engine's layout, made from the config, is what its DTensors say."""
     shards, rank = engine.named_shards(), dist.get_rank()
-    found = layout_of(shards)
+    from_dtensors = layout_of(shards)
     for name, shard in shards.items():
         boxes = engine.layout.local(name, rank)
-        assert boxes == found.local(name, rank), name
+        assert boxes == from_dtensors.local(name, rank), name
         assert [tuple(shard.to_local().shape)] == [box.shape for box in boxes] or not boxes, name
     held = {name for name in engine.layout.rules if engine.layout.local(name, rank)}
     assert held <= shards.keys()

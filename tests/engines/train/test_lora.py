@@ -102,10 +102,10 @@ def three_steps(path, sequences, folder, layout, options):
 def check_layout(engine):
     """The layout, made from the config, is what the DTensors say, adapters' too."""
     shards, rank = engine.named_shards(), dist.get_rank()
-    found = layout_of(shards)
+    from_dtensors = layout_of(shards)
     for name, shard in shards.items():
         boxes = engine.layout.local(name, rank)
-        assert boxes == found.local(name, rank), name
+        assert boxes == from_dtensors.local(name, rank), name
         assert [tuple(shard.to_local().shape)] == [box.shape for box in boxes] or not boxes, name
 
 

@@ -100,9 +100,9 @@ def test_figures_equal_one_process_in_float64(
     }
     of_all = [d for field in COMPARE for d in gaps(path, sequences, padded_log_probs, field)]
     expected["effective_share"] = ess([math.exp(sum(response)) for response in of_all])
-    found = {name: first[name] for name in expected}
+    figures = {name: first[name] for name in expected}
     # Measured: 4e-6, of order 1, for log-probabilities in float32.
-    assert found == pytest.approx(expected, rel=2e-5)
+    assert figures == pytest.approx(expected, rel=2e-5)
     assert not [name for name in second if "/" in name or name == "effective_share"]
 
 
