@@ -30,7 +30,7 @@ def test_all_that_stays_is_named() -> None:
     plan = plan_memory(H200, 600 * MIB, resident, 4 * GIB)
     left = H200 * 0.98 - 600 * MIB - 16 * 1.54e9 - 512 * MIB - 3 * GIB
     assert plan.utilization == pytest.approx(left / H200, abs=1e-4)
-    assert re.findall(r"[\d.]+ GiB [a-z ]+", plan.explanation.partition("beside ")[2]) == [
+    assert re.findall(r"[\d.]+ GiB [a-z ]+", plan.explanation.partition("after ")[2]) == [
         "0.6 GiB others", "22.9 GiB training state", "0.5 GiB buckets", "3.0 GiB judge",
         "2.8 GiB margin",
     ]  # fmt: skip
