@@ -1,15 +1,22 @@
 """Real gloo processes for tests of every room."""
 
+import gc
+import io
 import multiprocessing
 import operator
+import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # A loaded machine is slow, not wrong.
 settings.register_profile(
@@ -28,11 +36,13 @@ settings.load_profile("any machine")
 # A shell's background job ignores it, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["whole_runs"]
+
 ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
 
 
-RUNS = {"cluster", "controller", "scripts", "test_cli.py", "test_readme.py"}
+RUNS = {"controller", "doctor", "jobs", "runtime", "scripts", "test_cli.py", "test_readme.py"}
 """Tests of whole runs: one after the other, so that Ray's waits are shared with other tests."""
 
 
@@ -58,53 +68,115 @@ class _ByValue:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _rank(function: Callable[[], Any], rank: int, size: int, directory: Path) -> None:
+class _Rank:
+    """A process that runs one function after another, each with a default group of its own."""
+
+    def __init__(self, context: Any) -> None:
+        self.pipe, end = context.Pipe()
+        self.process = context.Process(target=operator.call, args=(_ByValue(_serve), end))
+        self.process.daemon = True
+        self.process.start()
+        end.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    """Run what comes through the pipe; a failure ends the process, so that no peer waits for it."""
+    gc.freeze()  # what the server has imported, so that collecting is cheap
     torch.set_num_threads(1)
+    environment = dict(os.environ)
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            answer = _run(*call)
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+            raise
+        pipe.send((answer, None))
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _run(payload: bytes, number: int, rank: int, size: int, rendezvous: Path) -> bytes:
+    """What the function returns. `number` counts calls, so no name of a group comes back."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    dist.distributed_c10d._world.group_count += 1000 * number
+    dist.barrier()  # a rank that is done at once would leave before the others have met it
+    answer = io.BytesIO()
+    torch.save(pickle.loads(payload)(), answer)
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # it holds the meshes of these groups
+    gc.collect()
+    return answer.getvalue()
+
+
+class _Ranks:
+    """Processes that serve one call after another; those of a call that failed are replaced."""
+
+    def __init__(self, rendezvous: Path) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._rendezvous = rendezvous
+        self._ranks: list[_Rank] = []
+        self._calls = 0
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._calls += 1
+        self._ranks += [_Rank(self._context) for _ in range(size - len(self._ranks))]
+        ranks, payload = self._ranks[:size], ForkingPickler.dumps(_ByValue(function, *args))
+        for number, rank in enumerate(ranks):
+            file = self._rendezvous / str(self._calls)
+            rank.pipe.send((bytes(payload), self._calls, number, size, file))
+        end = time.monotonic() + 120
+        answers = [_answer(rank, end - time.monotonic()) for rank in ranks]
+        errors = [error for _, error in answers if error]
+        if errors:
+            self.end()
+            raise AssertionError("\n".join(errors))
+        return [torch.load(io.BytesIO(found), weights_only=False) for found, _ in answers]
+
+    def end(self) -> None:
+        for rank in self._ranks:
+            rank.end()
+        self._ranks = []
+
+
+def _answer(rank: _Rank, timeout: float) -> tuple[bytes, str | None]:
+    if not rank.pipe.poll(max(timeout, 0)):
+        return b"", "a rank hangs"
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size
-        )
-        dist.barrier()  # a rank that is done at once would leave before the others have met it
-        torch.save(function(), directory / f"result{rank}")
-        dist.destroy_process_group()
-    except BaseException:
-        (directory / f"error{rank}").write_text(traceback.format_exc())
-        raise
+        return rank.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        rank.process.join()
+        return b"", f"a rank ended with {rank.process.exitcode}"
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """`ranks(size, function, *args)` runs `function(*args)` in `size` gloo processes.
+
+    Returns what they returned, by rank; raises with their tracebacks when one failed. The processes
+    serve all tests of a session. A server that has imported torch forks them.
+    """
+    pool = _Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.end()
 
 
 @pytest.fixture
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """`ranks(size, function, *args)` runs `function(*args)` in `size` gloo processes.
-
-    Returns what they returned, by rank; raises with their tracebacks when one failed. A server
-    that has imported torch forks them, so that a test does not pay for the imports again.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-
-    def run(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        directory = tmp_path_factory.mktemp("ranks")
-        processes = [
-            context.Process(
-                target=operator.call,
-                args=(_ByValue(_rank), _ByValue(function, *args), rank, size, directory),
-                daemon=True,
-            )
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=120)
-        errors = [file.read_text() for file in sorted(directory.glob("error*"))]
-        failed = [process.exitcode for process in processes if process.exitcode != 0]
-        for process in processes:
-            process.kill()
-        if errors or failed:
-            raise AssertionError(f"exit codes {failed} (None: hung)\n" + "\n".join(errors))
-        return [torch.load(directory / f"result{rank}", weights_only=False) for rank in range(size)]
-
-    return run
+def fresh_ranks(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+    """The same in processes that end with the test: for functions that leave something behind."""
+    pool = _Ranks(tmp_path)
+    yield pool
+    pool.end()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ def parts(user_rewards: Path, model: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(
-    train: Callable[..., Any],
     train_here: Callable[..., Any],
     long_tail: list[str],
     user_rewards: Path,
@@ -36,7 +35,7 @@ def runs(
     folder = tmp_path_factory.mktemp("parts")
     return {
         "serial": train_here(folder / "serial", *settings),
-        "fused": train(folder / "fused", *settings, *fused),
+        "fused": train_here(folder / "fused", *settings, *fused),
     }
 
 

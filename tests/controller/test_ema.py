@@ -41,13 +41,13 @@ def averaged(flow, cfg):
     ],
 )
 def test_it_is_the_average_of_the_checkpoints(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path, more: list[str]
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path, more: list[str]
 ) -> None:
     """decay average + (1 - decay) weights after every step, computed by hand from what is saved."""
     file = tmp_path / "averaged.py"
     file.write_text(RECIPE)
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    run = train(
+    run = train_here(
         tmp_path / "run", *settings, f"recipe={{target: '{file}:averaged'}}", "trainer.steps=4",
         "trainer.save_every=1", "trainer.keep_last=9", "trainer.optim.lr=2e-2", "eval.every=0",
         "eval.num_prompts=2", *more,

@@ -22,14 +22,21 @@ Train = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def run_of(
-    train: Train, long_tail: list[str], tmp_path_factory: pytest.TempPathFactory
+    train: Train,
+    train_here: Train,
+    long_tail: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Any]:
-    """Three steps on two ranks: `serial`, or fused with what travels with a sample."""
+    """Three steps on two ranks: `serial`, or fused with what travels with a sample.
+
+    Keys and values travel through Ray, as users have it.
+    """
 
     @functools.cache
     def run(name: str) -> Any:
         schedule = [] if name == "serial" else [*FUSED, f"schedule.migration={name}"]
-        return train(tmp_path_factory.mktemp(name), *long_tail, "cluster.ranks=2", *schedule)
+        run = train if name == "kv" else train_here
+        return run(tmp_path_factory.mktemp(name), *long_tail, "cluster.ranks=2", *schedule)
 
     return run
 

@@ -35,9 +35,9 @@ def test_the_recorded_mismatch_is_that_of_the_samples(
 
 
 def test_a_correction_weighs_the_update(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
-    run = train(
+    run = train_here(
         tmp_path / "run",
         *tiny_run,
         "schedule=fused",
@@ -59,7 +59,7 @@ def test_a_correction_weighs_the_update(
 
 
 def test_older_tokens_are_counted_apart(
-    train: Callable[..., Any], long_tail: list[str], tmp_path: Path
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
     """Where responses go on under newer weights, `mismatch` is still that of equal weights.
 
@@ -71,7 +71,7 @@ def test_older_tokens_are_counted_apart(
     vcpo += ["recipe.baseline=minimum_variance", "recipe.std_normalize=false"]
     ours = ("schedule", "rollout.over", "rollout.max_st", "trainer.steps", "cluster", "recipe")
     kept = [setting for setting in long_tail if not setting.startswith(ours)]
-    run = train(tmp_path / "run", *kept, *partial, *vcpo, "trainer.steps=4", "cluster.ranks=2")
+    run = train_here(tmp_path / "run", *kept, *partial, *vcpo, "trainer.steps=4", "cluster.ranks=2")
     apart = 0
     for line, step in zip(run.metrics, run.steps, strict=True):
         present = max(span.version for sample in step.samples for span in sample.spans)

@@ -35,18 +35,23 @@ def start(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: 
     ],
 )
 def test_every_token_has_the_log_probability_of_the_version_that_made_it(
-    train: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: list[str]
+    train: Callable[..., Any],
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    layout: list[str],
 ) -> None:
-    run = start(train, long_tail, tmp_path, *layout)
+    begin = train if "rollout=vllm" in layout else train_here
+    run = start(begin, long_tail, tmp_path, *layout)
     check_record(run)
     check_log_probs(run, keep=False)
 
 
 @pytest.mark.slow
 def test_kept_keys_and_values_are_those_of_older_weights(
-    train: Callable[..., Any], long_tail: list[str], tmp_path: Path
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
-    run = start(train, long_tail, tmp_path, "schedule.parked_kv=keep")
+    run = start(train_here, long_tail, tmp_path, "schedule.parked_kv=keep")
     check_record(run)
     check_log_probs(run, keep=True)
 

@@ -1,4 +1,4 @@
-"""Every recipe as it is: a few steps on real ranks, by its defaults."""
+"""Every recipe as it is: a few steps on one rank, by its defaults."""
 
 import math
 from collections.abc import Callable
@@ -20,12 +20,12 @@ TRAINED = {"rm": "reward/"}
 
 @pytest.mark.parametrize("name", [*RECIPES, "rloo recipe.kl_coef=0.05"])
 def test_a_recipe_runs_by_its_defaults(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path, name: str
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path, name: str
 ) -> None:
     """Whatever it trains has moved; but distill's teacher is by default the start itself."""
     trained, learns = TRAINED.get(name, ""), name != "distill"
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    run = train(
+    run = train_here(
         tmp_path / "run",
         *settings,
         *f"recipe={name}".split(),

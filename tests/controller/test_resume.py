@@ -94,14 +94,14 @@ def ended(run_dir: Path, copy: Path, step: int) -> Path:
 
 
 def test_it_goes_on_as_if_it_had_not_ended(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     kept = [x for x in STRICT if not x.startswith(("trainer.steps=", "trainer.save_every="))]
     settings = [*tiny_run, *kept, *ADAM, "trainer.steps=4", "trainer.save_every=2"]
-    train(tmp_path / "run", *settings)
+    train_here(tmp_path / "run", *settings)
     copy = ended(tmp_path / "run", tmp_path / "copy", 2)
     assert {line["step"] for line in lines(copy, "metrics")} == {0, 1, 2, 3, 4}
-    rest = train(copy, *settings, "trainer.resume=auto")
+    rest = train_here(copy, *settings, "trainer.resume=auto")
     assert len(rest.steps) == 2
     check_same(tmp_path / "run", copy, tmp_path)
 

@@ -18,11 +18,11 @@ ADAM = [
 
 
 @pytest.fixture
-def run(train: Callable[..., Any], long_tail: list[str], tmp_path: Path) -> Callable[..., Any]:
+def run(train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path) -> Callable[..., Any]:
     def start(name: str, *overrides: str) -> Any:
         changed = tuple(setting.partition("=")[0] + "=" for setting in ADAM)
         kept = [setting for setting in long_tail if not setting.startswith(changed)]
-        return train(tmp_path / name, *kept, *ADAM, "cluster.ranks=2", *overrides)
+        return train_here(tmp_path / name, *kept, *ADAM, "cluster.ranks=2", *overrides)
 
     return start
 

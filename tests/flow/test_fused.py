@@ -214,7 +214,7 @@ def check(
     assert seen[0] == seen[1]
 
 
-test_trains_on_what_serial_trains_on = settings(max_examples=300)(cases(check))
+test_trains_on_what_serial_trains_on = settings(max_examples=60)(cases(check))
 test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(check)))
 
 

@@ -160,7 +160,7 @@ def check(
     assert set(executor.parks_with_kv) <= {stale_kv}
 
 
-test_every_sample_leaves_once_and_none_too_old = settings(max_examples=250)(cases(check))
+test_every_sample_leaves_once_and_none_too_old = settings(max_examples=60)(cases(check))
 test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(check)))
 
 
@@ -170,7 +170,7 @@ test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(che
     decode_steps=st.integers(1, 12),
     num_instances=st.integers(1, 4),
 )
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_what_is_trained_follows_from_decode_steps_not_from_time(
     virtual_executor, seeds, lengths, decode_steps, num_instances
 ):
@@ -192,7 +192,7 @@ def test_what_is_trained_follows_from_decode_steps_not_from_time(
     staleness=st.integers(1, 3),
     filtered=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
     virtual_executor, lengths, rewards, decode_steps, num_instances, staleness, filtered
 ):

@@ -91,8 +91,8 @@ def _assert_close(got, want, dtype, case):
 
 
 @needs_triton
-def test_interpreted_equals_float64(ranks):
-    (results,) = ranks(1, _interpreted)
+def test_interpreted_equals_float64(fresh_ranks):
+    (results,) = fresh_ranks(1, _interpreted)
     for case, got in zip(CASES, results, strict=True):
         _assert_close(got, _wanted(*case), case[3], case)
 
@@ -115,7 +115,7 @@ def _sharded_interpreted(cases):
 
 @needs_triton
 @pytest.mark.parametrize("size", [2, 3])
-def test_interpreted_shards_equal_float64(ranks, size):
+def test_interpreted_shards_equal_float64(fresh_ranks, size):
     """An uneven vocabulary of several blocks a rank; one of which the third rank holds nothing."""
     cases = [
         (33, vocab, 40, dtype, with_entropy, 0.8)
@@ -123,7 +123,7 @@ def test_interpreted_shards_equal_float64(ranks, size):
         for dtype in (torch.float32, torch.bfloat16)
         for with_entropy in (True, False)
     ]
-    by_rank = ranks(size, _sharded_interpreted, cases)
+    by_rank = fresh_ranks(size, _sharded_interpreted, cases)
     for case, results in zip(cases, zip(*by_rank, strict=True), strict=True):
         for got, valid in results:
             assert got[-1][valid:].eq(0).all(), "padding has a gradient"

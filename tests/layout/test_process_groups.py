@@ -186,8 +186,8 @@ def lonely() -> str:
     return message
 
 
-def test_a_group_that_does_not_come_up_is_named(ranks: Ranks) -> None:
-    first, absent, last = ranks(3, lonely)
+def test_a_group_that_does_not_come_up_is_named(fresh_ranks: Ranks) -> None:
+    first, absent, last = fresh_ranks(3, lonely)
     assert not absent
     line = (
         "process group hybridrl/0_1_2/0 of ranks 0, 1, 2 did not come up in 2 s: rank 1 did not"
@@ -210,6 +210,6 @@ def groups_of_groups() -> list[str]:
     return [group.group_name for group in groups]
 
 
-def test_groups_of_the_same_ranks_are_told_apart(ranks: Ranks) -> None:
-    names = ranks(3, groups_of_groups)
+def test_groups_of_the_same_ranks_are_told_apart(fresh_ranks: Ranks) -> None:
+    names = fresh_ranks(3, groups_of_groups)
     assert names == [["hybridrl/0_1_2/0", "hybridrl/0_1_2/1"]] * 3

@@ -98,7 +98,7 @@ def check(there: Plan, bucket: int, least_group: int) -> list[TransferRounds]:
     return rounds
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(switches(), st.sampled_from([1, 7, 40, 10_000]), st.sampled_from([2, 3, 10_000]))
 def test_invariants(there: Plan, bucket: int, least_group: int) -> None:
     check(there, bucket, least_group)

@@ -172,11 +172,11 @@ def per_layer_update(path, shares, loss, keep_unsharded):
 
 @pytest.mark.parametrize("keep_unsharded", [True, False])
 def test_large_model_settings_and_activation_checkpointing(
-    ranks, model_dir, sequences, padded_log_probs, keep_unsharded
+    fresh_ranks, model_dir, sequences, padded_log_probs, keep_unsharded
 ):
     loss = SurrogateLoss()
     shares = [sequences[:7], sequences[7:]]
-    results = ranks(2, per_layer_update, model_dir, shares, loss, keep_unsharded)
+    results = fresh_ranks(2, per_layer_update, model_dir, shares, loss, keep_unsharded)
     want = oracle(model_dir, sequences, padded_log_probs, loss)
     assert_equals_oracle([result[False] for result in results], want)
     for result in results:
