@@ -54,9 +54,11 @@ def logits(path):
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 2000])
-def test_reopened_by_transformers(ranks, source, tmp_path, shard_bytes):
+def test_reopened_by_transformers(fresh_ranks, source, tmp_path, shard_bytes):
     target = tmp_path / "run" / "step_1"
-    ranks(2, save, source, [target, target], DType.float32, None, shard_bytes)  # replaces itself
+    fresh_ranks(
+        2, save, source, [target, target], DType.float32, None, shard_bytes
+    )  # replaces itself
     assert torch.equal(logits(target), logits(source))
     assert AutoTokenizer.from_pretrained(target).decode([0, 1]) == AutoTokenizer.from_pretrained(
         source

@@ -26,6 +26,9 @@ class Rank:
     def __init__(self) -> None:
         self.store, self.plane = SampleStore(), RayDataPlane()
 
+    def clear(self) -> None:
+        self.store = SampleStore()
+
     def fill(self, lengths: list[int]) -> None:
         for i, n in enumerate(lengths):
             tensors = {"tokens": torch.arange(n + 2) + i, "log_probs": torch.full((n,), -float(i))}
@@ -72,12 +75,17 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     cloudpickle.unregister_pickle_by_value(module)
 
 
+@pytest.fixture(scope="module")
+def both(ray: Any) -> list[Any]:
+    """Two ranks for all tests: they take seconds to import torch."""
+    return [ray.remote(num_cpus=0)(Rank).remote() for _ in range(2)]
+
+
 @pytest.fixture
-def ranks(ray: Any) -> Iterator[list[Any]]:
-    actors = [ray.remote(num_cpus=0)(Rank).remote() for _ in range(2)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
+def ranks(ray: Any, both: list[Any]) -> list[Any]:
+    """The two, with empty stores."""
+    ray.get([rank.clear.remote() for rank in both])
+    return both
 
 
 def test_ragged_samples_go_from_rank_to_rank(ray: Any, ranks: list[Any]) -> None:
@@ -105,7 +113,7 @@ def test_only_a_reference_passes_through_the_driver(ray: Any, ranks: list[Any]) 
 
 
 def test_a_rank_that_is_gone_is_said_in_plain_words(ray: Any, ranks: list[Any]) -> None:
-    source, destination = ranks
+    source, destination = ray.remote(num_cpus=0)(Rank).remote(), ranks[1]
     ray.get(source.fill.remote([300_000]))
     parcel = ray.get(source.export.remote(1))
     ray.kill(source)
