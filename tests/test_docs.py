@@ -30,6 +30,32 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
+BARE = re.compile(r"`(\w+\.py)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_that_a_page_names_exist(page: Path, tracked_files: list[Path]) -> None:
+    """A file's name alone, as `admission.py`; `mine.py` is the reader's."""
+    known = {file.name for file in tracked_files} | {"mine.py"}
+    assert set(BARE.findall(page.read_text())) <= known
+
+
+def anchors(page: Path) -> set[str]:
+    """The links that a page's headings make, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text())
+    assert not [
+        f"{name}#{heading}"
+        for name, heading in links
+        if heading not in anchors(page.parent / name if name else page)
+    ]
+
+
 def test_functions_that_the_architecture_names_exist() -> None:
     steps = STEP.findall(ARCHITECTURE)
     assert len(steps) > 35
