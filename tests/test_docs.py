@@ -1,9 +1,12 @@
 """What the pages name is there: files, and the functions of docs/architecture.md."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from hybridrl.config.compose import check, register
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
@@ -28,6 +31,22 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         and not any((ROOT / place / name).exists() for place in (*PLACES, page.parent))
     ]
     assert not missing
+
+
+RUN = re.compile(r"^(?:    )?hybridrl (?:train|eval|submit) (.*)$", re.MULTILINE)
+COMMANDS = {
+    command: page.name
+    for page in ROOT.glob("docs/*.md")
+    if page.name not in ("start.md", "write.md")  # tests/test_readme.py runs theirs
+    for command in RUN.findall(page.read_text().replace("\\\n", " "))
+    if not {"...", "-m"} & set(command.split())
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{COMMANDS[command]}: {command}")
+def test_commands_of_the_pages_compose(command: str) -> None:
+    register()
+    assert check(shlex.split(command, comments=True)).run.dir
 
 
 BARE = re.compile(r"`(\w+\.py)`")
