@@ -40,11 +40,11 @@ class TrainLayoutConfig:
     pp: int = 1
     """Pipeline stages."""
     replicas: int = 1
-    """Copies of the sharded model (hybrid sharded data parallelizm)."""
+    """Copies of the sharded model (hybrid sharded data parallelism)."""
     fsdp: int = 0
     """Ranks over which FSDP2 shards; 0 takes what the other axes leave."""
     tp: int = 1
-    """Tensor parallelizm."""
+    """Tensor parallelism."""
     sequence_parallel: bool = False
     """Under tp, split what lies between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
@@ -76,7 +76,7 @@ class RolloutLayoutConfig:
     pp: int = 1
     """Pipeline stages of an instance."""
     tp: int = 1
-    """Tensor parallelizm of an instance."""
+    """Tensor parallelism of an instance."""
     grouping: Grouping = Grouping.auto
     """Which rank takes which place in generation."""
     bucket_mb: float = 16.0

@@ -24,7 +24,7 @@ class LoraConfig:
     def check(self, key: str, tp: int) -> None:
         """Raise ConfigError for what cannot work; `key` is where these settings stand.
 
-        `tp` is the model's tensor parallelizm in training.
+        `tp` is the model's tensor parallelism in training.
         """
         if self.rank < 0:
             raise ConfigError(f"{key}.rank", self.rank, "0 (all weights are trained) or above")
@@ -33,7 +33,7 @@ class LoraConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"{key}.dropout", self.dropout, "0 to below 1")
         if self.dropout and self.rank and tp > 1:  # each rank would drop other inputs
-            raise ConfigError(f"{key}.dropout", self.dropout, f"0 with tensor parallelizm ({tp=})")
+            raise ConfigError(f"{key}.dropout", self.dropout, f"0 with tensor parallelism ({tp=})")
         if not self.target_modules:
             allowed = f"[{ALL_LINEAR}], or names of linear layers"
             raise ConfigError(f"{key}.target_modules", "[]", allowed)

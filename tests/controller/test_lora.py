@@ -20,7 +20,7 @@ REFUSED = {
     "actor.lora.alpha=0": r"^actor\.lora\.alpha=0: wanted 1 or more",
     "critic.lora.dropout=1.0": r"^critic\.lora\.dropout=1\.0: wanted 0 to below 1",
     "actor.lora.rank=4 actor.lora.dropout=0.1 trainer.layout.tp=2 cluster.ranks=2": (
-        r"^actor\.lora\.dropout=0\.1: wanted 0 with tensor parallelizm \(tp=2\)"
+        r"^actor\.lora\.dropout=0\.1: wanted 0 with tensor parallelism \(tp=2\)"
     ),
     "actor.lora.target_modules=[]": r"^actor\.lora\.target_modules=\[\]: wanted \[all-linear\], or",
     "actor.lora.rank=4 actor.lora.target_modules=[q_proj,qproj]": (
