@@ -123,7 +123,7 @@ def _logged_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        logger.error("the run ends: %s: %s", type(error).__name__, error)
+        logger.info("the run ends: %s: %s", type(error).__name__, error)
         raise
     logger.info("the run has finished")
 

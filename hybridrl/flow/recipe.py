@@ -9,7 +9,7 @@ from hybridrl.flow.roles import (
     ActorHandle,
     CriticHandle,
     Judge,
-    Reference,
+    ReferenceHandle,
     Reward,
     RoleHandle,
     Teacher,
@@ -88,9 +88,9 @@ class Flow:
         return ActorHandle("actor")
 
     @property
-    def reference(self) -> Reference:
+    def reference(self) -> ReferenceHandle:
         """The policy as it was at the start."""
-        return Reference("reference")
+        return ReferenceHandle("reference")
 
     @property
     def critic(self) -> CriticHandle:

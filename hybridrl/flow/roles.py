@@ -101,7 +101,7 @@ class Scorer(RoleHandle):
 
 
 @dataclass(frozen=True)
-class Reference(Scorer):
+class ReferenceHandle(Scorer):
     """The policy as it was at the start."""
 
 
