@@ -145,7 +145,7 @@ def test_apptainer_runs_the_driver_and_the_other_nodes(tmp_path: Path) -> None:
     bind = f"--bind {tmp_path}:{tmp_path},{tmp_path}:{tmp_path},/data:/data:ro"
     inside = f"apptainer exec --nv {bind} '/images/a b.sif' python3 -P -m hybridrl"
     assert f"\nexec {inside}.cli train \\\n" in text
-    assert f"    {inside}.cluster.ray_node --ranks=1 --gpus=8 --logs={tmp_path}/logs)\n" in text
+    assert f"    {inside}.runtime.ray_node --ranks=1 --gpus=8 --logs={tmp_path}/logs)\n" in text
     assert "exec srun $step --nodes=1 --ntasks=1" in text
     alone = make_batch(
         tmp_path, container=Container.apptainer, **IN_CONTAINER | {"gpus_per_node": 0}

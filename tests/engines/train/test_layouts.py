@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ModelConfig,
     OptimConfig,
@@ -35,7 +36,7 @@ WINDOWS = {
 }
 
 
-class Surrogate:
+class Surrogate(Loss):
     """A smooth policy loss with an entropy bonus, so that all gradients are used."""
 
     normalize = "token"

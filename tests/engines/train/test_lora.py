@@ -9,6 +9,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hybridrl.algorithms import Loss
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import (
     DType,
@@ -28,7 +29,7 @@ TEMPERATURE = 0.7
 LORA = LoraConfig(rank=3, alpha=6)  # a rank that no number of ranks divides
 
 
-class Surrogate:
+class Surrogate(Loss):
     """A smooth policy loss with an entropy bonus; of a critic, a squared error."""
 
     normalize = "token"

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hybridrl.algorithms import Loss
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import (
     ConfigError,
@@ -28,7 +29,7 @@ LAYOUTS = {
 }
 
 
-class SquaredError:
+class SquaredError(Loss):
     """Half the square of value less return."""
 
     normalize = "token"
@@ -178,7 +179,7 @@ def take(actor_path, sequences, layout, other_layout):
     return wanted, {name: tensor.clone() for name, tensor in critic.weights()}
 
 
-class Likelihood:
+class Likelihood(Loss):
     """So that the weights are no longer those of the file."""
 
     normalize, fields, needs_entropy = "token", (), False
