@@ -204,17 +204,17 @@ def all_updates(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: five_updates(*case) for name, case in cases.items()}
 
 
-def test_weights_on_one_rank(saved: Callable[..., str], ranks: Ranks) -> None:
+def test_weights_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """Every family, packed and in place, one engine after another in one process."""
     families = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3")
     cases = {family: (saved(family), TrainAxes(), 1, 1) for family in families}
     in_place = ("qwen3", "llama_biased")
     cases |= {f"{family} in place": (*cases[family], True) for family in in_place}
-    (found,) = ranks(1, all_updates, cases)
+    (found,) = fresh_ranks(1, all_updates, cases)
     assert all(case["bytes"] == (0, 0) for case in found.values())
 
 
-def test_weights_on_four_ranks(saved: Callable[..., str], ranks: Ranks) -> None:
+def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """From FSDP shards to instances of tp and pp, with an odd number of layers."""
     four = TrainAxes(fsdp=4)
     cases = {
@@ -222,7 +222,7 @@ def test_weights_on_four_ranks(saved: Callable[..., str], ranks: Ranks) -> None:
         "two ranks a head": (saved("llama_biased"), four, 1, 4, True),
         "tp and pp": (saved("gemma3"), four, 2, 2),
     }
-    for found in ranks(4, all_updates, cases):
+    for found in fresh_ranks(4, all_updates, cases):
         assert found["two instances"]["grid"] == [[[0, 2]], [[1, 3]]]  # strided: shards nest,
         received, theory = found["two instances"]["bytes"]
         assert 0 < theory <= received < 1.01 * theory  # but for those of the odd vocabulary
@@ -513,10 +513,10 @@ def check_streams(
 
 
 def test_streams_on_one_rank(
-    saved: Callable[..., str], make_engine: Callable[..., NativeEngine], ranks: Ranks
+    saved: Callable[..., str], make_engine: Callable[..., NativeEngine], fresh_ranks: Ranks
 ) -> None:
     directory = saved("qwen3")
-    (found,) = ranks(1, on_one_rank, directory)
+    (found,) = fresh_ranks(1, on_one_rank, directory)
     model = load(directory)
     check_streams(model, make_engine, found)
     small = make_engine(model, max_sequence=160, block_size=BLOCK, kv_cache_tokens=128)
@@ -551,14 +551,14 @@ def gaps(model: PreTrainedModel, outputs: Outputs) -> torch.Tensor:
 
 
 def test_streams_on_two_ranks(
-    saved: Callable[..., str], make_engine: Callable[..., NativeEngine], ranks: Ranks
+    saved: Callable[..., str], make_engine: Callable[..., NativeEngine], fresh_ranks: Ranks
 ) -> None:
     """As one instance of tp, one of pp, and as two, between which samples move.
 
     Of Gemma's stages the second has nothing but layers with a window, which must not show.
     """
     cases = {"pp": (saved("gemma3"), 2, 1), "tp": (saved("qwen3"), 1, 2)}
-    first, second = ranks(2, on_two_ranks, cases)
+    first, second = fresh_ranks(2, on_two_ranks, cases)
     for name, (directory, pp, _) in cases.items():
         model = load(directory)
         wanted = check_streams(model, make_engine, first[name])
