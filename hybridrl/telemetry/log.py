@@ -37,9 +37,11 @@ def driver_log(level: LogLevel, file: Path) -> Iterator[None]:
     logger.setLevel(level.value.upper())
     logger.addHandler(handler)
     logger.addHandler(shown)
+    propagates, logger.propagate = logger.propagate, False  # verl's import gives root a handler
     try:
         yield
     finally:
+        logger.propagate = propagates
         logger.removeHandler(shown)
         logger.removeHandler(handler)
         logger.setLevel(before)
@@ -61,6 +63,7 @@ def rank_log(rank: int, level: LogLevel, file: Path | None) -> None:
     _formatted(handler, f"rank {rank}")
     logger.setLevel(level.value.upper())
     logger.addHandler(handler)
+    logger.propagate = False  # verl's import gives root a handler, which would repeat the lines
 
 
 @contextmanager
