@@ -82,6 +82,11 @@ class ScheduleParts:
     key_of: Callable[[Any], PromptKey]
     exports_kv: bool = True
 
+    @property
+    def step(self) -> tuple[Graph, Executor, Iterator[Prompt], StepSettings]:
+        """The arguments that every schedule's constructor takes first."""
+        return self.graph, self.executor, self.prompts, self.settings
+
 
 @dataclass(frozen=True, slots=True)
 class PendingSample:

@@ -47,10 +47,7 @@ class FusedSchedule(StreamingSchedule):
         """The schedule with its settings, a `FusedScheduleConfig`."""
         assert isinstance(config, FusedScheduleConfig)
         return cls(
-            parts.graph,
-            parts.executor,
-            parts.prompts,
-            parts.settings,
+            *parts.step,
             limits=RoundLimits(
                 max_held=parts.max_held,
                 chunk_tokens=parts.chunk_tokens,

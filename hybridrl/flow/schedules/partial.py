@@ -86,10 +86,7 @@ class PartialSchedule(StreamingSchedule):
         """The schedule with its settings, a `PartialScheduleConfig`."""
         assert isinstance(config, PartialScheduleConfig)
         return cls(
-            parts.graph,
-            parts.executor,
-            parts.prompts,
-            parts.settings,
+            *parts.step,
             limits=RoundLimits(
                 max_held=parts.max_held,
                 chunk_tokens=parts.chunk_tokens,

@@ -24,7 +24,7 @@ class SerialSchedule(Schedule):
     @classmethod
     def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
         """The schedule, which has no settings of its own."""
-        return cls(parts.graph, parts.executor, parts.prompts, parts.settings)
+        return cls(*parts.step)
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for stage in with_updates_together(stages):
