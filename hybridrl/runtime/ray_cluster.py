@@ -59,6 +59,8 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     # Ray reads these at import: no usage report, no metrics agent, no warning about either.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A machine whose disk stalls needs more than Ray's 30 s to write one file.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     import ray
 
     ray._private.worker.print_to_stdstream = _note_cluster_message
@@ -106,7 +108,7 @@ def _start_local(ray: Any, options: dict[str, Any]) -> None:
     try:
         with _signals_kept(ray):
             ray.init(address="local", **options)
-    except Exception as error:  # Ray raises bare Exceptions, after 30 s on a busy machine
+    except Exception as error:  # Ray raises bare Exceptions, on a busy machine after a time limit
         reason = " ".join(str(error).split())
         raise RayStartError(f"Ray did not start on this machine: {reason}") from error
 

@@ -139,7 +139,7 @@ def test_nothing_is_left_after_close(config: RewardConfig) -> None:
     rewards.close()
     rewards.close()
     assert not alive(pid)
-    assert children() == before
+    assert children() <= before
     assert "sleep 98.765" not in command_lines()
     with pytest.raises(ValueError, match="closed"):
         rewards.score(inputs("a"))
