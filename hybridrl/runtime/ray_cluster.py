@@ -59,8 +59,6 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     # Ray reads these at import: no usage report, no metrics agent, no warning about either.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # A machine whose disk stalls needs more than Ray's 30 s to write one file.
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     import ray
 
     ray._private.worker.print_to_stdstream = _note_cluster_message
@@ -105,10 +103,11 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
 
 
 def _start_local(ray: Any, options: dict[str, Any]) -> None:
+    _forget_token()
     try:
         with _signals_kept(ray):
             ray.init(address="local", **options)
-    except Exception as error:  # Ray raises bare Exceptions, on a busy machine after a time limit
+    except Exception as error:  # Ray raises bare Exceptions, after 30 s on a busy machine
         reason = " ".join(str(error).split())
         raise RayStartError(f"Ray did not start on this machine: {reason}") from error
 
@@ -182,7 +181,7 @@ def _use_token(ray: Any, address: str) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.pop(setup.AUTH_MODE_ENV_VAR, None)
         ray._raylet.Config.initialize("")
-        setup.AuthenticationTokenLoader.instance().reset_cache()  # of an earlier run here
+        _forget_token()
         gcs = services.canonicalize_bootstrap_address_or_die(address)
         with _no_stderr():  # where Ray prints a refusal
             try:
@@ -219,6 +218,17 @@ def _refresh_token() -> None:
         from ray._private.authentication import authentication_token_setup as setup
 
         setup._enable_token_auth()
+    _forget_token()
+
+
+def _forget_token() -> None:
+    """Make Ray read its token again, or write one: an earlier run of this process cached its own.
+
+    A cluster reads the token from a file. Where that file is gone, it would not start.
+    """
+    with contextlib.suppress(ImportError):
+        from ray._private.authentication import authentication_token_setup as setup
+
         setup.AuthenticationTokenLoader.instance().reset_cache()
 
 

@@ -27,10 +27,12 @@ def answer(address: str, logs: Path) -> Any:
 def test_a_token_is_not_shown_to_a_cluster_that_knows_none(
     cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A local run before, in this process, has made Ray write one."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with ray_runtime(ClusterConfig(ranks=1), {}, tmp_path / "logs"):
-        assert (tmp_path / ".ray" / "auth_token").exists()
+    """A local run before, in this process, has made Ray write one; another with another home."""
+    for home in (tmp_path / "one", tmp_path / "other"):
+        home.mkdir()
+        monkeypatch.setenv("HOME", str(home))
+        with ray_runtime(ClusterConfig(ranks=1), {}, tmp_path / "logs"):
+            assert (home / ".ray" / "auth_token").exists()
     assert answer(cluster, tmp_path) == 42
 
 
