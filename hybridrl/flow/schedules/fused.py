@@ -76,6 +76,7 @@ class FusedSchedule(StreamingSchedule):
         generation_round.adopt(self._step_tasks)
         self._submit(generation_round, tasks)
         generation_round.run()
+        generation_round.check_restored()
         positions = list(dict.fromkeys(task.sample.id.prompt for task in tasks))
         return self._end_round(generation_round, tracker, tasks, positions)
 

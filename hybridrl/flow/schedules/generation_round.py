@@ -98,6 +98,7 @@ class GenerationRound:
         self.ledger = stages.tracker.ledger
         self.limits, self.decode_steps, self.migration_plan = limits, decode_steps, migration_plan
         self.num_migrated = self.num_restarted = 0
+        self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
         self._alive = list(self.executor.instances)
         self._tasks: dict[SampleId, GenerationTask] = {}
         self._num_stopped = 0  # left for a later round
@@ -401,10 +402,25 @@ class GenerationRound:
         for id in lost:
             self._restart(id)
 
+    def check_restored(self) -> None:
+        """After `run`: samples that began anew have the tensors again that they had.
+
+        Raises RuntimeError where one came from a stage of an earlier round that waits for the whole
+        batch: it does not run again.
+        """
+        for id, lost in self._lost_tensors.items():
+            if missing := lost - self._tasks[id].sample.tensors:
+                raise RuntimeError(
+                    f"a generation instance died with {', '.join(sorted(missing))} of sample {id},"
+                    " which an earlier round has computed"
+                )
+
     def _restart(self, id: SampleId) -> None:
         """Begin a sample anew."""
-        self.ledger.restart(id)
         task = self._tasks[id]
+        lost = self._lost_tensors.get(id, frozenset())
+        self._lost_tensors[id] = lost | task.sample.tensors
+        self.ledger.restart(id)
         task = self._tasks[id] = replace(task, parked=None, tokens=task.total)
         self.num_restarted += 1
         if isinstance(task.stage, AnswersStage):
