@@ -57,7 +57,7 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 	@$(BIN)/hybridrl train experiment=smollm2 $(ARGS)
 
 test: $(BIN)/.dev  ## fast tests, on CPU
-	$(PYTEST) -q -n 2 --dist loadgroup
+	$(PYTEST) -q -n 3 --dist loadgroup  # they also wait: more than cores
 
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
 	$(PYTEST) -q -m "slow and not vllm and not slurm"

@@ -42,15 +42,17 @@ ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
 
 
-RUNS = {"controller", "doctor", "jobs", "runtime", "scripts", "test_cli.py", "test_readme.py"}
-"""Tests of whole runs: one after the other, so that Ray's waits are shared with other tests."""
+SHARED = {"controller", "doctor", "jobs", "runtime", "scripts", "telemetry"}
+"""Folders whose tests share what a module has started: one process has all tests of a file."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `-n 2 --dist loadgroup` one process has all runs, the other computes meanwhile."""
+    """Under `--dist loadgroup` a file of whole runs stays together; other tests go anywhere."""
     for item in items:
-        if item.path.relative_to(ROOT / "tests").parts[0] in RUNS:
-            item.add_marker(pytest.mark.xdist_group("runs"))
+        path = item.path.relative_to(ROOT / "tests")
+        if path.parts[0] in SHARED:
+            item.add_marker(pytest.mark.xdist_group(str(path)))
 
 
 class _ByValue:

@@ -1,5 +1,6 @@
 """Wrong input: exactly one line that names key, value and what is allowed, exit 2, nothing left."""
 
+import contextlib
 import importlib.metadata
 import json
 import os

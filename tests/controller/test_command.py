@@ -62,10 +62,12 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
     assert curves[0] == curves[1]
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_with_its_log(
-    command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    ranks: int, command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
-    run = command(*tiny_run, "trainer.steps=2000", "eval.every=0", "run.dir=killed")
+    settings = ["trainer.steps=2000", "eval.every=0", "run.dir=killed"]
+    run = command(*tiny_run, f"cluster.ranks={ranks}", *settings)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     run.wait_for(lambda: len(read_lines(metrics)) > 2)
     victim = next(p for p in run.alive() if p.name().startswith("ray::ActorWorker"))

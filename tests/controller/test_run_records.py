@@ -116,7 +116,7 @@ def test_at_info_the_log_has_no_call(runs: dict[str, Path]) -> None:
     assert " call " not in text
 
 
-@pytest.mark.parametrize("level", ["debug", "info"])
+@pytest.mark.parametrize("level", ["debug", pytest.param("info", marks=pytest.mark.slow)])
 def test_under_ray_a_rank_logs_to_its_own_file(
     train: Callable[..., Any], settings: list[str], tmp_path: Path, level: str
 ) -> None:

@@ -215,12 +215,14 @@ def check(
 
 
 test_trains_on_what_serial_trains_on = settings(max_examples=60)(cases(check))
-test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(check)))
+test_thousands_of_cases = pytest.mark.timeout(1200)(
+    pytest.mark.slow(settings(max_examples=4000)(cases(check)))
+)
 
 
 @pytest.mark.parametrize("wait", [16, 26])
 def test_a_death_after_a_round_with_a_late_forward_pass(virtual_executor, wait):
-    """Behind a merge the reference runs once a round: what a later death takes is not there again."""
+    """Behind a merge the reference runs once a round; its results do not come back."""
     cfg = {"k": 1, "take": {"num_groups": 2, "max_rounds": 3}, "more": True}
     executor = virtual_executor(
         2, 0, of_id([0]), of_id([(0.0, "ok"), (1.0, "ok")]), of_id(["stop"]), None, {wait: 0}
@@ -232,7 +234,6 @@ def test_a_death_after_a_round_with_a_late_forward_pass(virtual_executor, wait):
     error = "died with .*reference_log_probs.* an earlier round has computed"
     with pytest.raises(RuntimeError, match=error):
         schedule.run_step(0)
-        schedule.run_step(1)
 
 
 LENGTHS = (2, 7, 50, 60)

@@ -1,7 +1,6 @@
 """One step under pp x replicas x fsdp x tp against a plain single-process padded step."""
 
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -164,24 +163,36 @@ def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callab
     return make
 
 
-def cases():
-    """Each family on two axes or three, one family on single axes; `slow` has all the pairs.
-
-    A family decides by which rule a parameter is cut, and a layout how often: pairs add nothing.
-    Tests below have tp 4 and pp 2 alone.
-    """
-    fast_layouts = {"qwen3": [(1, 1, 1), (1, 4, 1), (2, 2, 2)], "gemma3_text": [(2, 2, 2)]}
-    for family, layout in product(FAMILIES, LAYOUTS):
-        fast = layout in fast_layouts.get(family, [(1, 2, 2)])
-        yield pytest.param(family, layout, marks=() if fast else pytest.mark.slow)
+def steps(paths, *args):
+    """One update of each model in turn: what DTensor has learned of shapes serves the next one."""
+    return [step(path, *args) for path in paths]
 
 
-@pytest.mark.parametrize(("family", "layout"), cases(), ids=str)
-def test_a_step_equals_one_process(ranks, wanted, family, layout):
-    path, sequences, want = wanted(family, True)
-    pp, fsdp, tp = layout
-    results = ranks(pp * fsdp * tp, step, path, sequences, (pp, 1, fsdp, tp), "one_f_one_b", 1, 30)
-    check(results, want, path)
+def check_all(ranks, models, layout, schedule="one_f_one_b", gen_tp=1, sequence_parallel=False):
+    """One update of each of `models`, in the same processes."""
+    pp, replicas, fsdp, tp = layout
+    paths = [path for path, _, _ in models]
+    args = (models[0][1], layout, schedule, gen_tp, 30, sequence_parallel)
+    results = ranks(pp * replicas * fsdp * tp, steps, paths, *args)
+    for (path, _, want), of_model in zip(models, zip(*results, strict=True), strict=True):
+        check(of_model, want, path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "families"),
+    [
+        ((1, 1, 1, 1), ["qwen3"]),
+        ((1, 1, 4, 1), ["qwen3"]),
+        ((1, 1, 2, 2), ["llama", "mistral", "qwen2"]),
+        ((2, 1, 2, 2), ["qwen3", "gemma3_text"]),
+        # A family decides by which rule a parameter is cut, and a layout how often: pairs add
+        # nothing. Tests below have tp 4 and pp 2 alone.
+        *(pytest.param((pp, 1, *cut), FAMILIES, marks=pytest.mark.slow) for pp, *cut in LAYOUTS),
+    ],
+    ids=str,
+)
+def test_a_step_equals_one_process(ranks, wanted, layout, families):
+    check_all(ranks, [wanted(family, True) for family in families], layout)
 
 
 @pytest.mark.parametrize(
@@ -205,25 +216,23 @@ def test_a_step_equals_one_process(ranks, wanted, family, layout):
 )
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_schedules_and_replicas(ranks, wanted, layout, schedule, tied):
-    path, sequences, want = wanted("qwen3", tied)
-    size = layout[0] * layout[1] * layout[2] * layout[3]
-    check(ranks(size, step, path, sequences, layout, schedule, 1, 30), want, path)
+    check_all(ranks, [wanted("qwen3", tied)], layout, schedule)
 
 
 def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
     """FSDP cuts row-parallel weights along dimension 1 where generation has more tp."""
-    path, sequences, want = wanted("qwen3", True)
-    check(ranks(4, step, path, sequences, (1, 1, 2, 2), "one_f_one_b", 4, 30), want, path)
+    check_all(ranks, [wanted("qwen3", True)], (1, 1, 2, 2), gen_tp=4)
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "schedule"),
+    ("families", "layout", "schedule"),
     [
-        ("qwen3", (1, 1, 1, 4), "one_f_one_b"),
-        ("gemma3_text", (1, 1, 2, 2), "one_f_one_b"),
-        ("qwen2", (2, 1, 1, 2), "zero_bubble"),
+        (["qwen3"], (1, 1, 1, 4), "one_f_one_b"),
+        (["gemma3_text"], (1, 1, 2, 2), "one_f_one_b"),
+        (["qwen2"], (2, 1, 1, 2), "zero_bubble"),
     ],
+    ids=str,
 )
-def test_sequence_parallel(ranks, wanted, family, layout, schedule):
-    path, sequences, want = wanted(family, True)
-    check(ranks(4, step, path, sequences, layout, schedule, 1, 30, True), want, path)
+def test_sequence_parallel(ranks, wanted, families, layout, schedule):
+    models = [wanted(family, True) for family in families]
+    check_all(ranks, models, layout, schedule, sequence_parallel=True)
