@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 PYTEST := $(BIN)/python -m pytest
+# Whole files, whose tests share runs, on three processes: tests also wait.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 
@@ -57,7 +59,7 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 	@$(BIN)/hybridrl train experiment=smollm2 $(ARGS)
 
 test: $(BIN)/.dev  ## fast tests, on CPU
-	$(PYTEST) -q -n 3 --dist loadgroup  # they also wait: more than cores
+	$(PYTEST) -q $(PARALLEL)
 
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
 	$(PYTEST) -q -m "slow and not vllm and not slurm"

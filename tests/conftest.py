@@ -42,19 +42,6 @@ ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
 
 
-SHARED = {"controller", "doctor", "jobs", "runtime", "scripts", "telemetry"}
-"""Folders whose tests share what a module has started: one process has all tests of a file."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `--dist loadgroup` a file of whole runs stays together; other tests go anywhere."""
-    for item in items:
-        path = item.path.relative_to(ROOT / "tests")
-        if path.parts[0] in SHARED:
-            item.add_marker(pytest.mark.xdist_group(str(path)))
-
-
 class _ByValue:
     """A call that reaches a process which cannot import the module of its function."""
 
