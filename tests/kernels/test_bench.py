@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[2] / "scripts/bench/linear_log_probs.py"
 
 
+@pytest.mark.slow
 def test_prints_its_lines():
     options = ["--size", "1024", "32", "20000", "--rounds", "1"]
     done = subprocess.run(

@@ -260,7 +260,9 @@ def test_samples_can_be_chosen_by_step_and_reward(page: Any, report: Path) -> No
     assert page.locator("select").evaluate("s => s.selectedOptions[0].text") == "rl step 71"
 
 
-@pytest.mark.parametrize("width", [320, 375, 768])
+@pytest.mark.parametrize(
+    "width", [320, *(pytest.param(w, marks=pytest.mark.slow) for w in (375, 768))]
+)
 def test_no_sideways_scroll_on_a_small_screen(viewer: Viewer, report: Path, width: int) -> None:
     page = viewer.open(report, width=width)
     page.locator("details").evaluate_all("ds => ds.forEach(d => (d.open = true))")
@@ -314,8 +316,14 @@ def damage(run: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["truncated", "empty", "garbage", "only run.json", "run.json", "metrics.jsonl", "trace.json",
-     "events.jsonl", "samples.jsonl", "lengths.jsonl", "config.yaml"],
+    [
+        *("truncated", "garbage", "only run.json", "trace.json"),
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ("empty", "run.json", "metrics.jsonl", "events.jsonl", "samples.jsonl",
+                        "lengths.jsonl", "config.yaml")
+        ),
+    ],
 )  # fmt: skip
 def test_a_damaged_run_renders_with_what_there_is(
     viewer: Viewer, run_dir: Path, tmp_path: Path, how: str

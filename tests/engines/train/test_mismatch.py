@@ -79,7 +79,7 @@ def wanted(path, sequences, padded_log_probs, field):
     }
 
 
-@pytest.mark.parametrize("max_tokens", [8192, 20])
+@pytest.mark.parametrize("max_tokens", [20, pytest.param(8192, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("size", "layout"),
     [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"fsdp": 2, "tp": 2})],
@@ -132,8 +132,15 @@ def scaled(path, sequences, lr, loss):
     return metrics, weights, engine.update(mine, loss)["lr"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("rule", ["sqrt", "linear"])
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [
+        ("sqrt", 2),
+        ("linear", 1),
+        pytest.param("sqrt", 1, marks=pytest.mark.slow),
+        pytest.param("linear", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_as_long_as_its_samples_are_worth(ranks, tiny, sequences, size, rule):
     """VCPO: the learning rate of this step alone, by all its responses, fresh and stale."""
     path, sequences = tiny("qwen3"), sampled(sequences)
