@@ -25,7 +25,7 @@ REPLACED = {
 EMPTY_WORDS = {"found", "made", "given", "part"}
 
 # Rooms that still have them.
-NOT_YET = {"flow", "controller", "telemetry", "config"}
+NOT_YET = {"config"}
 
 
 def modules() -> list[Path]:

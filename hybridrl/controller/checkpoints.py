@@ -120,11 +120,11 @@ def _named(path: str) -> tuple[list[Point], list[str]]:
             return [folder.read(Path(path).resolve())], []
         except ValueError as error:
             return [], [str(error)]
-    found = folder.search(Path(path))
-    if not any(found):
+    points, damaged = folder.search(Path(path))
+    if not points and not damaged:
         allowed = "never, auto, a checkpoint with resume/ in it, or the directory of a run with one"
         raise ConfigError("trainer.resume", path, allowed)
-    return found
+    return points, damaged
 
 
 def _check_unfinished(run_dir: Path, wanted: str) -> None:
@@ -226,7 +226,7 @@ class Checkpoints:
             if resume is not None:
                 if state.pending:
                     self.group.save_pending(resume, self._shares(state.pending))
-                roles = {role: asdict(found) for role, found in progress.items()}
+                roles = {role: asdict(steps) for role, steps in progress.items()}
                 record = {**state.record, "step": step, "time": time.time(), "roles": roles}
                 record |= {"settings": self.settings, "scores": self.scores}
                 folder.seal(path, plain(record))
@@ -243,7 +243,7 @@ class Checkpoints:
         """Have the ranks go on from `point`; raises OSError for what cannot be read."""
         from hybridrl.checkpoint.distributed import Progress
 
-        roles = {role: Progress(**found) for role, found in point.state["roles"].items()}
+        roles = {role: Progress(**steps) for role, steps in point.state["roles"].items()}
         logger.info("loading %s", point.folder)
         if wrong := self.group.load(str(point.tensors), roles):
             raise OSError(0, "the checkpoint cannot be read", wrong)

@@ -36,8 +36,8 @@ def with_parts(graph: Graph, config: Config) -> Graph:
     """
     stages: dict[str, Stage] = {}
     for stage in graph.stages.values():
-        for made in _stages(stage, config):
-            stages[made.name] = made
+        for replacement in _stages(stage, config):
+            stages[replacement.name] = replacement
     return Graph(stages, graph.copies, graph.states)
 
 
@@ -48,16 +48,16 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
     if len(stage.scalars) > 2:
         allowed = f"one verifier: the recipe reads the text that is judged ({stage.scalars[2]})"
         raise ConfigError(f"{role}.kind", RewardKind.sum.value, allowed)
-    judges, made = config.judges_of(role), list[Stage]()
+    judges, judge_stages = config.judges_of(role), list[Stage]()
     upstream, inputs = stage.upstream, tuple[str, ...]()
-    for part in judges:
-        name = part.rpartition(".")[2]
+    for judge in judges:
+        name = judge.rpartition(".")[2]
         field = f"{stage.scalars[0]}_{name}"
         outputs = (field, f"{field}_status")
-        single = replace(stage, role=part, upstream=upstream, outputs=outputs, scalars=outputs)
-        made.append(replace(single, name=f"{stage.name}.{name}"))
-        upstream, inputs = (made[-1].name,), (*inputs, *outputs)
-    weights = tuple((part.rpartition(".")[2], config.weight_of(part)) for part in judges)
+        single = replace(stage, role=judge, upstream=upstream, outputs=outputs, scalars=outputs)
+        judge_stages.append(replace(single, name=f"{stage.name}.{name}"))
+        upstream, inputs = (judge_stages[-1].name,), (*inputs, *outputs)
+    weights = tuple((judge.rpartition(".")[2], config.weight_of(judge)) for judge in judges)
     total = MapStage(
         name=stage.name,
         upstream=upstream,
@@ -67,4 +67,4 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
         function=WeightedSum(weights),
         returns=stage.scalars,
     )
-    return [*made, total]
+    return [*judge_stages, total]

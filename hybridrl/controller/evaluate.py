@@ -70,8 +70,8 @@ def of_pairs(chosen: Sequence[Sample], rejected: Sequence[Sample]) -> dict[str, 
     other = {s.id.prompt: float(s.scalars["learned_reward"]) for s in rejected}
     margins = [float(s.scalars["learned_reward"]) - other[s.id.prompt] for s in chosen]
     return {
-        "eval_accuracy": _share((margin > 0) + (margin == 0) / 2 for margin in margins),
-        "eval_margin": _share(margins),
+        "eval_accuracy": _mean((margin > 0) + (margin == 0) / 2 for margin in margins),
+        "eval_margin": _mean(margins),
     }
 
 
@@ -80,17 +80,17 @@ def of_answers(
 ) -> dict[str, float]:
     """`eval_accuracy`, `eval_reward`, `eval_response_tokens`, and of the drawn `eval_pass_at_k`."""
     metrics = {
-        "eval_accuracy": _share(_right(config, s) for s in greedy),
-        "eval_reward": _share(float(s.scalars["reward"]) for s in greedy),
-        "eval_response_tokens": _share(s.response_tokens for s in greedy),
+        "eval_accuracy": _mean(_right(config, s) for s in greedy),
+        "eval_reward": _mean(float(s.scalars["reward"]) for s in greedy),
+        "eval_response_tokens": _mean(s.response_tokens for s in greedy),
     }
     k = config.eval.num_samples
     if k > 1:
         by_prompt: dict[int, list[bool]] = defaultdict(list)
         for sample in drawn:
             by_prompt[sample.id.prompt].append(_right(config, sample))
-        metrics["eval_pass_at_1"] = _share(pass_at_k(len(r), sum(r), 1) for r in by_prompt.values())
-        metrics["eval_pass_at_k"] = _share(pass_at_k(len(r), sum(r), k) for r in by_prompt.values())
+        metrics["eval_pass_at_1"] = _mean(pass_at_k(len(r), sum(r), 1) for r in by_prompt.values())
+        metrics["eval_pass_at_k"] = _mean(pass_at_k(len(r), sum(r), k) for r in by_prompt.values())
     return metrics
 
 
@@ -103,6 +103,6 @@ def _right(config: Config, sample: Sample) -> bool:
     return float(sample.scalars["reward"]) >= config.eval.success_threshold
 
 
-def _share(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0

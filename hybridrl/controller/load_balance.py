@@ -33,10 +33,10 @@ def assign_ranks(
 def deal(samples: Sequence[Sample], num_ranks: int, samples_per_row: int = 1) -> list[int]:
     """Which rank gets which sample, by tokens; `samples_per_row` consecutive ones stay together."""
     rows = [samples[i : i + samples_per_row] for i in range(0, len(samples), samples_per_row)]
-    parts = balance([sum(s.tokens for s in group) for group in rows], num_ranks)
+    rows_by_rank = balance([sum(s.tokens for s in group) for group in rows], num_ranks)
     ranks = [0] * len(samples)
-    for rank, part in enumerate(parts):
-        for index in part:
+    for rank, indices in enumerate(rows_by_rank):
+        for index in indices:
             for i in range(
                 index * samples_per_row, min((index + 1) * samples_per_row, len(samples))
             ):

@@ -67,11 +67,11 @@ def check_placement(config: Config, graph: Graph) -> None:
     if not config.split:
         return
     graphs = graphs_of(graph, config)
-    for pool, role, found in (
+    for pool, role, has_work in (
         ("actor", "an actor", "actor" in graphs["actor"].roles),
         ("critic", "a critic, reward.kind=model, ...", bool(graphs["critic"].stages)),
     ):
-        if not found:
+        if not has_work:
             allowed = f"colocate: the recipe has nothing for cluster.pools.{pool} ({role})"
             raise ConfigError("cluster.placement", Placement.split.value, allowed)
     for role in graphs["critic"].learned:

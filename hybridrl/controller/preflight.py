@@ -134,8 +134,8 @@ def _typed(config_type: type, settings: dict[str, Any]) -> Any:
         check_values(config_type, values, "recipe")
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        found = explain(error, [f"{key}={value}" for key, value in settings.items()])
-        raise ConfigError(f"recipe.{found.key}", found.value, found.allowed) from None
+        explained = explain(error, [f"{key}={value}" for key, value in settings.items()])
+        raise ConfigError(f"recipe.{explained.key}", explained.value, explained.allowed) from None
 
 
 def _load_recipe(target: str) -> Recipe:
@@ -164,9 +164,9 @@ def _model_path(config: Config, run_dir: Path) -> str:
     if path is None:
         from hybridrl.models.tiny import make_tiny_model
 
-        made = run_dir / "start"
-        make_tiny_model(made, config.model.tiny, config.run.seed)
-        return str(made)
+        directory = run_dir / "start"
+        make_tiny_model(directory, config.model.tiny, config.run.seed)
+        return str(directory)
     return resolve_model_path(path, "model.path")
 
 

@@ -68,7 +68,7 @@ class RayExecutor:
         # Where a sample's tensors can be had without its rank: references by field.
         self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
         # What each role outside of the actor's pool has made, which its update may look at.
-        self._made_by: dict[str, set[str]] = defaultdict(set)
+        self._fields_of_role: dict[str, set[str]] = defaultdict(set)
 
     @property
     def instances(self) -> Sequence[int]:
@@ -196,7 +196,7 @@ class RayExecutor:
             self._note_published(answer, answer.event.ids, event.tensors)
         if event.tensors:
             assert stage.role is not None
-            self._made_by[stage.role].update(event.tensors)
+            self._fields_of_role[stage.role].update(event.tensors)
             field = event.tensors[0]
             imports = {}
             for rank, mine in _by_rank(samples).items():
@@ -304,7 +304,7 @@ class RayExecutor:
         else:
             ranks = [pool.ranks[i] for i in deal(samples, len(pool.ranks), samples_per_row)]
             common = set.intersection(*(sample.tensors for sample in samples))
-            fields = common & {*stage.inputs, *self._made_by[stage.role or ""]}
+            fields = common & {*stage.inputs, *self._fields_of_role[stage.role or ""]}
             parcels = yield from self._export_copies(samples, ranks, fields)
         shares = self._shares(stage, samples, ranks, samples_per_row)
         filled = [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks]

@@ -167,9 +167,9 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         if values := [float(s.scalars[name]) for s in samples if name in s.scalars]:
             metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}
     for status in ("error", "timeout"):
-        found = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
+        count = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
         if "reward_mean" in metrics:
-            metrics[f"reward_{status}"] = float(found)
+            metrics[f"reward_{status}"] = float(count)
     lengths = sorted(sample.response_tokens for sample in samples)
     if lengths:
         metrics |= {

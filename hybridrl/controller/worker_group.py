@@ -195,7 +195,7 @@ class WorkerGroup:
         `graphs` is by pool. Answers with what is worth logging of new critics, by name. With
         `publishes` ranks put what they make into the data plane at once: others will want it.
         """
-        made: dict[str, Any] = {}
+        reports: dict[str, Any] = {}
         for name, pool in self.pools.items():
             graph, weights = graphs[name], tuple[Any, ...]()
             used = ["actor", "reward"] if pool is self.home else []
@@ -207,8 +207,8 @@ class WorkerGroup:
                 weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
             calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
-            made |= self.gather(calls, pool.ranks[0])[0]
-        return made
+            reports |= self.gather(calls, pool.ranks[0])[0]
+        return reports
 
     def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[dict[str, Any]]:
         """Change phase where samples live; answers with each rank's weight-switch accounting."""
@@ -249,10 +249,10 @@ class WorkerGroup:
             rank: self._ranks[rank].same(ActorWorker.texts, tuple(ids))[0]
             for rank, ids in by_rank.items()
         }
-        found: dict[SampleId, tuple[str, str]] = {}
+        texts: dict[SampleId, tuple[str, str]] = {}
         for rank, reference in references.items():
-            found |= self.value_of(rank, reference)
-        return found
+            texts |= self.value_of(rank, reference)
+        return texts
 
     def release(self, ids: tuple[SampleId, ...]) -> None:
         """Forget samples on every rank."""

@@ -213,8 +213,8 @@ class Graph:
     @property
     def judges(self) -> tuple[str, ...]:
         """Every role that judges responses, in order of first use."""
-        found = (s.role for s in self.stages.values() if s.role and s.method == "score")
-        return tuple(dict.fromkeys(found))
+        judges = (s.role for s in self.stages.values() if s.role and s.method == "score")
+        return tuple(dict.fromkeys(judges))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -241,14 +241,14 @@ class Graph:
 
     def ancestors(self, name: str) -> frozenset[str]:
         """Names of all stages that `name` waits for, itself left out."""
-        found: set[str] = set()
+        ancestors: set[str] = set()
         todo = list(self.stages[name].upstream)
         while todo:
             current = todo.pop()
-            if current not in found:
-                found.add(current)
+            if current not in ancestors:
+                ancestors.add(current)
                 todo.extend(self.stages[current].upstream)
-        return frozenset(found)
+        return frozenset(ancestors)
 
     def check(self) -> None:
         """Raise `ValueError` when nothing would come of the graph."""

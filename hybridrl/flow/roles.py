@@ -289,10 +289,10 @@ def _compute(stream: Stream, role: str, method: str, field: str) -> Stream:
 
 
 def _loss_fields(
-    stage_name: str, stream: Stream, loss: Loss[Any], given: Mapping[str, str]
+    stage_name: str, stream: Stream, loss: Loss[Any], renamed: Mapping[str, str]
 ) -> dict[str, str]:
     """Loss field -> sample field, for everything that the loss reads."""
-    unknown = sorted(set(given) - set(loss.fields))
+    unknown = sorted(set(renamed) - set(loss.fields))
     if unknown:
         raise ValueError(
             f"{stage_name!r}: got fields {unknown}, wanted some of {list(loss.fields)}"
@@ -300,14 +300,14 @@ def _loss_fields(
     resolved = {}
     for field in loss.fields:
         candidates = (
-            (given[field],) if field in given else (field, *LOSS_FIELD_ALIASES.get(field, ()))
+            (renamed[field],) if field in renamed else (field, *LOSS_FIELD_ALIASES.get(field, ()))
         )
-        found = next((c for c in candidates if c in stream.fields), None)
-        if found is None:
+        sample_field = next((c for c in candidates if c in stream.fields), None)
+        if sample_field is None:
             raise ValueError(
                 f"{stage_name!r}: the loss wants the field {field!r} (as "
                 f"{' or '.join(candidates)}), which no stage before it makes; "
                 f"available are {sorted(stream.fields)}"
             )
-        resolved[field] = found
+        resolved[field] = sample_field
     return resolved

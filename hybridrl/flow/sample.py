@@ -22,10 +22,10 @@ class SampleId(NamedTuple):
     attempt: int = 0
 
     def __str__(self) -> str:
-        parts = [str(self.prompt), self.branch, str(self.k)] + [str(self.attempt)] * (
+        fields = [str(self.prompt), self.branch, str(self.k)] + [str(self.attempt)] * (
             self.attempt > 0
         )
-        return ".".join(part for part in parts if part)
+        return ".".join(filter(None, fields))
 
 
 @dataclass(frozen=True, slots=True)

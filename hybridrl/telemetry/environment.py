@@ -85,8 +85,8 @@ def _machine(node: Mapping[str, Any]) -> str:
 
 
 def _packages() -> dict[str, str]:
-    found = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
-    return dict(sorted(found.items()))
+    versions = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
+    return dict(sorted(versions.items()))
 
 
 def _container(variables: Mapping[str, str]) -> str | None:

@@ -124,10 +124,10 @@ def tiles(run: RunData) -> list[dict[str, Any]]:
     counts = {("step skipped", "steps skipped"): bad}
     for key, names in _TROUBLE.items():
         counts[names] = int(sum(value or 0 for _, value in run.series(key)))
-    found = [f"{count:,} {names[count > 1]}" for names, count in counts.items() if count]
-    if found:
+    problems = [f"{count:,} {names[count > 1]}" for names, count in counts.items() if count]
+    if problems:
         text = f"{sum(counts.values()):,}"
-        out.append({"label": "Problems", "text": text, "note": ", ".join(found)})
+        out.append({"label": "Problems", "text": text, "note": ", ".join(problems)})
     return out
 
 

@@ -108,7 +108,7 @@ class Lines:
         parts = [f"{self._title} {done}/{self._num_steps}", *_figures(metrics)]
         if done < self._num_steps and left:
             parts.append(left + " left")
-        _write_line(self._stream, "  ".join(part for part in parts if part))
+        _write_line(self._stream, "  ".join(filter(None, parts)))
 
     def note(self, text: str) -> None:
         """See `Display`."""

@@ -235,9 +235,9 @@ class Telemetry:
 
 def records_of(run_dir: Path) -> list[Path]:
     """The files that grow with a run."""
-    found = [run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "lengths", "events")]
-    found += [run_dir / "trace.json", *sorted((run_dir / "tensorboard").glob("*"))]
-    return [file for file in found if file.is_file()]
+    files = [run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "lengths", "events")]
+    files += [run_dir / "trace.json", *sorted((run_dir / "tensorboard").glob("*"))]
+    return [file for file in files if file.is_file()]
 
 
 def cut(run_dir: Path, sizes: Mapping[str, int]) -> None:

@@ -53,17 +53,19 @@ class ReadyTracker:
         self._choosers = [stage for stage in early if isinstance(stage, _CHOOSERS)]
         self._makers = list(makers)
         self._order = list(early)
-        self._made: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
+        self._expected: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
         self._chosen: dict[str, dict[int, list[Sample]]] = {s.name: {} for s in self._choosers}
 
     def expect(self, maker: Stage, group: list[Sample]) -> None:
         """`maker` makes these samples, all of one prompt, in training order."""
-        self._made[maker.name][group[0].id.prompt] = group
+        self._expected[maker.name][group[0].id.prompt] = group
 
     def whole(self, prompt: int) -> bool:
         """Whether every sample of a prompt is finished."""
         finished = self.ledger.is_finished
-        return all(finished(s.id) for groups in self._made.values() for s in groups.get(prompt, ()))
+        return all(
+            finished(s.id) for groups in self._expected.values() for s in groups.get(prompt, ())
+        )
 
     def choose(self, prompt: int) -> None:
         """Run every chooser that can run for `prompt` now; in the recipe's order.
@@ -88,8 +90,8 @@ class ReadyTracker:
         """The per-sample stages that can run, or are running, on samples of `prompt`."""
         for stage in self.computes:
             gate = gate_of(self.graph, stage)
-            if gate in self._made:
-                came = [s for s in self._made[gate].get(prompt, ()) if self._entered(s)]
+            if gate in self._expected:
+                came = [s for s in self._expected[gate].get(prompt, ()) if self._entered(s)]
             else:
                 came = self._chosen[gate].get(prompt, [])
             todo = [s for s in came if self._entered(s) and ready(stage, s) and not done(stage, s)]
@@ -123,15 +125,15 @@ class ReadyTracker:
     def forget(self, prompts: Iterable[int]) -> None:
         """These prompts' samples have left."""
         for prompt in prompts:
-            for by_prompt in (*self._made.values(), *self._chosen.values()):
+            for by_prompt in (*self._expected.values(), *self._chosen.values()):
                 by_prompt.pop(prompt, None)
 
     def _left(self, name: str, prompt: int) -> list[Sample] | None:
         """What has left the gate of stage `name` for good; None if that is not known yet."""
         gate = gate_of(self.graph, self.graph.stages[name])
-        if gate not in self._made:
+        if gate not in self._expected:
             return self._chosen[gate].get(prompt)
-        group = self._made[gate].get(prompt, [])
+        group = self._expected[gate].get(prompt, [])
         if not all(self.ledger.is_finished(sample.id) for sample in group):
             return None
         return [sample for sample in group if self._entered(sample)]
