@@ -40,8 +40,8 @@ def scope_of(stage: Stage, config: Config) -> Scope:
         assert stage.role is not None
         return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
     rollout = config.rollout
-    lent = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype
-    if stage.method == "log_probs" and (stage.role != "actor" or lent):
+    shared = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype
+    if stage.method == "log_probs" and (stage.role != "actor" or shared):
         return Scope.INSTANCE
     return Scope.WORLD
 

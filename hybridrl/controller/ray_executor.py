@@ -25,7 +25,7 @@ from hybridrl.flow.executor import (
     WorkerDied,
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
 from hybridrl.workers.rank_calls import Reference
@@ -59,7 +59,7 @@ class RayExecutor:
     ) -> None:
         self.group, self.config, self.on_switch = group, config, on_switch
         self.clock: Clock = WallClock()
-        self.version = -1
+        self.version = NO_VERSION
         self.may_abandon = False
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
@@ -96,15 +96,15 @@ class RayExecutor:
         passes = any(self.scope(stage) is Scope.INSTANCE for stage in stages)
         return passes and len(self.instances) > 1
 
-    def lends(self, graph: Graph) -> bool:
-        """Whether samples of `graph` are read in a pool where they do not live."""
+    def copies_to_other_pool(self, graph: Graph) -> bool:
+        """Whether a stage of `graph` reads copies of samples, in another pool than theirs."""
         stages = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
         return any(self.scope(stage) is Scope.POOL for stage in stages)
 
     def enter(self, phase: Phase) -> None:
         """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
         logger.debug("phase %s: all ranks change", phase.value)
-        answers = self.group.enter(phase, self._check_asked)
+        answers = self.group.enter(phase, self._check_stop_requested)
         logger.debug("phase %s: all ranks have changed", phase.value)
         self.version = answers[0]["version"]
         reports = [answer["switch"] for answer in answers]
@@ -187,7 +187,7 @@ class RayExecutor:
             ids[rank].append(sample.id)
         published = yield from answers_of(
             {
-                self.group.call_compute_lent(rank, stage, ids[rank], _once(parcels[rank])): rank
+                self.group.call_compute_copies(rank, stage, ids[rank], _once(parcels[rank])): rank
                 for rank in ranks
             }
         )
@@ -270,13 +270,13 @@ class RayExecutor:
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one; may raise `Abandoned`."""
-        events = self._rounds.wait(self._check_asked)
+        events = self._rounds.wait(self._check_stop_requested)
         for event in events:
             logger.debug("ended: %s", _described(event))
         return events
 
-    def _check_asked(self) -> None:
-        if self.may_abandon and signals.asked():
+    def _check_stop_requested(self) -> None:
+        if self.may_abandon and signals.stop_requested():
             raise Abandoned
 
     def _note_published(
@@ -327,7 +327,7 @@ class RayExecutor:
             }
             for sample in samples
         }
-        versions = {s.id: min((x.version for x in s.spans), default=-1) for s in samples}
+        versions = {s.id: min((x.version for x in s.spans), default=NO_VERSION) for s in samples}
         num = stage.mini_batches or self.config.trainer.mini_batches
         rows = -(-len(samples) // samples_per_row)
         bounds = [rows * i // num * samples_per_row for i in range(num)] + [len(samples)]

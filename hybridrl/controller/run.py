@@ -262,7 +262,7 @@ class Run:
         """Make the roles of a phase, with fresh optimizers."""
         graph = phase.graph
         moves = phase.schedule.entry.moves_samples and self.executor.has_passes(graph)
-        publishes = moves or self.executor.lends(graph)
+        publishes = moves or self.executor.copies_to_other_pool(graph)
         training = {
             role: Training(
                 phase.optim if role == "actor" else self.config.value_model_of(role).optim,
@@ -398,10 +398,10 @@ class Run:
 
         A run that does not resume is interrupted at once.
         """
-        return signals.asking() if self.config.trainer.resumes else contextlib.nullcontext()
+        return signals.graceful_stop() if self.config.trainer.resumes else contextlib.nullcontext()
 
     def _stop_if_requested(self, phase: RunPhase, schedule: Schedule) -> None:
-        if signals.asked():
+        if signals.stop_requested():
             self._stop(self._state(phase, schedule))
 
     def _stop(self, state: DriverState) -> NoReturn:
@@ -410,7 +410,7 @@ class Run:
         begun = self.origin.point.state["step"] if self.origin.point else 0
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
-        signals.answered()
+        signals.begin_stop()
         raise Interrupted(f"stopped after step {self.step}; trainer.resume=auto goes on from there")
 
     def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:

@@ -13,7 +13,7 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.workers.base_worker import TimeSpan
+from hybridrl.telemetry.trace import TimeSpan, rank_lane
 
 FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[str, str]]]
 """Prompt and response texts of samples, by the rank that holds them."""
@@ -35,14 +35,13 @@ class RunRecords:
 
     # -- callbacks -----------------------------------------------------------------------------
 
-    def on_span(self, rank: int, span: TimeSpan) -> None:
-        """A rank has done a piece of work."""
-        lane = f"rank {rank}/beside" if span.concurrent else f"rank {rank}"
-        self.telemetry.span(lane, span.name, span.start, span.stop, self.current_step())
+    def on_span(self, lane: str, span: TimeSpan) -> None:
+        """A rank has done a piece of work, which belongs on `lane` of the trace."""
+        self.telemetry.span(lane, span.name, span.start, span.end, self.current_step())
 
     def on_memory(self, rank: int, memory: MemoryReading) -> None:
         """A rank has measured its memory."""
-        self.telemetry.memory(f"rank {rank}", memory.when, memory.held)
+        self.telemetry.memory(rank_lane(rank), memory.when, memory.held)
 
     def on_switch(self, reports: list[dict[str, Any]]) -> None:
         """All ranks have switched weights.

@@ -14,8 +14,9 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
+from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.actor_worker import ActorWorker
-from hybridrl.workers.base_worker import BaseWorker, Published, Reply, TimeSpan
+from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
 from hybridrl.workers.rank_calls import Answer, RankCalls, Reference
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OnSpan = Callable[[int, TimeSpan], None]
+OnSpan = Callable[[str, TimeSpan], None]
 OnMemory = Callable[[int, MemoryReading], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 
@@ -85,7 +86,7 @@ class WorkerGroup:
             for name, ranks in config.cluster.pool_ranks.items()
         }
         self.home = self.pools[HOME]
-        self._place = [_UNKNOWN] * self.size
+        self._locations = [_UNKNOWN] * self.size
         self.instances: list[list[int]] = []
         self._logs = Path(config.run.dir) / "logs"
 
@@ -105,7 +106,7 @@ class WorkerGroup:
         done = ", ".join(span.name for span in reply.spans)
         logger.debug("rank %d answered%s", rank, f": {done}" if done else "")
         for span in reply.spans:
-            self.on_span(rank, span)
+            self.on_span(rank_lane(rank, reply.concurrent), span)
         for memory in reply.memory:
             self.on_memory(rank, memory)
         return reply.value
@@ -144,11 +145,11 @@ class WorkerGroup:
             return error.cause
         if error.died:
             reason = "its process ended (killed, out of memory, or crashed)"
-            if self._place[rank] == _UNKNOWN:
+            if self._locations[rank] == _UNKNOWN:
                 reason = f"{reason}: {error}"
         else:
             reason = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-        node, log = self._place[rank]
+        node, log = self._locations[rank]
         (roles,) = (pool.roles for pool in self.pools.values() if rank in pool.ranks)
         return WorkerError(
             f"rank {rank} of {self.size} ({', '.join(roles)}) on node {node} failed:"
@@ -168,7 +169,7 @@ class WorkerGroup:
         answers = self.gather(calls)
         for rank, answer in enumerate(answers):
             logger.info("rank %d is up on %s, pid %d", rank, answer["node"], answer["pid"])
-        self._place = [
+        self._locations = [
             (
                 f"{answer['node']} (pid {answer['pid']})",
                 self.launcher.log(answer["log"], self._logs),
@@ -284,10 +285,10 @@ class WorkerGroup:
         """Start a stage that all ranks where samples live take part in on one of them."""
         return self._ranks[rank].same(ActorWorker.compute, stage, tuple(ids), ())[0]
 
-    def call_compute_lent(
+    def call_compute_copies(
         self, rank: int, stage: Stage, ids: Sequence[SampleId], parcels: Sequence[Any]
     ) -> Reference[Published[Computed]]:
-        """Start a stage on one rank of a pool to which samples are lent."""
+        """Start a stage on one rank of another pool; `parcels` hold the copies of its samples."""
         call = self._ranks[rank].same
         return call(CriticWorker.compute, stage, tuple(ids), tuple(parcels))[0]
 

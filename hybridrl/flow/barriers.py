@@ -75,7 +75,7 @@ def _filter(stage: FilterStage, samples: list[Sample], ledger: Ledger) -> list[S
 def _join(
     stage: JoinStage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
-    """Lend the partner's scalars; a single partner serves its whole group."""
+    """Copy the partner's scalars; a single partner serves its whole group."""
     partners = {group[0].id.prompt: group for group in groups(others)}
     kept = []
     for group in groups(samples):
@@ -89,7 +89,7 @@ def _join(
             for name in stage.outputs:
                 sample.scalars[name] = partner.scalars[name.removeprefix(stage.prefix)]
             kept.append(sample)
-    ledger.leave(others, DropReason.JOIN, f"join: lent its scalars to {stage.name}")
+    ledger.leave(others, DropReason.JOIN, f"join: only its scalars go into {stage.name}")
     return kept
 
 

@@ -33,7 +33,7 @@ class DropReason(Enum):
 
     FILTER = "filter"  # a filter did not pass its group
     TAKE = "take"  # past the groups that the step wants
-    JOIN = "join"  # without a partner, or a partner that lent its scalars
+    JOIN = "join"  # without a partner, or a partner that only gives scalars
     ABORTED = "aborted"  # the rollout engine gave up
     UNUSED = "unused"  # no update reads its stream
     STEP_FAILED = "step_failed"  # an error ended its step

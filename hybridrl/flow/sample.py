@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 NO_RANK = -1  # of a sample that is not finished
+NO_VERSION = -1  # of weights before the first switch, and of tokens that no policy made
 
 
 class SampleId(NamedTuple):

@@ -371,7 +371,7 @@ def _sample_lineage(graph: Graph, name: str) -> frozenset[str]:
     stage = graph.stages[name]
     if isinstance(stage, SourceStage):
         return frozenset((name,))
-    # A join by prefix lends scalars: only the first upstream's samples go on.
+    # A join by prefix copies scalars: only samples of its first upstream remain.
     both = isinstance(stage, PairStage | MergeStage)
     upstream = stage.upstream if both else stage.upstream[:1]
     return frozenset().union(*(_sample_lineage(graph, parent) for parent in upstream))

@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGUSR1 end a run alike: as a `KeyboardInterrupt` in the driver.
 
-Within `asking()` the first one asks the run to end at a point that it can resume from; another
-interrupts it.
+Within `graceful_stop()` the first one requests a stop at a point that the run can resume from;
+another interrupts it.
 """
 
 import signal
@@ -15,8 +15,8 @@ _ONCE_S = 1.0  # Slurm sends the same signal to a job's steps and to its script
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _last: dict[str, float] = {"signal": signal.SIGINT, "time": float("-inf")}
 _installed = False
-_asking = False
-_asked: float | None = None  # when
+_graceful = False
+_requested_at: float | None = None
 
 
 def install() -> None:
@@ -40,26 +40,26 @@ def installed() -> bool:
 
 
 @contextmanager
-def asking() -> Iterator[None]:
-    """Within, `asked` reports the first signal; the next one interrupts.
+def graceful_stop() -> Iterator[None]:
+    """Within, the first signal makes `stop_requested` true; the next one interrupts.
 
-    A signal that was not read remains: the next call of `asked` reports it.
+    A request that was not read remains: the next call of `stop_requested` reports it.
     """
-    global _asking
-    _asking = True
+    global _graceful
+    _graceful = True
     try:
         yield
     finally:
-        _asking = False
+        _graceful = False
 
 
-def asked() -> bool:
-    """Whether a signal has asked the run to end."""
-    return _asked is not None
+def stop_requested() -> bool:
+    """Whether a signal has requested the end of the run."""
+    return _requested_at is not None
 
 
-def answered() -> None:
-    """Note that the run ends now, as asked: another signal must not interrupt its end."""
+def begin_stop() -> None:
+    """Note that the requested stop begins: another signal must not interrupt it."""
     _last["time"] = time.monotonic()
 
 
@@ -74,11 +74,11 @@ def exit_code() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    global _asked
+    global _requested_at
     now = time.monotonic()
-    if _asking and _asked is None:
-        _last["signal"], _asked = number, now
-    elif _asked is not None and now - _asked < _ONCE_S:
+    if _graceful and _requested_at is None:
+        _last["signal"], _requested_at = number, now
+    elif _requested_at is not None and now - _requested_at < _ONCE_S:
         return
     elif now - _last["time"] > _GRACE_S:
         _last.update(signal=number, time=now)

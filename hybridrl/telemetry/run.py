@@ -162,7 +162,8 @@ class Telemetry:
 
         Raises `ValueError` if it ends before it starts.
         """
-        span = TraceSpan(lane, name, start, end, step, {"phase": self._phase, **args})
+        args = {"phase": self._phase, **args}
+        span = TraceSpan(name, start, end, lane=lane, step=step, args=args)
         assert self._trace is not None, "span outside of the context"
         self._trace.span(span)
         if self._step_spans and self._step_spans[-1].step != step:

@@ -18,17 +18,23 @@ _CLOSE = b"\n]\n"
 
 
 @dataclass(frozen=True, slots=True)
-class TraceSpan:
-    """Work of one lane from `start` to `end`, in seconds since the epoch.
+class TimeSpan:
+    """Work of one process from `start` to `end`, in seconds since the epoch."""
 
-    A lane is `driver`, `rank 0`, ... or, where one process does several things at once,
-    `rank 0/reward`. Spans of one lane either nest or do not overlap.
-    """
-
-    lane: str
     name: str
     start: float
     end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpan(TimeSpan):
+    """A time span on its lane in the trace.
+
+    A lane is `driver`, `rank 0`, ... or, where one process does several things at once,
+    `rank 0/beside`. Spans of one lane either nest or do not overlap.
+    """
+
+    lane: str
     step: int
     args: Mapping[str, Any] = field(default_factory=dict)
 
@@ -43,8 +49,13 @@ class Counter:
     values: Mapping[str, float]
 
 
+def rank_lane(rank: int, concurrent: bool = False) -> str:
+    """The lane of a rank, or of what it does concurrently with its other work."""
+    return f"rank {rank}/beside" if concurrent else f"rank {rank}"
+
+
 def is_rank(lane: str) -> bool:
-    """Whether a lane is a rank's own; what runs beside it (`rank 0/beside`) keeps nobody busy."""
+    """Whether a lane is a rank's own; concurrent work (`rank 0/beside`) keeps no rank busy."""
     return lane.startswith("rank ") and "/" not in lane
 
 
@@ -189,7 +200,8 @@ def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:
             rest = {key: value for key, value in args.items() if key != "step"}
             lane = lanes.get((pid, tid), f"{pid}/{tid}")
             end = start + event["dur"] / 1e6
-            spans.append(TraceSpan(lane, event["name"], start, end, args.get("step", 0), rest))
+            step = args.get("step", 0)
+            spans.append(TraceSpan(event["name"], start, end, lane=lane, step=step, args=rest))
         elif event.get("ph") == "C":
             lane = processes.get(pid, str(pid))
             counters.append(Counter(lane, event["name"], event["ts"] / 1e6, args))

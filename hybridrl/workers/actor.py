@@ -27,7 +27,7 @@ from hybridrl.flow.executor import (
     Work,
 )
 from hybridrl.flow.graph import Stage, UpdateStage
-from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
 from hybridrl.layout.adapters import AdapterSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
@@ -100,7 +100,7 @@ class Actor:
         )
         self.stop_token_ids = stop_token_ids(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
-        self.generating_version = -1
+        self.generating_version = NO_VERSION
         self.averages: dict[str, MovingAverage] = {}
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
 

@@ -23,8 +23,9 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
 from hybridrl.flow.sample import SampleId
+from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.actor import Actor, ParkedSample, grown
-from hybridrl.workers.base_worker import BaseWorker, Published, Reply, TimeSpan
+from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.dispatch import Dispatch, dispatch
@@ -227,7 +228,7 @@ class ActorWorker(BaseWorker):
         stop = time.time()
         logger.debug("%s ended after %.3f s", stage.name, stop - start)
         value = Computed(stage.name, ids, new_scalars, tensors, seconds=stop - start)
-        return Reply(value, (TimeSpan(stage.name, start, stop, concurrent=True),))
+        return Reply(value, (TimeSpan(stage.name, start, stop),), concurrent=True)
 
     @dispatch(Dispatch.SAME)
     def infer(
@@ -297,7 +298,7 @@ class ActorWorker(BaseWorker):
         self._accept(parcels, ids)
         stop = time.time()
         logger.debug("import ended after %.3f s, samples: %d", stop - start, len(ids))
-        return Reply(None, (TimeSpan("fetch", start, stop, concurrent=True),))
+        return Reply(None, (TimeSpan("fetch", start, stop),), concurrent=True)
 
     # -- looking in --------------------------------------------------------------------------
 

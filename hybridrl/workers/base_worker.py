@@ -26,6 +26,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
+from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
@@ -40,22 +41,16 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class TimeSpan:
-    """What this rank did between two moments (Unix seconds); `concurrent` with its other work."""
-
-    name: str
-    start: float
-    stop: float
-    concurrent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Reply(Generic[Value]):
-    """A method's value, the rank's time spans meanwhile, and its memory at changes of phase."""
+    """A method's value, the rank's time spans meanwhile, and its memory at changes of phase.
+
+    `concurrent` is true of methods that run while the rank does other work.
+    """
 
     value: Value
     spans: tuple[TimeSpan, ...]
     memory: tuple[MemoryReading, ...] = ()
+    concurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import Schedule
-from hybridrl.telemetry import trace
-from hybridrl.workers.base_worker import TimeSpan
+from hybridrl.telemetry.trace import TimeSpan, TraceFile, TraceSpan, is_rank
 
 _FACTS = ("migrated", "migration_threshold", "parked", "resumed", "off_policy_tokens")
 
@@ -39,20 +38,19 @@ class Recorder:
     """Keeps the ranks' spans of a step, and writes all of them to the file `path`, if any."""
 
     def __init__(self, path: Path | None) -> None:
-        self.spans: list[tuple[int, TimeSpan]] = []
-        self.file = trace.TraceFile(path) if path else None
+        self.spans: list[tuple[str, TimeSpan]] = []
+        self.file = TraceFile(path) if path else None
 
-    def on_span(self, rank: int, span: TimeSpan) -> None:
+    def on_span(self, lane: str, span: TimeSpan) -> None:
         """A rank has done something."""
-        self.spans.append((rank, span))
+        self.spans.append((lane, span))
 
     def write(self, name: str, step: int, start: float, stop: float) -> None:
         """Add a step to the file and forget its spans."""
         if self.file is not None:
-            self.file.span(trace.TraceSpan("driver", name, start, stop, step))
-            for rank, span in self.spans:
-                lane = f"rank {rank}/beside" if span.concurrent else f"rank {rank}"
-                self.file.span(trace.TraceSpan(lane, span.name, span.start, span.stop, step))
+            whole = TimeSpan(name, start, stop)
+            for lane, span in (("driver", whole), *self.spans):
+                self.file.span(TraceSpan(span.name, span.start, span.end, lane=lane, step=step))
         self.spans.clear()
 
 
@@ -64,9 +62,9 @@ def record_step(name: str, step: int, schedule: Schedule, recorder: Recorder) ->
     stop = time.time()
     begun = next(span.stop for span in result.spans if span.name == "to_generate")
     ended = next(span.start for span in result.spans if span.name == "to_train")
-    spans = [(rank, span) for rank, span in recorder.spans if not span.concurrent]
-    busy = sum(max(0.0, min(span.stop, ended) - max(span.start, begun)) for _, span in spans)
-    ranks = len({rank for rank, _ in spans})
+    spans = [(lane, span) for lane, span in recorder.spans if is_rank(lane)]
+    busy = sum(max(0.0, min(span.end, ended) - max(span.start, begun)) for _, span in spans)
+    ranks = len({lane for lane, _ in spans})
     recorder.write(name, step, start, stop)
     facts = {key: result.metrics.get(f"samples/{key}") for key in _FACTS}
     return Measured(

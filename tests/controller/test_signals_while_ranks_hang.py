@@ -40,7 +40,7 @@ class HangingLauncher:
 
 @pytest.fixture
 def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_asked", "_asking", "_installed"):
+    for name in ("_requested_at", "_graceful", "_installed"):
         monkeypatch.setattr(signals, name, getattr(signals, name))
     monkeypatch.setattr(signals, "_last", {"signal": signal.SIGINT, "time": float("-inf")})
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -60,7 +60,7 @@ def test_a_hanging_switch_is_abandoned(can_resume: bool, raised: type[BaseExcept
     executor.may_abandon = can_resume
     with ExitStack() as stack:
         if can_resume:
-            stack.enter_context(signals.asking())
+            stack.enter_context(signals.graceful_stop())
         with pytest.raises(raised):
             executor.enter(Phase.GENERATE)
     assert launcher.waits == 2

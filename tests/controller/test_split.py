@@ -120,7 +120,7 @@ def test_a_killed_rank_of_the_critic_is_named(
     update = RayExecutor.update
 
     def killing(self: RayExecutor, stage: Any, samples: Any) -> None:
-        node, _ = self.group._place[1]
+        node, _ = self.group._locations[1]
         if stage.role == "actor":  # while the critic trains
             os.kill(int(node.partition("pid ")[2].rstrip(")")), signal.SIGKILL)
         update(self, stage, samples)

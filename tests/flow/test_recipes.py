@@ -191,7 +191,7 @@ def test_remax(virtual_executor):
     assert temperatures == {"": 1.0, "greedy": 0.0}
     assert {id.branch for id in result.dropped} == {"greedy"}
     assert {drop.text for drop in result.dropped.values()} == {
-        "join: lent its scalars to join_greedy"
+        "join: only its scalars go into join_greedy"
     }
     by_prompt = {id.prompt: executor.reward_of(id)[0] for id in result.dropped}
     for sample in result.samples:

@@ -15,15 +15,15 @@ PROGRAM = """
     signals.install()
     number = getattr(signal, sys.argv[1])
     try:
-        with signals.asking():
-            assert not signals.asked()
+        with signals.graceful_stop():
+            assert not signals.stop_requested()
             kill(number)
             kill(number)  # the same one, at once: Slurm sends it to steps and script
-            assert signals.asked()
+            assert signals.stop_requested()
             assert signals.time_is_up() == (number == signal.SIGUSR1)
             if sys.argv[2] == "patient":
-                signals.answered()
-            signals._asked -= 2  # seconds
+                signals.begin_stop()
+            signals._requested_at -= 2  # seconds
             kill(number)
             print("went on")
             time.sleep(0.1)

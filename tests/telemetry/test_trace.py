@@ -18,7 +18,7 @@ from hybridrl.telemetry.trace import (
 
 
 def span(lane: str, start: float, end: float) -> TraceSpan:
-    return TraceSpan(lane, "generate", start, end, 1)
+    return TraceSpan("generate", start, end, lane=lane, step=1)
 
 
 def test_bubbles_of_a_step_by_hand() -> None:
@@ -53,7 +53,7 @@ def test_the_file_is_valid_json_after_every_call(tmp_path: Path) -> None:
     trace = TraceFile(path)
     assert json.loads(path.read_text()) == []
     for step in range(4):
-        trace.span(TraceSpan("rank 0", "generate", step, step + 0.5, step))
+        trace.span(TraceSpan("generate", step, step + 0.5, lane="rank 0", step=step))
         trace.counter(Counter("driver", "tokens/s", step, {"tokens/s": 10.0}))
         events = json.loads(path.read_text())
         assert sum(event["ph"] == "X" for event in events) == step + 1
@@ -81,8 +81,10 @@ def test_a_trace_that_was_cut_is_continued_on_the_same_lanes(tmp_path: Path, cut
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:
     trace = TraceFile(tmp_path / "trace.json")
     spans = [
-        TraceSpan("rank 0", "generate", 1.7e9 + 0.25, 1.7e9 + 0.75, 3, {"tokens": 5}),
-        TraceSpan("worker", "log_probs", 1.7e9, 1.7e9 + 1e-6, 4),
+        TraceSpan(
+            "generate", 1.7e9 + 0.25, 1.7e9 + 0.75, lane="rank 0", step=3, args={"tokens": 5}
+        ),
+        TraceSpan("log_probs", 1.7e9, 1.7e9 + 1e-6, lane="worker", step=4),
     ]
     for one in spans:
         trace.span(one)

@@ -16,7 +16,7 @@ from hybridrl.flow.graph import Graph, SourceStage, UpdateStage
 from hybridrl.flow.ledger import Drop, DropReason, SampleStatus
 from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
@@ -136,7 +136,7 @@ class PartialSchedule(StreamingSchedule):
             for record in records
             if record["parked"] is not None
         }
-        parked = Parked(tuple(tokens), tuple(tokens.values()), -1, None)
+        parked = Parked(tuple(tokens), tuple(tokens.values()), NO_VERSION, None)
         for group in state["open"]:
             position = group["position"]
             prompt = prompt_at(position)

@@ -80,7 +80,9 @@ class ReadyTracker:
                 return
             samples, *others = (side or [] for side in sides)
             missing = any(not s.has(x) for s in samples for x in _read(stage))
-            if missing or any(not s.has(x) for other in others for s in other for x in lent(stage)):
+            if missing or any(
+                not s.has(x) for other in others for s in other for x in scalars_of_partner(stage)
+            ):
                 return
             self._chosen[stage.name][prompt] = run_barrier(
                 stage, samples, others[0] if others else [], self.ledger
@@ -170,7 +172,7 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
             able = phase in (None, Phase.GENERATE) and fields.issuperset(stage.inputs)
         elif isinstance(stage, _CHOOSERS):
             able = fields.issuperset(_read(stage)) and all(
-                o.issuperset(lent(stage)) for o in others
+                o.issuperset(scalars_of_partner(stage)) for o in others
             )
         else:
             # What is across prompts chooses nothing but `take`; what it makes comes too late.
@@ -193,7 +195,7 @@ def gate_of(graph: Graph, stage: Stage) -> str:
     return stage.name
 
 
-def lent(stage: Stage) -> list[str]:
+def scalars_of_partner(stage: Stage) -> list[str]:
     """The scalars that a join reads on its second stream."""
     if not isinstance(stage, JoinStage):
         return []
