@@ -153,7 +153,6 @@ def is_pure_layout(path: Path) -> bool:
         "weight_switch.py",
         "process_groups.py",
         "layerwise.py",
-        "dtensors.py",
         "adapters.py",
     )
 

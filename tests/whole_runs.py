@@ -31,7 +31,7 @@ from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.records import read_lines
-from hybridrl.telemetry.trace import TraceSpan, read_spans
+from hybridrl.telemetry.trace import TraceSpan, read_timeline
 from hybridrl.workers.base_worker import BaseWorker
 
 TINY = [
@@ -247,7 +247,8 @@ class Trained:
     @property
     def spans(self) -> list[TraceSpan]:
         """The slices of trace.json in the recipe's steps, by their start."""
-        spans = [s for s in read_spans(self.dir / "trace.json") if s.args.get("phase") == "rl"]
+        spans, _ = read_timeline(self.dir / "trace.json")
+        spans = [s for s in spans if s.args.get("phase") == "rl"]
         return sorted((s for s in spans if s.step > 0), key=lambda span: span.start)
 
 

@@ -178,11 +178,6 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-def read_spans(path: Path) -> list[TraceSpan]:
-    """The slices of a trace file as spans, in file order."""
-    return read_timeline(path)[0]
-
-
 def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:
     """The slices and the counters of a trace file, each in file order."""
     processes: dict[int, str] = {}

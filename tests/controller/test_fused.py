@@ -13,7 +13,7 @@ import pytest
 from hybridrl.config import Config, ConfigError, DataConfig, FusedScheduleConfig, RolloutConfig
 from hybridrl.controller.schedule_factory import samples_held
 from hybridrl.telemetry.records import read_lines
-from hybridrl.telemetry.trace import read_spans, read_timeline
+from hybridrl.telemetry.trace import read_timeline
 
 FUSED = ["schedule=fused", "schedule.migration_threshold=12"]
 PASSES = ("reward", "reference_log_probs")
@@ -207,7 +207,9 @@ def test_a_rank_that_dies_while_samples_move_ends_the_run(
     def moving() -> bool:
         """A sample has arrived in a step that has not ended."""
         done = len([line for line in read_lines(metrics) if "loss" in line])
-        return done > 1 and any(s.name == "fetch" and s.step > done for s in read_spans(trace))
+        return done > 1 and any(
+            s.name == "fetch" and s.step > done for s in read_timeline(trace)[0]
+        )
 
     run.wait_for(moving)
     victim = next(p for p in run.alive() if p.name().startswith("ray::ActorWorker"))

@@ -14,7 +14,7 @@ from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.report import render
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.telemetry.trace import bubble_share, read_spans
+from hybridrl.telemetry.trace import bubble_share, read_timeline
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -174,7 +174,7 @@ def test_the_tooltip_names_step_and_value(page: Any, report: Path) -> None:
 
 def test_the_timeline_of_the_chosen_step_is_drawn(page: Any, report: Path) -> None:
     box = page.locator("#timeline")
-    spans = read_spans(report.parent / "trace.json")
+    spans, _ = read_timeline(report.parent / "trace.json")
     for button, wanted in (("first", 61), ("last", 120), ("median", None)):
         box.locator("button", has_text=button).click()
         step = int(box.locator("svg").get_attribute("data-step"))

@@ -12,7 +12,6 @@ from hybridrl.telemetry.trace import (
     TraceFile,
     TraceSpan,
     bubble_share,
-    read_spans,
     read_timeline,
 )
 
@@ -75,7 +74,7 @@ def test_a_trace_that_was_cut_is_continued_on_the_same_lanes(tmp_path: Path, cut
     names = [e["args"]["name"] for e in json.loads(path.read_text()) if e["name"] == "thread_name"]
     assert sorted(names) == sorted(["driver", "rank 1", "rank 0", "reward"])
     kept = 4 if cut < 40 else 3  # the last slice is lost with its line
-    assert [s.lane for s in read_spans(path)][kept:] == ["rank 0/reward"]
+    assert [s.lane for s in read_timeline(path)[0]][kept:] == ["rank 0/reward"]
 
 
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:
@@ -88,7 +87,6 @@ def test_spans_come_back_as_they_were(tmp_path: Path) -> None:
     ]
     for one in spans:
         trace.span(one)
-    assert read_spans(tmp_path / "trace.json") == spans
     counters = [
         Counter("rank 1", "memory", 1.7e9 + 0.5, {"resident": 3e9, "free": 2, "total": 5}),
         Counter("driver", "tokens/s", 1.7e9 + 1, {"tokens/s": 10.5}),

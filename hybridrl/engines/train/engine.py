@@ -75,7 +75,6 @@ class TrainEngine(ModelShards):
         trainer: TrainerConfig,
         device: torch.device,
         temperature: float = 1.0,
-        trainable: bool = True,
         gen_tp: int = 1,
         gives_values: bool = False,
         lora: LoraConfig | None = None,
@@ -85,14 +84,13 @@ class TrainEngine(ModelShards):
         """Load `model_path` on every rank of the world and keep what `trainer.layout` says.
 
         `temperature` is that of sampling: log-probabilities are those of the distribution that
-        responses are drawn from. With `trainable` False the engine only scores (a reference), and
-        has neither gradients nor an optimizer. `gen_tp` is generation's tensor parallelism, which
-        decides along which dimension FSDP shards (`layout.parameters.fsdp_dim`). With
-        `gives_values` the model has a value head (`models.load.load_value_model`) and `values`,
-        not `log_probs`; losses are called with values. With `lora` of a rank above 0 adapters are
-        trained, which `seed` draws, and the value head; the weights are frozen, and lie in the
-        compute format. Raises ConfigError for a model that cannot be used, naming `key`, and for
-        axes that it cannot take, ValueError for a temperature that is not above 0.
+        responses are drawn from. `gen_tp` is generation's tensor parallelism, which decides along
+        which dimension FSDP shards (`layout.parameters.fsdp_dim`). With `gives_values` the model
+        has a value head (`models.load.load_value_model`) and `values`, not `log_probs`; losses are
+        called with values. With `lora` of a rank above 0 adapters are trained, which `seed` draws,
+        and the value head; the weights are frozen, in the compute format. Raises ConfigError for a
+        model that cannot be used, naming `key`, and for axes that it cannot take, ValueError for a
+        temperature that is not above 0.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
@@ -103,7 +101,6 @@ class TrainEngine(ModelShards):
 
         # The whole model on every rank, and its adapters.
         self.model = self._load(model_path, key)
-        self.model.requires_grad_(trainable)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
         self.lora = lora if lora is not None and lora.rank else None
@@ -131,9 +128,8 @@ class TrainEngine(ModelShards):
         self._replica = self.dims.mesh["pp", "tp"]._flatten("pp_tp").get_group()
         self.pipeline = self._make_pipeline(compute)
         self.version = 0
-        if trainable:
-            steps = trainer.steps * trainer.mini_batches * trainer.epochs
-            self.reset_optimizer(trainer.optim, steps)
+        steps = trainer.steps * trainer.mini_batches * trainer.epochs
+        self.reset_optimizer(trainer.optim, steps)
 
     def _load(self, model_path: str, key: str) -> PreTrainedModel:
         if self.gives_values:

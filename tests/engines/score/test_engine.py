@@ -70,7 +70,6 @@ def by_train_engine(path: str, sequences: list[TrainSequence]) -> Any:
         trainer=TrainerConfig(max_tokens_per_micro_batch=20),
         device=CPU,
         temperature=0.7,
-        trainable=False,
     )
     return engine.log_probs(sequences)
 

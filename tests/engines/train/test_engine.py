@@ -282,26 +282,6 @@ def test_same_seed_twice_is_bit_equal_and_lr_follows_the_schedule(ranks, model_d
             assert torch.equal(tensor, first[0][1][name]), name
 
 
-def frozen(path, sequences):
-    engine = TrainEngine(
-        str(path),
-        model=ModelConfig(),
-        trainer=TrainerConfig(),
-        device=torch.device("cpu"),
-        trainable=False,
-    )
-    assert not hasattr(engine, "optimizer")
-    return engine.log_probs(sequences)
-
-
-def test_reference_only_scores(ranks, model_dir, sequences, padded_log_probs):
-    with torch.no_grad():
-        want = padded_log_probs(AutoModelForCausalLM.from_pretrained(model_dir), sequences)
-    (got,) = ranks(1, frozen, model_dir, sequences)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
-
-
 def nothing_to_train(path, sequences):
     engine = make_engine(path)
     with pytest.raises(ValueError, match="no rank has a response token"):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from dtensor_layouts import layout_of
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import Loss
@@ -16,7 +17,6 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.layout.dtensors import layout_of
 
 TEMPERATURE = 0.7
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from dtensor_layouts import layout_of
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -23,7 +24,6 @@ from hybridrl.config import (
 from hybridrl.engines.train import build
 from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.layout.dtensors import layout_of
 
 TEMPERATURE = 0.7
 LORA = LoraConfig(rank=3, alpha=6)  # a rank that no number of ranks divides

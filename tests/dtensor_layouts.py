@@ -40,7 +40,7 @@ def _splits(name: str, tensor: DTensor, axes: tuple[str, ...]) -> tuple[Split, .
         if isinstance(placement, Shard):
             plain.append(Split(axis, placement.dim))
         elif type(placement).__name__ == "_StridedShard":  # cuts what later axes have cut already
-            strided.append(Split(axis, placement.dim))  # type: ignore[attr-defined]
+            strided.append(Split(axis, placement.dim))
         else:
             raise ValueError(f"{name}: wanted copies and shards, got {placement} along {axis}")
     return (*plain, *strided)
