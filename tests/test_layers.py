@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"config", "layout", "kernels", "models", "algorithms"},
     "data": CORE,
     "rewards": CORE,
-    "checkpoint": CORE,
+    "checkpoint": CORE | {"telemetry"},
     "workers": WORKERS,
     "compat": {"config", "telemetry", "workers"},
     "runtime": RUNTIME,

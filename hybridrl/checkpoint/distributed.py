@@ -6,6 +6,7 @@ so another layout reads the boxes that it needs. Names are `model/PARAMETER`, `e
 """
 
 import errno
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from torch.futures import Future
 
 from hybridrl.checkpoint.folder import note_sum
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.telemetry.log import logged
+
+logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -49,7 +53,8 @@ def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
     state = kept | {name: tensors[0] for name, tensors in _tensors(engine)}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
     try:
-        state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
+        with logged(logger, f"save to {folder}"):
+            state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         # torch reports a full disk as its own error
@@ -71,7 +76,8 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -
         engine.resume(progress.version, progress.steps, moments)
         copies = dict(_tensors(engine))
         state = kept | {name: tensors[0] for name, tensors in copies.items()}
-        state_dict_loader.load(state, checkpoint_id=folder, planner=_AnyPadding())
+        with logged(logger, f"load from {folder}"):
+            state_dict_loader.load(state, checkpoint_id=folder, planner=_AnyPadding())
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise ValueError(f"{folder}: {' '.join(str(first).split())}") from error

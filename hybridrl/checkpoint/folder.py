@@ -9,6 +9,7 @@ Invariant: a folder under its own name is complete. It is written under a hidden
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hybridrl.telemetry.log import logged
+
+logger = logging.getLogger(__name__)
 
 RESUME, STATE, FORMAT = "resume", "state.json", 1
 
@@ -130,7 +135,7 @@ def read(folder: Path) -> Point:
 def changed(point: Point) -> str:
     """An error about the first of the ranks' files with changed bytes, or ""; reads all files."""
     sums: dict[str, int] = point.state["sums"]
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor() as threads, logged(logger, f"check of {point.tensors}"):
         actual_sums = threads.map(_sum, [point.tensors / name for name in sums])
         for (name, wanted), actual in zip(sums.items(), actual_sums, strict=True):
             if actual != wanted:
@@ -162,6 +167,7 @@ def forget_later(point: Point) -> None:
         if folder != point.folder and (folder.name in ends or (_step_of(folder) or 0) > step)
     ]
     for _, folder in sorted(later, reverse=True):
+        logger.info("deleting %s, later than %s", folder, point.folder)
         shutil.rmtree(folder)
 
 

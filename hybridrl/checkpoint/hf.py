@@ -4,6 +4,7 @@ import copy
 import errno
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybridrl.checkpoint.folder import replace
 from hybridrl.config import DType
 from hybridrl.engines.train.engine import TORCH_DTYPES, TrainEngine
+from hybridrl.telemetry.log import logged
+
+logger = logging.getLogger(__name__)
 
 Adapter = tuple[Any, Iterable[tuple[str, torch.Tensor]]]
 """peft's config of a model's adapters, and its trained tensors, by plain names."""
@@ -42,6 +46,13 @@ def save_hf(
     checkpoint is replaced at the end, by a rename. Raises OSError, on all ranks, that names the
     path.
     """
+    with logged(logger, f"export to {path}"):
+        _save_hf(engine, path, tokenizer, dtype)
+
+
+def _save_hf(
+    engine: TrainEngine, path: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: DType
+) -> None:
     weights, adapters, error = engine.weights(), engine.adapter_weights(), None
     adapter = None if engine.adapter_config is None else (engine.adapter_config, adapters)
     if dist.get_rank() == 0:

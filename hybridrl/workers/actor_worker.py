@@ -218,7 +218,7 @@ class ActorWorker(BaseWorker):
 
         `scalars` are the driver's fields.
         """
-        logger.debug("%s starts, samples: %d", stage.name, len(ids))
+        logger.debug("%s, samples: %d", stage.name, len(ids))
         start = time.time()
         if isinstance(stage, MapStage):
             new_scalars, tensors = run_map(stage, self.store, ids, scalars)
@@ -226,7 +226,6 @@ class ActorWorker(BaseWorker):
             assert stage.role is not None
             new_scalars, tensors = self.verifiers[stage.role].compute(stage, ids)
         stop = time.time()
-        logger.debug("%s ended after %.3f s", stage.name, stop - start)
         value = Computed(stage.name, ids, new_scalars, tensors, seconds=stop - start)
         return Reply(value, (TimeSpan(stage.name, start, stop),), concurrent=True)
 
@@ -294,11 +293,10 @@ class ActorWorker(BaseWorker):
 
         Runs at any time: stages import what they need with their own call.
         """
+        logger.debug("import, samples: %d", len(ids))
         start = time.time()
         self._accept(parcels, ids)
-        stop = time.time()
-        logger.debug("import ended after %.3f s, samples: %d", stop - start, len(ids))
-        return Reply(None, (TimeSpan("fetch", start, stop),), concurrent=True)
+        return Reply(None, (TimeSpan("fetch", start, time.time()),), concurrent=True)
 
     # -- looking in --------------------------------------------------------------------------
 

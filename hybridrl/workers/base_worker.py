@@ -296,17 +296,16 @@ class BaseWorker:
 
     @contextmanager
     def _span(self, name: str, num_samples: int | None = None) -> Iterator[None]:
-        """Time and log one piece of work; with `num_samples` where it is about samples."""
-        logger.debug(
-            "%s starts%s", name, "" if num_samples is None else f", samples: {num_samples}"
-        )
+        """Time one piece of a call and log its start; the launcher logs the call's ends.
+
+        `num_samples` is None where it is not about samples.
+        """
+        logger.debug("%s%s", name, "" if num_samples is None else f", samples: {num_samples}")
         start = time.time()
         try:
             yield
         finally:
-            stop = time.time()
-            self._spans.append(TimeSpan(name, start, stop))
-            logger.debug("%s ended after %.3f s", name, stop - start)
+            self._spans.append(TimeSpan(name, start, time.time()))
 
     def _on_reading(self, reading: MemoryReading) -> None:
         self._memory.append(reading)

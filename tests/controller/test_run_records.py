@@ -107,6 +107,9 @@ def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -
         ended = re.findall(r" rank 1 DEBUG \S+process_launcher: call (\w+) ended after ", calls)
         assert {"setup", "update"} <= set(started)
         assert started == ended  # one after the other: each ends before the next
+        for event in (r"started\n", r"ended after \d"):
+            export = rf"export to {runs['fused']}/\S+ {event}"
+            assert re.search(rf" rank 1 DEBUG hybridrl\.checkpoint\.hf: {export}", calls)
 
 
 def test_at_info_the_log_has_no_call(runs: dict[str, Path]) -> None:

@@ -83,12 +83,11 @@ def test_what_others_made_comes_home_beside_what_was_there() -> None:
     assert "values" not in rank.store[B].tensors
 
 
-def test_the_log_says_what_starts_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    """So a run that hangs shows where."""
+def test_the_log_says_what_starts(caplog: pytest.LogCaptureFixture) -> None:
+    """So a run that hangs shows where; the launcher logs start and end of the whole call."""
     rank = worker(CountingPlane())
     with caplog.at_level(logging.DEBUG, logger="hybridrl.workers"):
         rank.export_samples({1: (A, B), 2: (C,)}, None, True)
-    assert [record.name for record in caplog.records] == ["hybridrl.workers.base_worker"] * 2
-    first, last = (record.getMessage() for record in caplog.records)
-    assert first == "export starts, samples: 3"
-    assert last.startswith("export ended after 0.")
+    (record,) = caplog.records
+    assert record.name == "hybridrl.workers.base_worker"
+    assert record.getMessage() == "export, samples: 3"
