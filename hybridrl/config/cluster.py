@@ -86,7 +86,7 @@ class ClusterConfig:
     time: str | None = None
     """Slurm: time limit (`2:00:00`, `1-12` for a day and a half); null takes the partition's."""
     sbatch: list[str] = field(default_factory=list)
-    """Slurm: more options of sbatch (`[--constraint=h100, --mail-type=END]`)."""
+    """Slurm: more options of sbatch (in a shell `"cluster.sbatch=['--constraint=h100']"`)."""
     setup: list[str] = field(default_factory=list)
     """Slurm: lines of the batch script before the run (`['ulimit -n 65536']`)."""
     modules: list[str] = field(default_factory=list)
@@ -194,9 +194,8 @@ class ClusterConfig:
         self._check_container()
         for option in self.sbatch:
             if not option.startswith("-"):
-                raise ConfigError(
-                    "cluster.sbatch", option, "options of sbatch: [--constraint=h100]"
-                )
+                example = "cluster.sbatch=['--constraint=h100']"
+                raise ConfigError("cluster.sbatch", option, f'options of sbatch: "{example}"')
 
     def _check_container(self) -> None:
         kind = self.container.value
