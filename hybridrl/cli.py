@@ -118,7 +118,7 @@ def _check_run_dir(action: str, config: Config) -> None:
     metrics = Path(config.run.dir) / "metrics.jsonl"
     there = metrics.is_file() and metrics.stat().st_size > 0  # a run that did not get far has none
     if action == "train" and there and not config.trainer.resumes:
-        allowed = "a directory without a run, or trainer.resume=auto to go on with it"
+        allowed = "a directory without a run, or trainer.resume=auto to continue it"
         raise ConfigError("run.dir", config.run.dir, allowed)
 
 

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens from hidden states, without materializing all logits.
 
 With a head of 150 k tokens logits are by far the largest tensor of a small model's step. Here the
-forward pass keeps one number a token (the log-sum-exp), and the backward pass recomputes the logits
-of a chunk of the vocabulary at a time. The vocabulary may be sharded over the ranks of a group.
+forward pass keeps one number a token (the log-sum-exp). The backward pass recomputes the logits, a
+chunk of the vocabulary at a time. The vocabulary may be sharded over the ranks of a group.
 docs/kernels.md lists the messages and their sizes.
 """
 
@@ -97,7 +97,7 @@ def _implementation(backend: Backend, hidden: torch.Tensor) -> ModuleType:
 
 
 class _Context(FunctionCtx):
-    """What `forward` keeps for `backward`; autograd makes it and fills in the last two."""
+    """The values kept for `backward`; autograd makes it and fills in the last two."""
 
     temperature: float
     with_entropy: bool

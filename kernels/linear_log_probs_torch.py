@@ -1,6 +1,6 @@
 """The parts of `linear_log_probs` in torch: for the CPU, and the reference of the Triton ones.
 
-Whatever the dtype of the inputs, products and sums are in float32 at least.
+Products and sums are in float32 at least, for inputs of any dtype.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ ALIGNED = 128
 def column_chunks(hidden: torch.Tensor, vocab: int, chunk_elements: int) -> Iterator[slice]:
     """Slices of the vocabulary for which [tokens, columns] has at most `chunk_elements` elements.
 
-    With so many tokens that a chunk would be narrower than `hidden`, it is as wide as `hidden`: a
-    narrow product is slow, and what exists anyway is as large. Wide chunks are whole Triton blocks.
+    A chunk is at least as wide as `hidden`: a narrow product is slow, and the input is as large.
+    Wide chunks are whole Triton blocks.
     """
     tokens, features = hidden.shape
     size = max(1, features, chunk_elements // max(1, tokens))

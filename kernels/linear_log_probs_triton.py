@@ -1,9 +1,9 @@
 """The parts of `linear_log_probs` in Triton: logits live in registers, one tile at a time.
 
 Forward is an online softmax over blocks of the vocabulary; only [splits, tokens] statistics are
-written. Backward recomputes the logits of a chunk and writes their gradient, and torch's own
-product turns it into those of `hidden` and `weight`: no atomics, so the same inputs give the same
-bits. The rules are those of `linear_log_probs_torch`, to whose functions these are equal.
+written. Backward recomputes the logits of a chunk and writes their gradient. Torch's own product
+turns it into those of `hidden` and `weight`: no atomics, so the same inputs give the same bits. The
+rules are those of `linear_log_probs_torch`, to whose functions these are equal.
 """
 
 import torch

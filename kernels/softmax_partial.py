@@ -1,8 +1,8 @@
 """Softmax statistics over a shard of a vocabulary, and their join.
 
-The parts are blocks of columns on one device or the shards of several ranks; the rule is one: take
-the larger maximum, rescale the sums to it, add (the online softmax of Milakov and Gimelshein,
-arXiv 1805.02867, with a third sum for the entropy).
+The parts are blocks of columns on one device or the shards of several ranks. The rule is one: take
+the larger maximum, rescale the sums to it, add. It is the online softmax of Milakov and Gimelshein
+(arXiv 1805.02867), with a third sum for the entropy.
 """
 
 from typing import NamedTuple

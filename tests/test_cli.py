@@ -263,7 +263,7 @@ def test_a_directory_with_a_run(files: Path, capfd: pytest.CaptureFixture[str]) 
         assert ended.value.code == 2
         return capfd.readouterr().err
 
-    allowed = "a directory without a run, or trainer.resume=auto to go on with it"
+    allowed = "a directory without a run, or trainer.resume=auto to continue it"
     assert said("train", "recipe=ppo") == f"hybridrl: run.dir=out: wanted {allowed}\n"
     assert [file.name for file in run.iterdir()] == ["metrics.jsonl"]
     for other in (("train", "trainer.resume=auto"), ("eval",)):

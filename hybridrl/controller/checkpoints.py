@@ -1,4 +1,4 @@
-"""A run's checkpoints: which to go on from, what may have changed since, when one is written."""
+"""A run's checkpoints: which one to resume, the settings that may differ, when one is written."""
 
 import contextlib
 import logging
@@ -31,16 +31,16 @@ MAY_CHANGE = (
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
     "rollout.decode_steps", "schedule.migration_threshold", "schedule.migration",
 )  # fmt: skip
-"""What a run may go on with otherwise: how long, where and how fast, not what it learns from."""
+"""Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
 
 logger = logging.getLogger(__name__)
 
-_PARKED_ON = 0  # the rank that has to do with parked samples, which lie in the data plane
+_PARKED_ON = 0  # the rank that saves and loads parked samples, which are in the data plane
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run comes from: its settings as they were given, and the point it goes on from.
+    """The origin of a run: its settings as they were given, and the point that it resumes from.
 
     Without a point it starts anew. `damaged` says what is wrong with newer checkpoints. One that
     `goes_back` begins anew from an earlier point of the same run: what came after it goes.
@@ -56,7 +56,7 @@ class Origin:
         return self.point is not None and self.point.run_dir.resolve() == run_dir.resolve()
 
     def records(self, config: Config) -> dict[str, int] | None:
-        """What of the records in the run directory stands, in bytes by file; None for all."""
+        """The records in the run directory that stand, in bytes by file; None for all."""
         if self.point is not None and self.continues(Path(config.run.dir)):
             records: dict[str, int] = self.point.state["records"]
             return records
@@ -64,12 +64,12 @@ class Origin:
 
 
 def find_origin(config: Config, reads: bool = False) -> Origin:
-    """What `trainer.resume` asks for; before anything else has touched `config`.
+    """The origin that `trainer.resume` asks for; before anything else has touched `config`.
 
     With `reads` the bytes of the checkpoint are compared with their checksums, which takes as long
-    as it takes to read them. Raises ConfigError where it names nothing to go on from, or another
-    run than the one in the directory, where all that is there is damaged, where a setting differs
-    that must not, and where the directory has a finished run and no checkpoint.
+    as it takes to read them. Raises ConfigError where it names nothing to resume from, or another
+    run than the one in the directory. Also where all checkpoints are damaged, where a setting
+    differs that must not, and where the directory has a finished run and no checkpoint.
     """
     settings = settings_of(config)
     wanted, own = config.trainer.resume, Path(config.run.dir)
@@ -96,8 +96,8 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
 def _written_since(wanted: str, own: Path) -> tuple[list[Point], list[str]]:
     """The checkpoints in `own`, the run's directory, of the run that began from `wanted`.
 
-    None where it begins with this command: in a directory without any, or by going back in its own,
-    unless Slurm has started again the job that does so.
+    None where it begins with this command: in a directory without any, or by going back in its own
+    directory. If Slurm has started the job again, it has begun already.
     """
     points, damaged = folder.search(own)
     if wanted == "auto":
@@ -132,7 +132,7 @@ def _check_unfinished(run_dir: Path, wanted: str) -> None:
     file = run_dir / "run.json"
     status = parse(file.read_text()) if file.is_file() else None
     if isinstance(status, dict) and status.get("state") == "finished":
-        allowed = f"another run.dir: {run_dir} has a finished run without a checkpoint to go on"
+        allowed = f"another run.dir: {run_dir} has a finished run without a checkpoint to continue"
         raise ConfigError("trainer.resume", wanted, allowed)
 
 
@@ -163,7 +163,7 @@ def _check_same(point: Point, now: Mapping[str, Any]) -> None:
 
 
 def _check_warm_start(point: Point, config: Config, reads: bool) -> None:
-    """What the recipe's roles began as must be there, once the recipe has begun."""
+    """The weights that the recipe's roles began as must be there, once the recipe has begun."""
     if config.warm_start_steps and point.state["phase"] == "rl":
         try:
             ended = folder.read(point.run_dir / "warm_start")
@@ -212,7 +212,7 @@ class Checkpoints:
                 shutil.rmtree(self._of(old))
 
     def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
-        """Write the weights to `path`, and what a run goes on from, if this one can.
+        """Write the weights to `path`, and the state that a run resumes from, if this one can.
 
         Raises OSError that names the path; what was at `path` is then whole.
         """
@@ -240,7 +240,7 @@ class Checkpoints:
         logger.info("wrote %s after step %d", path, step)
 
     def load(self, point: Point) -> None:
-        """Have the ranks go on from `point`; raises OSError for what cannot be read."""
+        """Have the ranks load `point`; raises OSError for files that cannot be read."""
         from hybridrl.checkpoint.distributed import Progress
 
         roles = {role: Progress(**steps) for role, steps in point.state["roles"].items()}

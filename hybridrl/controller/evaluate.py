@@ -14,10 +14,10 @@ from hybridrl.flow.sample import Sample
 
 
 def evaluation_graph(recipe: Graph, num_samples: int) -> Graph | None:
-    """What there is to evaluate of a recipe, if anything.
+    """The evaluation of a recipe, if it has one.
 
-    Where it trains the actor: greedy answers, and `num_samples` at temperature 1 where that is
-    above 1, all judged. Where it trains a reward model on two columns of responses: their scores.
+    A recipe that trains the actor: greedy answers, and `num_samples` at temperature 1 where that is
+    above 1, all judged. One that trains a reward model on two columns of responses: their scores.
     """
     flow = Flow()
     if "actor" in recipe.learned:

@@ -13,10 +13,10 @@ _TOLERATED_IMBALANCE = 0.02
 def assign_ranks(
     samples: Sequence[Sample], num_ranks: int, samples_per_row: int = 1, move: bool = False
 ) -> list[int]:
-    """Which rank trains which sample: where it lies if that is balanced, else by tokens.
+    """The rank that trains each sample: its present rank if that is balanced, else by tokens.
 
-    `samples_per_row` consecutive samples stay together. Depends on lengths and places only, never
-    on time; with `move` on lengths alone, whatever lies where.
+    `samples_per_row` consecutive samples stay together. Depends on lengths and present ranks only,
+    never on time; with `move` on lengths alone.
     """
     here = [sample.rank for sample in samples]
     loads = [0] * num_ranks
@@ -31,7 +31,7 @@ def assign_ranks(
 
 
 def deal(samples: Sequence[Sample], num_ranks: int, samples_per_row: int = 1) -> list[int]:
-    """Which rank gets which sample, by tokens; `samples_per_row` consecutive ones stay together."""
+    """The rank that gets each sample, by tokens; `samples_per_row` in a row stay together."""
     rows = [samples[i : i + samples_per_row] for i in range(0, len(samples), samples_per_row)]
     rows_by_rank = balance([sum(s.tokens for s in group) for group in rows], num_ranks)
     ranks = [0] * len(samples)

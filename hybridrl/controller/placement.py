@@ -1,4 +1,4 @@
-"""Which ranks a stage runs on, and who of them takes part (HybridFlow, arXiv 2409.19256)."""
+"""The ranks that a stage runs on, and those that take part (HybridFlow, arXiv 2409.19256)."""
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, Placement
 from hybridrl.flow.executor import Scope
@@ -11,8 +11,8 @@ HOME = "actor"
 def pool_of(stage: Stage, config: Config) -> str:
     """The pool that a stage runs in, by its name in `cluster.pools`.
 
-    Under placement=split value models and judges that are models have a pool of their own; all
-    else runs where samples live.
+    Under placement=split value models and judges that are models have a separate pool. Everything
+    else runs on the ranks that have the samples.
     """
     return "critic" if config.split and _is_critics(stage, config) else HOME
 
@@ -27,7 +27,7 @@ def _is_critics(stage: Stage, config: Config) -> bool:
 
 
 def scope_of(stage: Stage, config: Config) -> Scope:
-    """Who takes part in a per-sample stage.
+    """The ranks that take part in a per-sample stage.
 
     Old-policy log-probabilities use the rollout engine's weights, where it shares them in the
     format that training computes in; else they need the training shards.
@@ -47,7 +47,7 @@ def scope_of(stage: Stage, config: Config) -> Scope:
 
 
 def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:
-    """What the ranks of every pool need of `graph`, by the pool's name; none is left out."""
+    """The part of `graph` that the ranks of a pool need, by the pool's name; none is left out."""
     on_ranks = graph.on_ranks()
     return {
         pool: Graph(
@@ -59,7 +59,7 @@ def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:
 
 
 def check_placement(config: Config, graph: Graph) -> None:
-    """Settle the layouts of what has a pool of its own.
+    """Settle the layouts of roles with a separate pool.
 
     Raises `ConfigError` for a recipe that leaves a pool without work, and for what does not fit
     its pool.
@@ -79,5 +79,7 @@ def check_placement(config: Config, graph: Graph) -> None:
     layout, ranks = config.rollout.layout, len(config.cluster.pool_ranks["critic"])
     for role in {*graphs["critic"].judges, *config.judges_of("reward")}:
         if config.is_neural(role) and ranks % (layout.pp * layout.tp):
-            allowed = f"a multiple of rollout.layout's {layout.pp} x {layout.tp}, as {role} lies"
+            allowed = (
+                f"a multiple of rollout.layout's {layout.pp} x {layout.tp}, the layout of {role}"
+            )
             raise ConfigError(config.cluster.pool_key("critic"), ranks, allowed)

@@ -36,7 +36,7 @@ from hybridrl.runtime.ray_cluster import check_ranks
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What a run needs before its ranks start."""
+    """The inputs of a run, before its ranks start."""
 
     model_path: str
     data: Data

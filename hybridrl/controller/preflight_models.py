@@ -1,4 +1,4 @@
-"""What is checked of the models of a recipe's roles before a run starts a process.
+"""Checks of the models of a recipe's roles before a run starts a process.
 
 Each check raises `ConfigError`, which names the key to change, and settles a path that is a
 directory to an absolute one.
@@ -37,7 +37,7 @@ def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: 
 
 
 def judges_of(config: Config, graph: Graph) -> list[str]:
-    """What judges in a run of `graph`: its own, and the reward, which evaluation has."""
+    """The judges in a run of `graph`: its own, and the reward, which evaluation has."""
     return list(dict.fromkeys([*config.judges_of("reward"), *graph.judges]))
 
 

@@ -41,14 +41,15 @@ class Abandoned(Exception):
 class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
-    `on_switch` hears of every weight switch: one accounting per rank. An instance of several ranks
-    gets every call on all of them; their answers become one event. A rank that dies ends the run
-    (`WorkerError`), since its training shard is gone, so there is never a `WorkerDied`. While
-    `may_abandon`, which an update ends, a signal that asks the run to end raises `Abandoned`.
+    `on_switch` is called at every weight switch with one accounting per rank. An instance of
+    several ranks gets every call on all of them; their answers become one event. A rank that dies
+    ends the run (`WorkerError`), since its training shard is gone, so there is never a
+    `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
+    raises `Abandoned`.
 
-    Samples live in the actor's pool. What another pool reads is copied there for the length of the
-    call, and what it makes is copied home before the call's event: so `map`, forward passes and the
-    actor's update find everything where the sample is.
+    Samples live in the actor's pool. The fields that another pool reads are copied there for the
+    length of the call. Its results are copied home before the call's event: so `map`, forward
+    passes and the actor's update find them on the sample's rank.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class RayExecutor:
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
         self._rounds = Rounds(group)
-        # Where a sample's tensors can be had without its rank: references by field.
+        # Tensors of samples that can be fetched without their rank: references by field.
         self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
-        # What each role outside of the actor's pool has made, which its update may look at.
+        # Fields that each role outside of the actor's pool has made; its update may read them.
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
 
     @property
@@ -80,7 +81,7 @@ class RayExecutor:
         return self._instance_of[rank]
 
     def scope(self, stage: Stage) -> Scope:
-        """Who takes part in a per-sample stage; see `scope_of`."""
+        """The ranks that take part in a per-sample stage; see `scope_of`."""
         return scope_of(stage, self.config)
 
     def pool(self, stage: Stage) -> str:
@@ -153,7 +154,7 @@ class RayExecutor:
                 self._rounds.begin(single(call, rank))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Start a stage where the samples lie; if it needs the world, on the other ranks too.
+        """Start a stage on the samples' ranks; if it needs the world, on the other ranks too.
 
         In another pool, on copies.
         """
@@ -238,8 +239,8 @@ class RayExecutor:
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """Export samples from elsewhere, each to one rank of the instance; then start.
 
-        What their ranks have published is fetched as it is. They export only the rest, when their
-        present call ends.
+        Tensors that their ranks have published are fetched as they are. The ranks export only the
+        rest, when their present call ends.
         """
         logger.debug(
             "stage %s begins on instance %d, %d samples", stage.name, instance, len(samples)
@@ -290,7 +291,7 @@ class RayExecutor:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
 
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Spread the samples by tokens, move or copy those that are elsewhere, and train."""
+        """Spread the samples by tokens, move or copy those of other ranks, and train."""
         self.may_abandon = False
         logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         self._rounds.begin(self._update(stage, samples))
@@ -385,7 +386,7 @@ class RayExecutor:
 
 
 def _as_one(answers: Sequence[Computed]) -> Computed:
-    """What several ranks have made of their own samples."""
+    """One event for the results of several ranks."""
     some = [a for a in answers if a.ids]
     names = some[0].scalars if some else {}
     return replace(

@@ -1,6 +1,6 @@
 """A run from its config to its end: ranks up, warm start, the recipe, evaluation, stopping.
 
-What is recorded of it: `run_records.py`.
+Its records: `run_records.py`.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended the run where it can go on; the message says from which step."""
+    """A signal has ended the run at a point that it can resume from; the message names the step."""
 
 
 class TrainingDiverged(RuntimeError):
-    """The run cannot usefully go on; the message says why."""
+    """The run cannot usefully continue; the message says why."""
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -153,9 +153,9 @@ class RunPhase:
 class Run:
     """The parts of a run. `step` counts optimizer iterations over warm start and recipe.
 
-    A run that goes on from a checkpoint does as one that starts: it makes each phase's roles at
-    the phase's beginning, since copies and value models are of that moment; then what the
-    checkpoint has of them replaces what they are.
+    A resumed run does as one that starts: it makes each phase's roles at the phase's beginning,
+    since copies and value models are of that moment. Then the checkpoint's state of the roles
+    replaces theirs.
     """
 
     def __init__(
@@ -370,15 +370,15 @@ class Run:
         )
 
     def _evaluate_and_save(self, phase: RunPhase, schedule: Schedule) -> None:
-        """After a step of a phase that goes on."""
+        """After a step of a phase that continues."""
         accuracy, save_every = self._evaluate_due(phase), self.config.trainer.save_every
-        # A warm start is short, and made again unless the run is one that goes on.
+        # A warm start is short, and made again unless the run is a resumed one.
         keeps = phase.name == "rl" or self.config.trainer.resumes
         if keeps and save_every and (self.step - phase.first_step) % save_every == 0:
             self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
 
     def _evaluate_due(self, phase: RunPhase) -> float | None:
-        """Accuracy after a step of a phase that goes on, where that is wanted."""
+        """Accuracy after a step of a phase that continues, where that is wanted."""
         every = self.config.eval.every
         if phase.name == "rl" and every and (self.step - phase.first_step) % every == 0:
             return self.evaluate().get("eval_accuracy")
@@ -411,7 +411,9 @@ class Run:
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
         signals.begin_stop()
-        raise Interrupted(f"stopped after step {self.step}; trainer.resume=auto goes on from there")
+        raise Interrupted(
+            f"stopped after step {self.step}; trainer.resume=auto continues from there"
+        )
 
     def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:
         """The driver's part of a checkpoint."""
@@ -432,25 +434,25 @@ class Run:
         state = point.state
         for wrong in damaged:
             self.telemetry.note(f"damaged, passed over: {wrong}")
-        self.telemetry.note(f"going on after step {state['step']}, from {point.folder}")
+        self.telemetry.note(f"continuing after step {state['step']}, from {point.folder}")
         self.step, self.bad_steps = state["step"], state["bad_steps"]
         self._evaluated, self._before = tuple(state["evaluated"]), state["before"]
         self.prompts.seek(state["prompts"])
 
     def _resumes_in(self, phase: str) -> Point | None:
-        """What this run goes on from, if that is of `phase`."""
+        """The checkpoint that this run resumes from, if that is of `phase`."""
         point = self.origin.point
         return point if point is not None and point.state["phase"] == phase else None
 
     def _restore_roles(self, phase: RunPhase) -> None:
-        """Have the ranks' roles go on from the checkpoint, if it is of `phase`."""
+        """Have the ranks' roles load the checkpoint, if it is of `phase`."""
         if point := self._resumes_in(phase.name):
             self.checkpoints.load(point)
 
     # -- evaluation ----------------------------------------------------------------------------
 
     def evaluate_before(self) -> dict[str, float]:
-        """Held-out metrics before the recipe's first step; a run that goes on has them."""
+        """Held-out metrics before the recipe's first step; a resumed run has them."""
         if not self._resumes_in("rl"):
             self._before = self.evaluate()
         return self._before

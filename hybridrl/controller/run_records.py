@@ -1,4 +1,4 @@
-"""What is recorded of a run: metrics, events, spans, texts of samples.
+"""The records of a run: metrics, events, spans, texts of samples.
 
 The driver writes it through `hybridrl.telemetry`; docs/telemetry.md lists files and keys.
 """
@@ -20,7 +20,7 @@ FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[st
 
 
 class RunRecords:
-    """Turns what the ranks answer and what a step results in into the run's records.
+    """Turns answers of ranks and results of steps into the run's records.
 
     `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
     texts of the first `samples_per_step` samples are kept.
@@ -142,7 +142,7 @@ def judged(samples: Sequence[Sample]) -> list[str]:
 
 
 def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
-    """What is recorded of a step: the actor's metrics, rewards, lengths, rates, stage seconds."""
+    """The metrics of a step: the actor's own, rewards, lengths, rates, stage seconds."""
     samples = result.dispatched
     metrics = {name.removeprefix("actor/"): value for name, value in result.metrics.items()}
     reasons = [drop.reason for drop in result.dropped.values()]

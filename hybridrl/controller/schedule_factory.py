@@ -43,7 +43,7 @@ def make_schedule(
 
 
 def key_of(item: Item) -> PromptKey:
-    """What a length ranker may know of a prompt."""
+    """The prompt as a length ranker may know it."""
     return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
 
 

@@ -59,9 +59,9 @@ class Pool:
 class WorkerGroup:
     """All ranks, in pools: that of the actor first, where samples live.
 
-    `call_*` start work and return references; `gather` waits for them. Any failure ends every
-    rank at once: a rank that sits in a collective would otherwise wait for the dead one for ever.
-    `instances` lists the ranks of each generation instance, known after `setup`.
+    `call_*` start work and return references; `gather` waits for them. Any failure ends every rank
+    at once: a rank in a collective would otherwise wait for the dead one without end. `instances`
+    lists the ranks of each generation instance, known after `setup`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class WorkerGroup:
     # -- whole group, blocking -----------------------------------------------------------------
 
     def setup(self) -> list[dict[str, Any]]:
-        """Process group and weights on every rank; answers with what each has to log."""
+        """Process group and weights on every rank; answers with the values that each logs."""
         calls: list[Reference[dict[str, Any]]] = []
         for pool in self.pools.values():
             (listening,) = self._ranks[pool.ranks[0]].same(BaseWorker.listen)
@@ -193,8 +193,8 @@ class WorkerGroup:
     ) -> dict[str, Any]:
         """Make a recipe's roles on the ranks, with fresh optimizers for those of `training`.
 
-        `graphs` is by pool. Answers with what is worth logging of new critics, by name. With
-        `publishes` ranks put what they make into the data plane at once: others will want it.
+        `graphs` is by pool. Answers with values to log of new critics, by name. With `publishes`
+        ranks put their results into the data plane at once: others will want them.
         """
         reports: dict[str, Any] = {}
         for name, pool in self.pools.items():
@@ -218,7 +218,7 @@ class WorkerGroup:
     def save(self, path: str, resume: str | None) -> "dict[str, Progress]":
         """Write the actor as a Hugging Face directory, every critic as one in it.
 
-        Into `resume` goes what training goes on from. Answers with how far each role is.
+        The state that training resumes from goes into `resume`. Answers with how far each role is.
         """
         progress: dict[str, Progress] = {}
         for pool in self.pools.values():  # one after the other: the actor's folder takes its place
@@ -227,7 +227,7 @@ class WorkerGroup:
         return progress
 
     def load(self, path: str, progress: "Mapping[str, Progress]") -> str:
-        """Have every rank go on from `path`; answers with what is wrong, if anything."""
+        """Have every rank load `path`; answers with the error, if any."""
         wrong: list[str] = []
         for pool in self.pools.values():
             calls = pool.calls.same(BaseWorker.load, path, dict(progress))
@@ -235,7 +235,7 @@ class WorkerGroup:
         return next(filter(None, wrong), "")
 
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
-        """Have the ranks where samples live write their shares of what a step has left."""
+        """Have the ranks where samples live write their shares of the pending samples."""
         paths = [path] * len(shares)
         self.gather(self.home.calls.per_rank(ActorWorker.save_pending, paths, shares))
 
@@ -295,7 +295,7 @@ class WorkerGroup:
     def call_local_stage(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
     ) -> Reference[Computed]:
-        """Start a verifier or a `map` on one rank, beside what else it does."""
+        """Start a verifier or a `map` on one rank, concurrently with its other work."""
         return self._ranks[rank].same(ActorWorker.run_local_stage, stage, ids, scalars)[0]
 
     def call_export_samples(
@@ -313,7 +313,7 @@ class WorkerGroup:
     def call_import_samples(
         self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]
     ) -> Reference[None]:
-        """Have one rank store what others made of its samples, beside what else it does."""
+        """Have one rank store others' results for its samples, concurrently with its other work."""
         return self._ranks[rank].same(ActorWorker.import_samples, tuple(ids), tuple(parcels))[0]
 
     def call_infer(

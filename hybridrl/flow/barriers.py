@@ -1,7 +1,7 @@
 """The stages that the driver runs itself, on scalars: by_group, by_batch, filter, join.
 
-Each takes samples in training order and gives samples in training order. What the recipe's own
-functions return is checked here, since it is known only now.
+Each takes samples in training order and gives samples in training order. The results of the
+recipe's functions are checked here, since they are known only now.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What work takes on a generation instance, and how a run learns it from its own calls.
+"""Times of work on a generation instance, and how a run learns them from its calls.
 
 Schedules ask `Costs` when moving a sample pays; the planner replays runs with them.
 """
@@ -25,11 +25,11 @@ _DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain
 class Costs:
     """Seconds of work on one instance.
 
-    A call of an instance that decodes takes `call_s` and, for each step with r rows that hold k
-    cached tokens in all, `step_s + row_s * r + cached_token_s * k`; for each sample that begins or
-    resumes `admit_s`, and `prefill_token_s` for each token that is computed without being drawn. A
+    A call of an instance that decodes takes `call_s`. Each step with r rows that hold k cached
+    tokens in all adds `step_s + row_s * r + cached_token_s * k`. Each sample that begins or resumes
+    adds `admit_s`, each token that is computed without being drawn `prefill_token_s`. A
     forward-only stage takes `stage_call_s[name]` a call and `token_s[name]` a token. Numbers that
-    nobody has measured are 0, so that what might be cheap is tried once.
+    were not measured are 0, so that work that might be cheap is tried once.
     """
 
     step_s: float
@@ -57,7 +57,7 @@ class Costs:
         return steps * (self.step_s + self.row_s * rows + self.cached_token_s * cached)
 
     def compute(self, stage: str, tokens: float) -> float:
-        """Seconds of one call of a forward-only stage; 0 for a stage that nobody has measured."""
+        """Seconds of one call of a forward-only stage; 0 for a stage that was not measured."""
         return self.stage_call_s.get(stage, 0.0) + self.token_s.get(stage, 0.0) * tokens
 
     def flat_rows(self, slack: float = 0.25, cached_per_row: float = 0.0) -> int:
@@ -108,9 +108,9 @@ class CostMeter:
     Keeps the last few hundred calls of each kind. A fit is by least squares without negative
     costs, and robust: machines are shared, so some calls take many times as long as they should.
 
-    Example: calls of 10 steps with 4 rows take 50 ms, of 10 steps with 8 rows 60 ms; then a row of
-    a step costs 0.25 ms, and the other 4 ms of a step are shared between step and call as far as
-    calls of other lengths tell them apart.
+    Example: calls of 10 steps with 4 rows take 50 ms, of 10 steps with 8 rows 60 ms. Then a row of
+    a step costs 0.25 ms. The other 4 ms are divided between step and call as far as calls of other
+    lengths tell them apart.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class CostMeter:
         self._add("round_trip", seconds, 1)
 
     def costs(self) -> Costs | None:
-        """What the calls tell; None until enough decoding was seen.
+        """The costs measured from the calls; None until enough decoding was seen.
 
         Fitted again when an eighth of what is kept is new, and not for a few calls, since a fit
         takes many milliseconds.
@@ -196,8 +196,8 @@ class CostMeter:
     def _decoding(self) -> list[float]:
         """Costs of decode steps, rows, cached tokens, prefilled tokens, admissions and calls.
 
-        Until prefills of some length were seen, a token of one is taken to cost what a row of a
-        decode step does: short prompts would make recomputing a long response seem dear.
+        Until prefills of some length were seen, a token of one is taken to cost as much as a row of
+        a decode step. Short prompts would make recomputing a long response seem dear.
         """
         calls = np.array(self._seen["advance"], dtype=np.float64)
         work, seconds = calls[:, 1:], calls[:, 0]
@@ -213,7 +213,7 @@ class CostMeter:
         return {kind: [list(call) for call in calls] for kind, calls in self._seen.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """Go on from what another meter has seen."""
+        """Continue from the measurements of another meter."""
         self._seen, self._costs = {}, None
         for kind, calls in state.items():
             for call in calls:
@@ -233,11 +233,12 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[fl
     """Costs x >= 0 [kinds] with work [calls, kinds] @ x close to seconds [calls].
 
     `per_call` says that the last kind is the call itself. Calls of about the same size hardly tell
-    its cost from that of the work; then it is the work's, or smaller calls would seem as dear.
+    its cost from that of the work. Then the cost is the work's, or smaller calls would seem as
+    dear.
 
     Least absolute residuals by reweighting, then least squares on the calls within three
     deviations. A call counts by the square root of its time: neither does a single long call rule
-    the fit, nor the noise of short ones. Where the calls cannot tell kinds of work apart the costs
+    the fit, nor the noise of short ones. If the calls cannot tell kinds of work apart, the costs
     are spread over them, so that such calls are still predicted.
     """
     weight = 1 / np.sqrt(np.maximum(seconds, 1e-9))
@@ -279,8 +280,8 @@ def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.nd
             if not negative.any():
                 solution = best
                 break
-            # As far towards the best as none is below 0; what gets there is left out.
-            # What is best at 0 exactly, and was there, stops at once.
+            # As far towards the best as none is below 0; what gets there is left out. A cost that
+            # is best at 0 exactly, and was there, stops at once.
             distance = np.maximum(solution[negative] - best[negative], np.finfo(float).tiny)
             share = solution[negative] / distance
             solution = solution + share.min() * (best - solution)

@@ -1,4 +1,4 @@
-"""What a schedule asks of the machinery below it: commands in, events out.
+"""The interface between a schedule and the machinery below it: commands in, events out.
 
 The controller implements `Executor` with worker groups and wall time; the planner and the tests
 implement it with a cost model and virtual time. A schedule cannot tell them apart.
@@ -15,16 +15,16 @@ from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
 class Phase(Enum):
-    """What the ranks' memory is laid out for."""
+    """The use that the ranks' memory is laid out for."""
 
     GENERATE = "generate"  # generation weights and KV cache are in place
     TRAIN = "train"  # training shards and optimizer are in place
 
 
 class Scope(Enum):
-    """Who has to take part in a per-sample stage."""
+    """The ranks that have to take part in a per-sample stage."""
 
-    RANK = "rank"  # the rank where the sample lies, beside what else it does (verifiers, `map`)
+    RANK = "rank"  # the sample's rank, concurrently with its other work (verifiers, `map`)
     INSTANCE = "instance"  # one generation instance, which holds the role's whole weights
     WORLD = "world"  # all ranks together in TRAIN, since the role's weights are sharded over them
     POOL = "pool"  # the role's own pool of ranks, in any phase: no sample lives there
@@ -32,7 +32,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one response is drawn.
+    """Settings with which one response is drawn.
 
     `temperature` 0 is greedy; `top_p` in (0, 1]; `top_k` 0 is all tokens; `max_new_tokens` in
     tokens.
@@ -70,7 +70,7 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """What a `Park` has stopped; `tokens` counts each sample's prompt and response so far.
+    """The samples that a `Park` has stopped; `tokens` counts prompt and response so far.
 
     `version` is that of the weights that made the last tokens (and the keys and values, if kept).
     `state` is opaque to schedules: references to the parked tensors.
@@ -84,10 +84,10 @@ class Parked:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Go on with some of the samples of `parked`, on any instance. Each is resumed once.
+    """Continue some of the samples of `parked`, on any instance. Each is resumed once.
 
     Keys and values that were kept are used if they are of the instance's weights, or with
-    `stale_kv`; else they are computed again from the tokens.
+    `stale_kv`. Else they are computed again from the tokens.
     """
 
     ids: tuple[SampleId, ...]
@@ -100,7 +100,7 @@ Command = Submit | Park | Resume
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sample has its last token; its tensors (`tokens`, `log_probs`) lie on `rank`.
+    """A sample has its last token; its tensors (`tokens`, `log_probs`) are on `rank`.
 
     `finish` is `stop`, `length`, or `abort` where the engine gave up: then the sample is dropped.
     `spans` say which version of the actor made which response tokens.
@@ -116,7 +116,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call of an instance did, for the cost model.
+    """The work that a call of an instance did, for the cost model.
 
     `admitted` samples began or resumed; `rows` sums the samples over the decode steps, `cached` the
     tokens that they attended to; `kv_tokens` are those whose keys and values were packed or
@@ -166,7 +166,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class TargetsLoaded:
-    """Answers of the dataset have become responses: `tokens` of each lies on its rank."""
+    """Answers of the dataset have become responses: `tokens` of each is on its rank."""
 
     stage: str
     finished: tuple[Finished, ...]
@@ -198,10 +198,10 @@ class Executor(Protocol):
 
     `advance`, `compute`, `infer`, `load_targets` and `update` start work and return at once; `wait`
     blocks until at least one piece has ended. `enter` and `release` are whole-group and block. At
-    most one `advance` or `infer` is in flight per instance, one `update` per pool and no other call
-    to its ranks beside it. Events of one call keep their order; schedules must not depend on the
-    order of different calls for anything that reaches the training batch. Between `enter(GENERATE)`
-    and the next `enter` no call needs two instances.
+    most one `advance` or `infer` is in flight per instance, and one `update` per pool, whose ranks
+    get no other call meanwhile. Events of one call keep their order; schedules must not depend on
+    the order of different calls for anything that reaches the training batch. Between
+    `enter(GENERATE)` and the next `enter` no call needs two instances.
     """
 
     clock: Clock
@@ -221,7 +221,7 @@ class Executor(Protocol):
         ...
 
     def scope(self, stage: Stage) -> Scope:
-        """Who takes part in a per-sample stage."""
+        """The ranks that take part in a per-sample stage."""
         ...
 
     def pool(self, stage: Stage) -> str:
@@ -247,15 +247,15 @@ class Executor(Protocol):
         ...
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Run a stage of scope RANK or WORLD where the samples' tensors lie, of POOL on its ranks.
+        """Run a stage of scope RANK or WORLD on the samples' ranks, of POOL on the pool's ranks.
 
-        Ends with `Computed` (one for all samples, or one per rank). What a pool reads is copied
-        there, and what it makes comes to where the samples lie; they do not move meanwhile.
+        Ends with `Computed` (one for all samples, or one per rank). The fields that a pool reads
+        are copied there, and its results come to the samples' ranks; samples do not move meanwhile.
         """
         ...
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
-        """Run a stage of scope INSTANCE; samples that lie elsewhere move to `instance` for good.
+        """Run a stage of scope INSTANCE; samples of other instances move to `instance` for good.
 
         The instance holds no unfinished sample; nothing else runs on samples that move. It gives
         up its KV cache and takes up the role's weights. Sets `rank` of what moves. Ends with one

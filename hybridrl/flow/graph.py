@@ -57,7 +57,7 @@ class AnswersStage(SourceStage):
 
 @dataclass(frozen=True, slots=True)
 class SamplingOverrides:
-    """What differs from the schedule's `Sampling`, by its field names; None does not."""
+    """The values that differ from the schedule's `Sampling`, by its field names; None does not."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -69,8 +69,8 @@ class SamplingOverrides:
 class GenerateStage(SourceStage):
     """One sample in, a finished sample out; runs on generation instances.
 
-    Where `num_samples` is None, the scalar `count` says how many: that of the first of a prompt's
-    samples that come to the stage.
+    If `num_samples` is None, their number is the scalar `count` of the prompt's first sample that
+    comes to the stage.
     """
 
     sampling: SamplingOverrides = SamplingOverrides()
@@ -226,7 +226,7 @@ class Graph:
         """Append a stage; raises `ValueError` when its name is taken."""
         if stage.name in self.stages:
             raise ValueError(
-                f"two stages are named {stage.name!r}: wanted a name of its own (name=...), "
+                f"two stages are named {stage.name!r}: wanted another name (name=...), "
                 f"taken are {sorted(self.stages)}"
             )
         assert all(name in self.stages for name in stage.upstream), stage

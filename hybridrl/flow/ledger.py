@@ -18,7 +18,7 @@ from hybridrl.flow.sample import NO_RANK, Sample, SampleId
 
 
 class SampleStatus(Enum):
-    """Where a sample is in its life; `Ledger` has the table of transitions."""
+    """Status of a sample in its life; `Ledger` has the table of transitions."""
 
     QUEUED = "queued"  # no token yet; waits for a call of an instance
     DECODING = "decoding"  # an instance has it
@@ -99,8 +99,9 @@ class Ledger:
     notes the reason, and `settle` drops what nothing has used by then. Which stage may start on a
     sample follows from its fields, not from its status.
 
-    Invariants: an id is dispatched once; a status changes by this table alone; what has been used
-    once is used when its step ends; after `forget` each sample was used or dropped with a reason.
+    Invariants: an id is dispatched once. A status changes by this table alone. A sample that has
+    been used once is used when its step ends. After `forget` each sample was used or dropped with a
+    reason.
 
     Example: a and b are dispatched (queued), submitted (decoding) and finished. A filter lets b go,
     the update reads a (used). Then `settle` gives a as used, and b as dropped with the filter's
@@ -207,7 +208,7 @@ class Ledger:
     def forget(self, pending: Collection[SampleId] = ()) -> list[SampleId]:
         """Forget all but the `pending`, which a later step trains on; gives what is forgotten.
 
-        What a step that failed has left is dropped.
+        Samples left by a step that failed are dropped.
         """
         gone = [id for id in self._records if id not in pending]
         self.drop((id for id in gone if self.status(id) not in (_USED, _DROPPED)), STEP_FAILED)
@@ -290,7 +291,7 @@ def with_updates_together(stages: Iterable[Stage]) -> list[Stage | list[UpdateSt
 def wanted(
     stage: SourceStage, positions: Iterable[int], upstream: Sequence[Sample]
 ) -> dict[int, int]:
-    """How many samples a stage makes, by prompt; `upstream` came to it.
+    """The number of samples that a stage makes, by prompt; `upstream` came to it.
 
     Raises ValueError where a recipe's function asks for what is no number of samples.
     """

@@ -1,4 +1,4 @@
-"""How long responses will be, and which instance gets which sample.
+"""Expected lengths of responses, and the instance of each sample.
 
 Length-ranked, skewness-aware dispatch (StreamRL, arXiv 2504.15930): the long ones start first and
 are spread, so that the last one ends soon. Nothing here depends on time, only on what was observed
@@ -19,7 +19,7 @@ from hybridrl.config import Ranker
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """What a ranker knows of a prompt: `item` names it in its dataset, `task` the dataset."""
+    """A prompt as a ranker knows it: `item` names it in its dataset, `task` the dataset."""
 
     item: Hashable
     task: str
@@ -38,11 +38,11 @@ class LengthRanker(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, in plain JSON types."""
+        """The lengths learned, in plain JSON types."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a `state_dict`."""
         ...
 
 
@@ -67,9 +67,9 @@ class RunningRanker:
 
     Invariant: at most `max_items` prompts are remembered, those seen last.
 
-    Example: a new prompt of 20 tokens, before anything was seen, is expected to take 20; after a
-    hundred responses of 100 tokens in its task about 100; after eight responses of its own of 10
-    tokens, (8 * 10 + 2 * 100) / 10 = 28.
+    Example: a new prompt of 20 tokens, before anything was seen, is expected to take 20. After a
+    hundred responses of 100 tokens in its task it is about 100. After eight responses of 10 tokens
+    to the prompt itself it is (8 * 10 + 2 * 100) / 10 = 28.
     """
 
     _PRIOR = 2.0  # responses that the wider mean counts for
@@ -86,7 +86,7 @@ class RunningRanker:
         return [self.own(key, self.typical(key)) for key in prompts]
 
     def typical(self, key: PromptKey) -> float:
-        """What a prompt that was never seen is expected to take."""
+        """The length expected of a prompt that was never seen."""
         overall = self._all.over(max(1, len(key.prompt_ids)), self._PRIOR)
         task = self._tasks.get(key.task)
         return max(1.0, task.over(overall, self._PRIOR) if task else overall)
@@ -127,11 +127,11 @@ class RunningRanker:
 class LearnedRanker:
     """Ridge regression of log(1 + length) on what the prompt says.
 
-    Features: the prompt's length, and hashed ones: which tokens it has, which stand at the places
-    next to its end, alone, in pairs, and together with the prompt's length (a digit before the end
-    says more when there is no other). Fitted to the last `window` prompts, again when an eighth of
-    them is new. What a prompt itself has taken before still counts, as in `RunningRanker`, which
-    answers until `enough` prompts were seen.
+    Features: the prompt's length, and hashes of its tokens. Tokens near its end also count with
+    their places: alone, in pairs, and with the prompt's length (a digit before the end says more
+    when there is no other). Fitted to the last `window` prompts, again when an eighth of them is
+    new. Earlier lengths of the prompt itself still count, as in `RunningRanker`, which answers
+    until `enough` prompts were seen.
     """
 
     _PLACES = 8
@@ -169,7 +169,7 @@ class LearnedRanker:
         self._num_new += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen and the present weights, in plain JSON types."""
+        """The prompts seen and the present weights, in plain JSON types."""
         return {
             "running": self._running.state_dict(),
             "seen": [[list(hashed), size, target] for hashed, size, target in self._seen],
@@ -266,7 +266,7 @@ class Forecast:
 
 @dataclass(kw_only=True)
 class LengthModel:
-    """What a schedule learns of lengths over its steps; it changes when and where, never what.
+    """Lengths that a schedule learns over its steps; they change when and where, never which.
 
     `key_of` gives what `ranker` may know of a prompt.
     """

@@ -1,8 +1,8 @@
 """When the long tail migrates: the migration threshold from a small model of a step.
 
-RLHFuse (arXiv 2409.13221, section 4): once few samples are left they move to few instances, and
-the freed ones run the forward-only stages of the samples that are done. Too soon and the gathered
-batch slows the longest; too late and the freed instances have no time left.
+RLHFuse (arXiv 2409.13221, section 4): once few samples are left they move to few instances. The
+freed ones run the forward-only stages of finished samples. Too soon and the gathered batch slows
+the longest; too late and the freed instances have no time left.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,11 @@ def best_migration_plan(
 ) -> MigrationPlan:
     """When and how densely the tail migrates, so that generation and inference end soonest.
 
-    RLHFuse keeps a decode step flat (`Costs.flat_rows`); that is the smallest cap tried, and its
-    doublings up to `max_held` (samples that an instance has memory for) the others, since where
-    rows are not free a slower tail may still pay for a freed instance. (0, 0) when nothing is
-    sooner than inference after all samples are done. Of equal choices the smallest threshold, then
-    the smallest cap. With `threshold` only the cap is chosen. The other
-    parameters as in `expected_seconds`.
+    RLHFuse keeps a decode step flat (`Costs.flat_rows`): the smallest cap tried. The others are its
+    doublings up to `max_held` (samples that an instance has memory for): where rows are not free, a
+    slower tail may still pay for a freed instance. (0, 0) when nothing is sooner than inference
+    after all samples are done. Of equal choices the smallest threshold, then the smallest cap. With
+    `threshold` only the cap is chosen. The other parameters as in `expected_seconds`.
     """
     if num_instances < 2 or len(lengths) < 2 or threshold == 0:
         return NO_MIGRATION
@@ -105,13 +104,13 @@ def expected_seconds(
     `lengths` are response tokens, `prompt_tokens` those of a prompt on average; inference is all
     forward-only stages together, per token. Thresholds are below the number of samples.
 
-    The model: samples are spread evenly over the instances and all decode from the start. When
-    n are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
+    The model: samples are spread evenly over the instances and all decode from the start. When n
+    are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
     for what it is sent. An instance without samples runs inference on those that are done; when the
-    last sample is done, all share what is left. With s steps between two ends, r = rows of an
-    instance that decodes, and h tokens held by a row, decoding takes
-    s (step_s + r (row_s + cached_token_s h)). Inference that is left when all are done is the
-    largest, over all ends i, of the work from i on less the capacity after i.
+    last sample is done, all share what is left. Let s be the steps between two ends, r the rows of
+    an instance that decodes, h the tokens a row. Decoding takes
+    s (step_s + r (row_s + cached_token_s h)). The inference left when all are done is a maximum
+    over all ends i: the work from i on less the capacity after i.
     """
     tried, most = np.asarray(thresholds, np.int64), np.asarray(caps, np.int64)
     num = len(lengths)
@@ -146,7 +145,7 @@ def expected_seconds(
 
 
 def _left(backlog: np.ndarray, work: np.ndarray, capacity: np.ndarray) -> np.ndarray:
-    """What is left of `backlog` [rows] and of work that arrives at the end of each interval."""
+    """The rest of `backlog` [rows] and of work that arrives at the end of each interval."""
     work_from = np.cumsum(work[::-1])[::-1]
     after = np.cumsum(capacity[:, ::-1], axis=1)[:, ::-1]
     at_once = backlog + work.sum() - after[:, 0]

@@ -104,7 +104,7 @@ class Flow:
 
     @property
     def cost(self) -> Judge:
-        """What a response costs (Safe-RLHF)."""
+        """The cost of a response (Safe-RLHF)."""
         return Judge("cost")
 
     @property
@@ -137,9 +137,7 @@ class Flow:
                 f"copy {copy_name!r}: the name is a role's; wanted another than {', '.join(ROLES)}"
             )
         if copy_name in self.graph.copies:
-            raise ValueError(
-                f"two copies are named {copy_name!r}: wanted a name of its own (name=...)"
-            )
+            raise ValueError(f"two copies are named {copy_name!r}: wanted another name (name=...)")
         self.graph.copies[copy_name] = Copy(copy_name, of.role, update, decay)
         return WeightCopy(copy_name)
 

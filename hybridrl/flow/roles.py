@@ -52,10 +52,10 @@ class Trainable(RoleHandle):
         """Train this role on the stream: `epochs` passes of `mini_batches` optimizer steps each.
 
         Both None: the trainer config's. The run's first `after` steps leave this update out (a
-        critic warms up first). What `loss.fields` lists is found on the samples under the same
-        name, an alias (`LOSS_FIELD_ALIASES`), or as `fields` says (loss field -> sample field).
-        Raises `ValueError` for a loss that is no `Loss`, for a field that no stage makes, and where
-        a loss of pairs (`loss.samples_per_row`) gets no pairs.
+        critic warms up first). A field of `loss.fields` has the same name on the samples, an alias
+        (`LOSS_FIELD_ALIASES`), or the name in `fields` (loss field -> sample field). Raises
+        `ValueError` for a loss that is no `Loss`, for a field that no stage makes, and for a loss
+        of pairs (`loss.samples_per_row`) without pairs.
         """
         stage_name = name or stream.stage_name(f"update_{self.role}")
         for key, value in (("epochs", epochs), ("mini_batches", mini_batches)):
@@ -177,7 +177,7 @@ class ActorHandle(Scorer, Trainable):
         """More responses to the prompts of `stream`: as many as the scalar `count` says, from 0.
 
         It is read on the first sample of each prompt, so it is made by `by_group` or `by_batch`
-        before. What comes out are the new samples alone, with the fields that `generate` adds;
+        before. The result has the new samples alone, with the fields that `generate` adds;
         `Stream.merge` brings both together. `name` is their branch.
         """
         if count not in stream.scalars:
@@ -240,7 +240,7 @@ class Judge(RoleHandle):
 
 @dataclass(frozen=True)
 class Reward(Judge, Trainable):
-    """What judges responses; and apart from that, a reward model that a recipe trains."""
+    """The judge of responses, and apart from that, a reward model that a recipe trains."""
 
     def learned_score(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the scalar `learned_reward` (or `name`): the score of the model that `update` trains.

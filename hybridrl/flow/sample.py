@@ -1,4 +1,4 @@
-"""What the driver knows about a sample: identity, lengths, scalars, and which tensors lie where."""
+"""The driver's metadata of a sample: identity, lengths, scalars, and which tensors exist where."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,8 +13,8 @@ class SampleId(NamedTuple):
 
     A tuple, since ranks look samples up and send them by the thousand. The order of ids is the
     order of training. `prompt` is the position in the run's prompt stream (it grows over the whole
-    run), `k` the sample's number among those of one prompt, `branch` the generating stage where a
-    recipe has several, `attempt` counts regenerations.
+    run), `k` the sample's number among those of one prompt. `branch` is the generating stage where
+    a recipe has several; `attempt` counts regenerations.
     """
 
     prompt: int

@@ -1,7 +1,7 @@
 """Streams: what a recipe's calls return, and the operations on them.
 
 Nothing runs here. Each operation appends a `Stage` to the graph and returns the stream that the
-stage would give; a schedule runs the graph later. What can be wrong with a recipe is found here.
+stage would give; a schedule runs the graph later. Errors of a recipe are raised here.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,11 +97,11 @@ class Stream:
         scalars: Sequence[str] = (),
         name: str | None = None,
     ) -> "Stream":
-        """Run `function` per sample on the rank where its tensors lie.
+        """Run `function` per sample on the rank that has its tensors.
 
         It is called with the fields `inputs` in order (tensors `[response_tokens]`, scalars as
-        numbers) and returns first the tensors `outputs`, then the `scalars` that travel to the
-        driver: one value, or a tuple where there are several. It must be picklable.
+        numbers). It returns first the tensors `outputs`, then the `scalars` that travel to the
+        driver: one value, or a tuple of several. It must be picklable.
         """
         if not (*outputs, *scalars):
             raise ValueError("map: got no outputs, wanted outputs=(...) or scalars=(...)")
@@ -193,9 +193,9 @@ class Stream:
         """The first `num_groups` groups in prompt order, whichever finish first.
 
         Asks upstream for `round_prompts` more prompts until there are enough (both None: the
-        schedule's prompts per step), at most `max_rounds` times; then the step fails, or with
-        `allow_fewer` goes on with what there is. Groups past the number are dropped. A recipe has
-        at most one.
+        schedule's prompts per step), at most `max_rounds` times. Then the step fails, or with
+        `allow_fewer` continues with the groups that there are. Groups past the number are dropped.
+        A recipe has at most one.
         """
         stage_name = name or self.stage_name("take")
         for key, value in (
@@ -378,7 +378,7 @@ def _sample_lineage(graph: Graph, name: str) -> frozenset[str]:
 
 
 def function_name(function: Callable[..., Any], default: str) -> str:
-    """What to call a stage that runs `function`; `default` for a lambda."""
+    """The name of a stage that runs `function`; `default` for a lambda."""
     function = getattr(function, "func", function)  # functools.partial
     name = getattr(function, "__name__", type(function).__name__)
     return default if name == "<lambda>" else name

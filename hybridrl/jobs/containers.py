@@ -1,11 +1,11 @@
 """Lines of a batch script for modules and containers.
 
 In a container the driver has none of Slurm's commands. So the script writes the names of the nodes
-(`nodes`) to a directory of the run, `$HYBRIDRL_MEETING`, starts the other nodes itself, and runs
+(`nodes`) to a directory of the run, `$HYBRIDRL_MEETING`. It starts the other nodes itself, and runs
 the driver. These nodes read the head's address there (`head`). They end with their standard input,
 which only the driver's process holds open.
 
-In a job that may restart, the script stays as the driver's parent: it forwards Slurm's warning, and
+In a job that may restart, the script stays as the driver's parent. It forwards Slurm's warning, and
 requests the restart that the driver wants (`again`).
 """
 

@@ -1,7 +1,7 @@
 """Ray on one node of a Slurm job: `srun ... python -m hybridrl.runtime.ray_node OPTIONS`.
 
 States: starting; up, until standard input ends (the driver closes it, or is dead), Ray ends, or a
-signal arrives. Then all processes of Ray on this node are killed, in whatever session, its workers'
+signal arrives. Then all processes of Ray on this node are killed, in whatever session. Its workers'
 logs are copied to the run directory, and its temporary directory is deleted. Exits with 0 after the
 end of standard input, 1 after Ray's own end, 3 if the run directory is not on this node, 143 after
 a signal.

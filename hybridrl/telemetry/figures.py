@@ -9,7 +9,7 @@ _PHASES = {"warm_start": "warm start", "rl": "reinforcement learning", "evaluati
 _MAX_POINTS = 4000  # a series beyond it is thinned evenly, its ends kept
 _LENGTH_BINS = 40
 
-# Title, unit, keys with their labels. The first key gives the value beside the title.
+# Title, unit, keys with their labels. The first key gives the value next to the title.
 _CHARTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "accuracy": (
         "Held-out accuracy",
@@ -101,7 +101,7 @@ def headline(run: RunData) -> dict[str, Any] | None:
 
 
 def tiles(run: RunData) -> list[dict[str, Any]]:
-    """The few numbers at the top, beside accuracy and duration; troubles only if there were any."""
+    """The few numbers at the top, besides accuracy and duration; problems if there were any."""
     out: list[dict[str, Any]] = []
     trained = {
         phase: sum(key.phase == phase and "loss" in row for key, row in run.metrics.items())
@@ -198,7 +198,7 @@ def lengths(run: RunData) -> dict[str, Any] | None:
 
 
 def memory(run: RunData) -> dict[str, Any] | None:
-    """What each rank held, in GB, over the seconds since the run's first record of it.
+    """The memory of each rank, in GB, over the seconds since the run's first record of it.
 
     Of an accelerator all that is in use on it, by whomever; on a CPU the process's resident set.
     """

@@ -1,12 +1,12 @@
-"""The log of a run: what each process begins and ends, to be read where a run hangs or fails.
+"""The log of a run: the work that each process begins and ends, for runs that hang or fail.
 
 A line has time, process, level, room (the logger's name) and message:
 
     2026-05-01 12:00:00,123 rank 1 DEBUG hybridrl.compat.verl: call update started
 
 The driver writes `RUN/logs/driver.log`. A rank writes to its standard error, which is its log file
-under Ray, or to `RUN/logs/rank-N.log` with `cluster=processes`, where rank 0 is the driver's own
-process and its lines are in the driver's log. A module logs by `logging.getLogger(__name__)`.
+under Ray. With `cluster=processes` it writes to `RUN/logs/rank-N.log`; there rank 0 is the driver's
+own process, and its lines are in the driver's log. A module logs by `logging.getLogger(__name__)`.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere.
+"""The display of a run in progress: a live bar on a terminal, plain lines elsewhere.
 
 Everything goes to standard error, so that standard output holds a command's result alone.
 """
@@ -17,7 +17,7 @@ _WINDOW = 20  # steps that the time left is estimated from
 
 
 class Display(Protocol):
-    """Where progress is shown. Used from one thread."""
+    """A display of progress. Used from one thread."""
 
     def phase(self, name: str, num_steps: int) -> None:
         """A phase of `num_steps` steps begins."""
@@ -32,7 +32,7 @@ class Display(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """One line that stays: an evaluation's result, a warning, where the run lies."""
+        """One line that stays: an evaluation's result, a warning, the run's directory."""
         ...
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 Invariants, also when the writer is killed between any two instructions:
 1. every line of a `.jsonl` file but possibly the last is one JSON object;
-2. opening such a file again cuts a partial last line, so that invariant 1 goes on to hold;
+2. opening such a file again cuts a partial last line, so that invariant 1 still holds;
 3. a file written with `write_atomic` has its old text or its new one, never a mixture.
 """
 
@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
     """`value` as strict JSON knows it.
 
     Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity", which
-    `float()` and JavaScript's `Number()` read back; zero-dimensional arrays become numbers, enums
+    `float()` and JavaScript's `Number()` read back. Zero-dimensional arrays become numbers, enums
     their values, anything else its text.
     """
     if value is None or isinstance(value, bool | int | str):

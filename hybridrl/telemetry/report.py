@@ -1,4 +1,4 @@
-"""One self-contained page about a run: no server, no network, nothing beside the file itself.
+"""One self-contained page about a run: no server, no network, nothing but the file itself.
 
 The data is gathered here and embedded as JSON; `page/*.js` draws it at the width of the screen.
 """

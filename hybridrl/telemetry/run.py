@@ -1,4 +1,4 @@
-"""Everything that a run writes beside its checkpoints. Used by the driver alone.
+"""Everything that a run writes besides its checkpoints. Used by the driver alone.
 
 docs/telemetry.md lists the files and their keys.
 """
@@ -194,7 +194,7 @@ class Telemetry:
         self.event("note", text=text, **fields)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every record so far, by file: where to go on from, should the run end now."""
+        """Bytes of every record so far, by file: to resume from, should the run end now."""
         if self._board is not None:
             self._board.flush()
         return {
@@ -252,7 +252,7 @@ def cut(run_dir: Path, sizes: Mapping[str, int]) -> None:
 
 
 def _begin(path: Path, total_steps: int) -> dict[str, Any]:
-    """The status of a run that starts, or that goes on where an earlier process stopped."""
+    """The status of a run that starts, or that continues the run of an earlier process."""
     earlier = parse(path.read_text("utf-8")) if path.is_file() else None
     started = earlier.get("started") if isinstance(earlier, dict) else None
     return {

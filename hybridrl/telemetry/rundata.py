@@ -26,7 +26,7 @@ class StepKey:
 
 @dataclass(kw_only=True)
 class RunData:
-    """What the files of a run directory hold. `metrics` is merged per step, in order of `x`."""
+    """The contents of a run directory's files. `metrics` is merged per step, in order of `x`."""
 
     name: str
     directory: str
@@ -72,7 +72,7 @@ class RunData:
         return None if last is None or self.started is None else max(0.0, last - self.started)
 
     def key(self, record: dict[str, Any]) -> StepKey:
-        """Where a record belongs."""
+        """The step and phase that a record belongs to."""
         phase, step = str(record.get("phase") or "rl"), _step(record)
         return StepKey(self.offsets.get(phase, 0) + step, phase, step)
 
@@ -92,7 +92,7 @@ class RunData:
 
 
 def load(run_dir: Path) -> RunData:
-    """Read a run directory. What is missing or cut off is left out."""
+    """Read a run directory. Files and lines that are missing or cut off are left out."""
     status = _read_json(run_dir / "run.json")
     spans, counters = read_timeline(run_dir / "trace.json")
     run = RunData(

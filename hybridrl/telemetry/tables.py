@@ -82,7 +82,7 @@ def samples(run: RunData) -> tuple[list[dict[str, Any]], str]:
 
 
 def events(run: RunData) -> list[list[Any]]:
-    """What happened beside the switches: seconds since the start, phase, kind, and the fields."""
+    """Events other than switches: seconds since the start, phase, kind, and the fields."""
     start = run.started or 0.0
     rows = []
     for row in run.events:

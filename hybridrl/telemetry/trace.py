@@ -1,7 +1,7 @@
 """The timeline of a run: spans on lanes, as a file that ui.perfetto.dev opens.
 
 The file is a JSON array of Chrome trace events, one a line. Each append overwrites the closing
-bracket with the next events and a new bracket in a single write, so the array is valid JSON between
+bracket with the next events and a new bracket in a single write. So the array is valid JSON between
 any two calls, however the run ends. Times are whole microseconds since the epoch; Perfetto shows
 them relative to the first event.
 """
@@ -30,8 +30,8 @@ class TimeSpan:
 class TraceSpan(TimeSpan):
     """A time span on its lane in the trace.
 
-    A lane is `driver`, `rank 0`, ... or, where one process does several things at once,
-    `rank 0/beside`. Spans of one lane either nest or do not overlap.
+    A lane is `driver`, `rank 0`, ... or, where one process does several things at once, `rank
+    0/beside`. Spans of one lane nest or do not overlap.
     """
 
     lane: str
@@ -63,7 +63,7 @@ def bubble_share(spans: Iterable[TraceSpan]) -> dict[str, float]:
     """Share of the time in which each lane was idle, between 0 and 1.
 
     The time runs from the first start to the last end over all `spans`, which should be those of
-    one step, so waiting for another lane counts at both ends too. Nested spans count once. A step
+    one step. So waiting for another lane counts at both ends too. Nested spans count once. A step
     without duration has no bubbles.
     """
     spans = sorted(spans, key=lambda span: span.start)

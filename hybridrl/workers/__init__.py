@@ -1,6 +1,6 @@
-"""What a rank is: one process that hosts roles and holds the samples that live there.
+"""A rank: one process that hosts roles and holds the samples that live there.
 
 Start from `BaseWorker` (`base_worker.py`: a rank of any pool), `ActorWorker` (`actor_worker.py`:
-phases, generation, samples) and `Actor` (`actor.py`: the training shard, the rollout engine and
-the switch between them).
+phases, generation, samples) and `Actor` (`actor.py`: the training shard, the rollout engine and the
+switch).
 """

@@ -188,7 +188,7 @@ class Actor:
             switch.switch(present, lambda fill: fill(parameters), self.device)
 
     def describe(self) -> dict[str, Any]:
-        """What the run logs about the actor; `instance` is the rollout instance of this rank."""
+        """Values that the run logs about the actor; `instance` is this rank's rollout instance."""
         axes = self.train_engine.dims.axes
         return {
             "parameters": self.train_engine.num_parameters,

@@ -1,4 +1,4 @@
-"""One rank of the actor's pool: its samples, its phases, and the roles beside the actor."""
+"""One rank of the actor's pool: its samples, its phases, and the roles besides the actor."""
 
 import logging
 import time

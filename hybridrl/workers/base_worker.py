@@ -1,4 +1,4 @@
-"""What a rank of any pool is: one process that hosts roles, one of them on the device."""
+"""A rank of any pool: one process that hosts roles, one of them on the device."""
 
 import logging
 import os
@@ -142,7 +142,7 @@ class BaseWorker:
 
     @dispatch(Dispatch.SAME)
     def machine(self) -> Reply[NodeInfo]:
-        """What this rank runs on."""
+        """The node that this rank runs on."""
         return self._reply(read_node_info())
 
     @dispatch(Dispatch.SAME)
@@ -221,7 +221,7 @@ class BaseWorker:
         return self._reply("")
 
     def _averages(self, role: str) -> distributed.Tensors:
-        """Moving averages of a role's weights, saved beside its parameters and moments."""
+        """Moving averages of a role's weights, saved with its parameters and moments."""
         return {}
 
     def _restore_averages(self, averages: distributed.Tensors) -> None:

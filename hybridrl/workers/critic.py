@@ -50,7 +50,7 @@ def explained_variance(
     """1 - Var(returns - values) / Var(returns) over all tokens of all ranks; collective.
 
     `pairs` are this rank's returns and values [response_tokens], perhaps none. 1 is a perfect
-    critic, 0 as good as a constant; 0 as well where all returns are equal. In float64.
+    critic, 0 is as good as a constant. If all returns are equal it is 0, too. In float64.
     """
     empty = torch.zeros(0, dtype=torch.float64)
     returns = torch.cat([empty, *(returns.double() for returns, _ in pairs)])

@@ -1,4 +1,4 @@
-"""What a rank has on its device: one owner decides, and keeps the one book."""
+"""The weights on a rank's device: one owner decides, and has the one record of them."""
 
 import gc
 import logging
@@ -56,7 +56,7 @@ class DeviceStatus(Enum):
 
 
 class DeviceResidency:
-    """Who has weights on this rank's device: at most one role, and an awake rollout engine.
+    """The weights on this rank's device: of at most one role, and of an awake rollout engine.
 
     Status      | call                        | next       | what moves, in order
     ------------|-----------------------------|------------|---------------------------------------
@@ -81,8 +81,9 @@ class DeviceResidency:
 
     Example: GRPO's step with a reference. `entering_generation(actor)`, and within it the weight
     switch: the actor's shards come, the engine wakes, the shards leave. Samples are decoded with
-    `activate(None)`. `release_idle_cache()` and `activate(reference)` score beside the engine's
-    weights. `enter_training()`: the reference leaves, the engine sleeps. `activate(actor)` trains.
+    `activate(None)`. `release_idle_cache()` and `activate(reference)` score while the engine's
+    weights stay. `enter_training()`: the reference leaves, the engine sleeps. `activate(actor)`
+    trains.
 
     `on_reading` gets what the rank holds before and after every change.
     """

@@ -1,4 +1,4 @@
-"""How a worker's method spreads over the ranks: plain marks that the controller translates."""
+"""Dispatch of a worker's methods over the ranks: plain marks that the controller translates."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """Who gets which arguments. Every method answers once per rank that it ran on."""
+    """The arguments that each rank gets. Every method answers once per rank that it ran on."""
 
     SAME = "same"  # all ranks, the same arguments
     PER_RANK = "per_rank"  # all ranks; each argument is a list with one entry per rank
@@ -31,12 +31,12 @@ def dispatch(mode: Dispatch, concurrent: bool = False) -> Callable[[F], F]:
 
 
 def mode_of(method: Callable[..., Any]) -> Dispatch | None:
-    """How a method of a worker spreads over the ranks; None for one that is not marked."""
+    """The dispatch of a worker's method over the ranks; None for one that is not marked."""
     return getattr(method, _MARK, None)
 
 
 def runs_concurrently(cls: type, name: str) -> bool:
-    """Whether a marked method runs in a thread of its own."""
+    """Whether a marked method runs in a separate thread."""
     return bool(getattr(getattr(cls, name), _CONCURRENT))
 
 

@@ -79,7 +79,7 @@ def load_pending(
 
 def _record(store: SampleStore, id: SampleId) -> dict[str, Any]:
     sample = store[id]
-    # Tensors may be views of a parcel, whose other samples nobody wants.
+    # Tensors may be views of a parcel, whose other samples are not wanted.
     tensors = {name: tensor.clone() for name, tensor in sample.tensors.items()}
     return {"id": list(id), "response_tokens": sample.response_tokens, "tensors": tensors}
 

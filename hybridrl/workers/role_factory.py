@@ -72,7 +72,7 @@ class RoleFactory:
 
 @dataclass(frozen=True)
 class ActorRoleFactory(RoleFactory):
-    """Makes roles beside `actor`, while none is active on the device that `residency` owns."""
+    """Makes roles besides `actor`, while none is active on the device that `residency` owns."""
 
     actor: Actor
     residency: DeviceResidency

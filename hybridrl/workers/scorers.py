@@ -208,7 +208,7 @@ def _along(size: int, group: dist.ProcessGroup | None, peers: Sequence[int], val
 
 
 def _passes(config: Config, deterministic: bool) -> dict[str, Any]:
-    """How rows are packed and attended, as in training."""
+    """The packing and attention of rows, as in training."""
     return {
         "attention": config.model.attention,
         "max_tokens_per_micro_batch": config.trainer.max_tokens_per_micro_batch,

@@ -19,7 +19,7 @@ Fields = dict[str, torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a role is trained: its optimizer, and how many steps that takes in all."""
+    """The training of a role: its optimizer, and the number of its steps in all."""
 
     optim: OptimConfig
     total_updates: int
@@ -30,8 +30,8 @@ class UpdateShare:
     """This rank's share of an update.
 
     `mini_batches` lists the sample ids of each optimizer step, `scalars` the driver's fields of
-    those samples, `versions` the oldest policy version of their tokens, `parcels` the references to
-    samples from other ranks.
+    those samples. `versions` has the oldest policy version of their tokens, `parcels` the
+    references to samples from other ranks.
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
@@ -60,7 +60,7 @@ def train(
 
     In the first step the weights are still those that made the samples. There sequences have the
     fields of `compared`, too, and `compare` names the metrics that they give: see
-    `TrainEngine.update`. Where the loss scales its steps, sequences have them in every step; the
+    `TrainEngine.update`. If the loss scales its steps, sequences have them in every step; the
     metrics are those of the first. `stepped` is called after every step.
     """
     loss, names = stage.loss, stage.fields

@@ -40,7 +40,7 @@ class ValueModel:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What the run logs about it."""
+        """Values that the run logs about it."""
         axes = self.train_engine.dims.axes
         return {
             "parameters": self.train_engine.num_parameters,

@@ -15,7 +15,7 @@ POOLS: dict[str, type[BaseWorker]] = {"actor": ActorWorker, "critic": CriticWork
 def make_worker(
     rank: int, world_size: int, config: Config, model_path: str, data_plane: DataPlane
 ) -> BaseWorker:
-    """The worker of a run's `rank`; in its pool it has a number of its own. It begins its log."""
+    """The worker of a run's `rank`; in its pool it has another number. It begins its log."""
     # Under Ray a rank's standard error is a file; without it is the terminal.
     plain = config.cluster.kind is ClusterKind.processes
     file = Path(config.run.dir) / "logs" / f"rank-{rank}.log" if plain else None

@@ -148,7 +148,7 @@ def test_going_back_holds(
     assert [path.name for path in run.glob("**/step_*")] == points[:1]
     assert not (run / "final").exists()
     monkeypatch.undo()
-    assert "going on after step 3, from " in capsys.readouterr().err
+    assert "continuing after step 3, from " in capsys.readouterr().err
     rest = train_here(run, *settings, "trainer.resume=auto")
     assert len(rest.steps) == 2
     check_same(tmp_path / "whole", run, tmp_path)

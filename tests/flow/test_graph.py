@@ -102,7 +102,7 @@ ERRORS = {
     ),
     "two stages of one name": (
         lambda flow: (scored(flow), flow.actor.generate(flow.prompts)),
-        r"two stages are named 'generate': wanted a name of its own",
+        r"two stages are named 'generate': wanted another name",
     ),
     "one field twice": (
         lambda flow: flow.reward.score(scored(flow)),

@@ -150,7 +150,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
     done = max(line["step"] for line in lines(run_dir))
     again = nodes.start(1, [*command, f"trainer.steps={done + 3}"], "again.log")
     assert again.wait(timeout=240) == 0, (tmp_path / "again.log").read_text()
-    began = re.search(r"going on after step (\d+)", (tmp_path / "again.log").read_text())
+    began = re.search(r"continuing after step (\d+)", (tmp_path / "again.log").read_text())
     assert began is not None
     assert done - 1 <= int(began[1]) <= done  # a checkpoint follows its step's record
     steps = [line["step"] for line in lines(run_dir) if "samples/used" in line]

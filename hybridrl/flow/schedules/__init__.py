@@ -20,9 +20,9 @@ class StepResult:
     """One step: the batch in training order, and everything else that was dispatched.
 
     `samples` were trained on (or collected), `dispatched` are all that were made, in order of
-    dispatch, and `dropped` maps those that were not used to the reason.
-    `metrics` are the updates' own under `<role>/<name>`, counts under `samples/<name>`, and the
-    recipe's numbers under `state/<name>`. `spans` are the stages as they ran.
+    dispatch. `dropped` maps those that were not used to the reason. `metrics` are the updates' own
+    under `<role>/<name>`, counts under `samples/<name>`, and the recipe's numbers under
+    `state/<name>`. `spans` are the stages as they ran.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What every schedule shares: a step's prompts, its rounds, its barriers, its record."""
+"""The base of every schedule: a step's prompts, its rounds, its barriers, its record."""
 
 import pkgutil
 from abc import ABC, abstractmethod
@@ -54,7 +54,7 @@ Batch = dict[str, list[Sample]]  # the samples that have left each stage, in tra
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What a step is: the sampling (where a stage does not say otherwise) and how many prompts.
+    """Settings of a step: the sampling (where a stage has no other) and how many prompts.
 
     `decode_steps` bound one call of an instance.
     """
@@ -66,7 +66,7 @@ class StepSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleParts:
-    """What a schedule is built from, besides its own settings.
+    """The arguments of every schedule, besides its own settings.
 
     An instance is given at most `max_held` samples at a time, and one call of a forward pass
     `chunk_tokens`. `key_of` says what a length ranker may know of a prompt. Samples travel without
@@ -106,10 +106,10 @@ class Schedule(ABC):
     """Runs a graph step by step; a subclass says how the stages of a step overlap.
 
     A step: pull prompts; make samples; run every further stage; update. With a `take` in the graph,
-    what lies before it runs in rounds of prompts until it has enough groups, the rest once.
+    the stages before it run in rounds of prompts until it has enough groups, the rest once.
 
-    Invariants: samples are trained in the stream's order, whatever the order in which they
-    finished; every dispatched sample is used or dropped, and the ranks keep it until `release`.
+    Invariants: samples are trained in the stream's order, in whatever order they finished. Every
+    dispatched sample is used or dropped, and the ranks keep it until `release`.
 
     `prompts` gives positions (growing over the run) and prompts. `meter` learns from every call
     what work costs.
@@ -131,7 +131,7 @@ class Schedule(ABC):
     @classmethod
     @abstractmethod
     def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
-        """The schedule with its settings, `config`, which are of its own dataclass."""
+        """The schedule with its settings, `config`, which are of the schedule's dataclass."""
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
@@ -181,13 +181,13 @@ class Schedule(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step goes on with, in plain JSON types; between steps."""
+        """The state that the next step continues with, in plain JSON types; between steps."""
         return {"steps_done": self._steps_done, "meter": self.meter.state_dict()}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
-        """Go on from there, before the first step. The prompts must be where they were.
+        """Continue from a `state_dict`, before the first step. The prompts must be where they were.
 
         `prompt_at` gives the prompt at a position. The tensors of the samples that are `pending`
         then must be on their ranks, `num_ranks` in all, or where `restore_parked` says.
@@ -318,7 +318,7 @@ class Schedule(ABC):
         return [s for s in samples if s.scalars["finish"] != "abort"]
 
     def _compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Run a per-sample stage where the samples lie."""
+        """Run a per-sample stage on the samples' ranks."""
         if not samples:
             return
         assert all(ready(stage, sample) for sample in samples), stage

@@ -30,12 +30,12 @@ from hybridrl.flow.schedules.streamed_stages import StreamedStages
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLimits:
-    """What bounds an instance, and how the tail moves.
+    """Bounds of an instance, and how the tail moves.
 
     An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
-    forward pass. A call that decodes is to last about `call_s` seconds, with fewer steps than are
-    allowed while the batch is large, since what has finished is known only at its end. `stale_kv`
-    lets a sample go on with keys and values of older weights.
+    forward pass. A call that decodes is to last about `call_s` seconds, with fewer steps while the
+    batch is large: finished samples are known only at its end. `stale_kv` lets a sample continue
+    with keys and values of older weights.
     """
 
     max_held: int
@@ -72,15 +72,15 @@ class GenerationRound:
     Migration: when at most `migration_plan.threshold` samples are left, `gather` names the
     instances that keep theirs. The others are `leaving`: the next call parks their samples, and
     each parked sample resumes on the keeper with the most room. This happens once in a round, as
-    the model behind the threshold has it: a denser tail would be slower, and the instances that it
-    frees would have nothing left to do.
+    the threshold's model assumes. A denser tail would be slower, and the instances that it frees
+    would have nothing left to do.
 
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
 
     Invariants: an instance has one call in flight, if any; `inbox` are the commands of its next
     call. A queued or parked sample waits in the driver's queue, or in the inbox of the instance
-    that holds it; one that decodes is held by one instance (`Ledger` has the statuses).
+    that holds it. A sample that decodes is held by one instance (`Ledger` has the statuses).
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
     keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
@@ -142,8 +142,8 @@ class GenerationRound:
     def _deal(self) -> None:
         """Give the queued samples to instances that have room.
 
-        Groups stay together where they can: their samples are about as long, so that spread over
-        all instances each would decode as long as the longest, and they share a prompt.
+        Groups stay together where they can. Their samples share a prompt and are about as long:
+        spread out, they would keep every instance decoding as long as the longest.
         """
         able = [instance for instance in self._alive if instance not in self._leaving]
         room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
@@ -216,13 +216,13 @@ class GenerationRound:
                 self.stages.start(self._events())
 
     def park(self, with_kv: bool) -> list[GenerationTask]:
-        """Stop what is queued or decodes, for a later round; gives it as it is to go on.
+        """Stop samples that are queued or decode; gives them as a later round continues them.
 
         When this returns nothing is in flight. Samples lost to a death meanwhile wait for `run`.
         """
         assert not self._in_flight, "parked in the middle of a round"
         self._parking = True
-        # What has not reached its instance only leaves the queue.
+        # A sample that has not reached its instance only leaves the queue.
         self._queue.clear()
         self._inbox.clear()
         for instance in self._alive:

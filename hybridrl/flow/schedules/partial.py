@@ -39,23 +39,23 @@ class PartialSchedule(StreamingSchedule):
 
     A step begins with `over_provision` times the prompts that it wants, those of earlier steps
     among them. It stops when as many groups are complete as are wanted, and parks the rest with
-    their tokens; they go on in the next step under the new weights, so a response may have spans
+    their tokens. They continue in the next step under the new weights. So a response may have spans
     of several versions, each with the log-probabilities of the version that made it.
 
-    `max_staleness` bounds the steps between a sample's first token and its training: a step stops
-    only where all pending groups can still be trained in time, at so many groups a step
+    `max_staleness` bounds the steps between a sample's first token and its training. A step stops
+    only when all pending groups can still be trained in time, at so many groups a step
     (`over_provision` at most 1 + `max_staleness`). So no token is thrown away.
 
     Which groups a step trains on follows from decode steps, not from time: instances decode in
     equal rounds, and the oldest complete groups are taken. Rewards start as samples finish, forward
     passes when generation has stopped.
 
-    Example, 2 wanted, over-provision 2, one sample a prompt: prompts 0 to 3 begin; 1 and 3 are done
-    first and trained on; 0 and 2 go on with 4 and 5.
+    Example, 2 wanted, over-provision 2, one sample a prompt: prompts 0 to 3 begin. 1 and 3 are done
+    first and trained on. 0 and 2 continue with 4 and 5.
 
-    Raises `ValueError` for a recipe that generates in several stages of a step, or whose ratio is
-    taken against log-probabilities of a single version without weights that lead there from what
-    sampled (`rollout_weights`: decoupled PPO).
+    Raises `ValueError` for a recipe that generates in several stages of a step. Also where the
+    ratio is taken against a single version's log-probabilities, without weights from the sampling
+    policy to it (`rollout_weights`: decoupled PPO).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PartialSchedule(StreamingSchedule):
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
-        """Go on from there, with the pending prompts' samples."""
+        """Continue from a `state_dict`, with the pending prompts' samples."""
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
         records = [task for group in state["open"] for task in group["jobs"]]
         tokens = {
@@ -158,7 +158,7 @@ class PartialSchedule(StreamingSchedule):
             status, task = SampleStatus.PARKED, replace(task, parked=parked)
         elif sample.tensors:
             status = SampleStatus.FINISHED
-            sample.rank %= num_ranks  # the run may go on with fewer
+            sample.rank %= num_ranks  # the run may continue with fewer
         else:
             status = SampleStatus.QUEUED
         self._ledger.dispatch([sample], status)
@@ -229,8 +229,8 @@ class PartialSchedule(StreamingSchedule):
         return {"prompts": []}
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
-        """Go on until enough groups are complete, park the rest, run the early stages."""
-        # Pending samples go on, and new prompts join them.
+        """Generate until enough groups are complete, park the rest, run the early stages."""
+        # Pending samples continue, and new prompts join them.
         tracker = self._tracker_of(makers[0])
         pending = self._pending_tasks()
         waiting = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
@@ -294,7 +294,7 @@ class PartialSchedule(StreamingSchedule):
     def _enough(self, tracker: ReadyTracker) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.
 
-        The oldest complete ones are trained now, `wanted` in every later step; so h steps from now
+        The oldest complete ones are trained now, `wanted` in every later step. So h steps from now
         at most h times as many may have reached their last step.
         """
         complete = self._complete(tracker)

@@ -32,17 +32,17 @@ _CHOOSERS = (
 class ReadyTracker:
     """The early stages of a graph, run by prompt instead of by batch.
 
-    A sample has left a maker when it is finished; a chooser (filter, join) runs for a prompt when
-    all that comes to it of that prompt is there; a per-sample stage may start on a sample that has
-    left the last maker or chooser before it, as soon as the fields that it reads are there, whether
-    or not other per-sample stages before it have run.
+    A sample has left a maker when it is finished. A chooser (filter, join) runs for a prompt when
+    all of the prompt's samples have come to it. A per-sample stage may start on a sample that has
+    left the last maker or chooser before it, as soon as the fields that it reads are there. Other
+    per-sample stages before it need not have run.
 
-    Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses what
-    it would choose from the whole batch; a per-sample stage runs once on each sample that comes to
-    it (again if the sample is made anew).
+    Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses the
+    same as from the whole batch. A per-sample stage runs once on each sample that comes to it
+    (again if the sample is made anew).
 
-    Example of generate, score, filter, reference: sample 3.0 is scored when it is finished; when
-    3.1 is scored too, the filter keeps both; then both wait for the reference.
+    Example of generate, score, filter, reference: sample 3.0 is scored when it is finished. When
+    3.1 is scored too, the filter keeps both. Then both wait for the reference.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ReadyTracker:
         return waiting
 
     def take(self, prompts: Sequence[int]) -> dict[str, list[Sample]]:
-        """What has left each maker and early stage of these prompts, in training order.
+        """The samples that have left each maker and early stage, in training order.
 
         All of it must be there.
         """
@@ -131,7 +131,7 @@ class ReadyTracker:
                 by_prompt.pop(prompt, None)
 
     def _left(self, name: str, prompt: int) -> list[Sample] | None:
-        """What has left the gate of stage `name` for good; None if that is not known yet."""
+        """The samples that have left the gate of stage `name`; None if they are not known yet."""
         gate = gate_of(self.graph, self.graph.stages[name])
         if gate not in self._expected:
             return self._chosen[gate].get(prompt)
@@ -148,8 +148,8 @@ class ReadyTracker:
 def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> list[Stage]:
     """The stages among `stages` that can run while samples are being made.
 
-    Per-sample stages that do not need the training shards, and filters and joins between them; they
-    read only what a maker among `stages` and other early stages give.
+    Per-sample stages that do not need the training shards, and filters and joins between them. They
+    read only fields of a maker among `stages` and of other early stages.
 
     Example: of generate, score, filter by reward, reference log-probabilities, by_group, map over
     the advantage, update, these are score, filter and reference.
@@ -175,7 +175,7 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
                 o.issuperset(scalars_of_partner(stage)) for o in others
             )
         else:
-            # What is across prompts chooses nothing but `take`; what it makes comes too late.
+            # Of the stages across prompts only `take` chooses; the others' results come too late.
             if not isinstance(stage, ByGroupStage | ByBatchStage):
                 del known[stage.name]
             continue

@@ -23,7 +23,7 @@ class SerialSchedule(Schedule):
 
     @classmethod
     def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
-        """The schedule, which has no settings of its own."""
+        """The schedule, which has no settings."""
         return cls(*parts.step)
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:

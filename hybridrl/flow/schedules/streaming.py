@@ -50,7 +50,7 @@ class StreamingSchedule(Schedule):
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
-        """Go on from there; another schedule may have learned nothing of lengths."""
+        """Continue from a `state_dict`; another schedule may have learned nothing of lengths."""
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
         if "ranker" in state:
             self.length_model.ranker.load_state_dict(state["ranker"])
@@ -115,7 +115,7 @@ class StreamingSchedule(Schedule):
         return tasks
 
     def _sampling(self, stage: SourceStage) -> Sampling | None:
-        """How a maker draws; None where it places the dataset's own answers."""
+        """A maker's sampling; None where it places the dataset's own answers."""
         if not isinstance(stage, GenerateStage):
             return None
         return sampling_of(stage, self.settings.sampling)
@@ -166,7 +166,7 @@ class StreamingSchedule(Schedule):
                 model.ranker.observe(model.key_of(prompt), by_prompt[position])
 
     def _streamed(self, tracker: ReadyTracker, positions: Sequence[int]) -> Batch:
-        """What has left makers and early stages; aborted samples leave the step."""
+        """The samples that have left makers and early stages; aborted ones leave the step."""
         batch = tracker.take(positions)
         aborted = [
             sample
