@@ -42,8 +42,8 @@ _PARKED_ON = 0  # the rank that saves and loads parked samples, which are in the
 class Origin:
     """The origin of a run: its settings as they were given, and the point that it resumes from.
 
-    Without a point it starts anew. `damaged` says what is wrong with newer checkpoints. One that
-    `goes_back` begins anew from an earlier point of the same run: what came after it goes.
+    Without a point it starts anew. `damaged` has the errors of newer checkpoints. One that
+    `goes_back` begins anew from an earlier point of the same run: everything after it is deleted.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -214,7 +214,7 @@ class Checkpoints:
     def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
         """Write the weights to `path`, and the state that a run resumes from, if this one can.
 
-        Raises OSError that names the path; what was at `path` is then whole.
+        Raises OSError that names the path; an earlier checkpoint at `path` is then whole.
         """
         self.telemetry.stage("saving")
         logger.debug("writing %s after step %d", path, step)

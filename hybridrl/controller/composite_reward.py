@@ -30,7 +30,7 @@ class WeightedSum:
 def with_parts(graph: Graph, config: Config) -> Graph:
     """`graph` with the parts of `reward.kind=sum` and `cost.kind=sum` as separate stages.
 
-    So each part runs as what it is, a verifier on the sample's rank or a model on an instance. The
+    So each part runs in its own way, a verifier on the sample's rank or a model on an instance. The
     sum keeps the name of the stage, so that the rest of the graph is as it was. Raises ConfigError
     where the recipe reads the judged text, which a sum has not.
     """

@@ -61,8 +61,8 @@ def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:
 def check_placement(config: Config, graph: Graph) -> None:
     """Settle the layouts of roles with a separate pool.
 
-    Raises `ConfigError` for a recipe that leaves a pool without work, and for what does not fit
-    its pool.
+    Raises `ConfigError` for a recipe that leaves a pool without work, and for a layout that does
+    not fit its pool.
     """
     if not config.split:
         return

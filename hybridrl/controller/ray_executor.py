@@ -222,7 +222,7 @@ class RayExecutor:
         receivers: Sequence[int],
         fields_of: Callable[[Sample], Collection[str]],
     ) -> tuple[dict[int, list[Any]], dict[int, dict[int, list[SampleId]]]]:
-        """References to what is published, by receiver; moves of the rest, by sender and receiver.
+        """References to published tensors, by receiver; moves of the rest, by sender and receiver.
 
         A sample's fields are published all, or its rank exports them.
         """
@@ -425,7 +425,7 @@ def _once(references: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _add(parcels: dict[int, list[Any]], exported: Iterable[Mapping[int, Sequence[Any]]]) -> None:
-    """Add what ranks have exported, by receiver."""
+    """Add references that ranks have exported, by receiver."""
     for by_receiver in exported:
         for receiver, references in by_receiver.items():
             parcels[receiver] += references

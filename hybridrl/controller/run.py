@@ -51,7 +51,7 @@ class TrainingDiverged(RuntimeError):
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Run warm start and recipe; returns what the command line prints."""
+    """Run warm start and recipe; returns the summary that the command line prints."""
     origin = find_origin(config, reads=True)
     prepared = prepare(config)
     with _reported(config), _running(config, prepared, origin) as run:
@@ -65,7 +65,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def evaluate_only(config: Config) -> dict[str, Any]:
-    """Evaluate what the recipe trains on the held-out items; returns the metrics."""
+    """Evaluate the trained model on the held-out items; returns the metrics."""
     prepared = prepare(config)
     with _running(config, prepared, Origin()) as run:
         if "actor" not in prepared.graph.learned:
@@ -99,7 +99,7 @@ def _running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[
     total = config.warm_start_steps + config.trainer.steps
     run_dir = Path(config.run.dir)
     if origin.goes_back and origin.point is not None:
-        forget_later(origin.point)  # before the records, which say what is there, are cut
+        forget_later(origin.point)  # before the records, which list them, are cut
     with (
         Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
         driver_log(config.log.level, run_dir / "logs" / "driver.log"),
@@ -130,7 +130,7 @@ def _logged_end() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPhase:
-    """The warm start or the recipe: what its steps are. Steps count over the whole run.
+    """The warm start or the recipe, and its steps. Steps count over the whole run.
 
     `name` is that of the records and of the checkpoints: `warm_start` or `rl`. `optim` is the
     actor's optimizer, `first_step` the number of steps before the phase.
@@ -200,7 +200,7 @@ class Run:
         folder, point = self.run_dir / "warm_start", self.origin.point
         self._begin_roles(phase)
         if point is not None and self._resumes_in("rl"):
-            ended = read(point.run_dir / "warm_start")  # what the recipe's roles are copies of
+            ended = read(point.run_dir / "warm_start")  # the recipe's roles are copies of it
             self.checkpoints.load(ended)
             if not self.origin.continues(self.run_dir):
                 self.checkpoints.write(folder, phase.num_steps, DriverState(ended.state))
@@ -352,7 +352,7 @@ class Run:
             )
 
     def _record_costs(self, schedule: Schedule) -> None:
-        """Record what work was measured to take, and what the planner needs to replay the run."""
+        """Record measured costs of work, and the settings that the planner replays the run with."""
         costs = schedule.meter.costs()
         if not costs:
             return

@@ -17,7 +17,7 @@ UNLIMITED = 2**31 - 1
 _CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
 _ENOUGH_CALLS = 8
 _REFIT_CALLS = 64
-_LONG_PREFILL = 64  # tokens a sample; shorter ones cost what it takes to begin
+_LONG_PREFILL = 64  # tokens a sample; shorter ones cost only their beginning
 _DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain them alone
 
 
@@ -161,7 +161,7 @@ class CostMeter:
     def costs(self) -> Costs | None:
         """The costs measured from the calls; None until enough decoding was seen.
 
-        Fitted again when an eighth of what is kept is new, and not for a few calls, since a fit
+        Fitted again when an eighth of the kept calls is new, and not for a few calls, since a fit
         takes many milliseconds.
         """
         if len(self._seen.get("advance", ())) < _ENOUGH_CALLS:
@@ -209,7 +209,7 @@ class CostMeter:
         return [*fitted[:3], fitted[1], *fitted[3:]]
 
     def state_dict(self) -> dict[str, list[list[float]]]:
-        """Plain numbers: for each kind of call [seconds, what it did ...]."""
+        """Plain numbers: for each kind of call [seconds, amounts of work ...]."""
         return {kind: [list(call) for call in calls] for kind, calls in self._seen.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:

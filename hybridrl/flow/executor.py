@@ -137,7 +137,7 @@ class Work:
 class Advanced:
     """One bounded call of an instance has returned, with `running` samples still unfinished.
 
-    `lost` are samples that could not resume, since what was parked died with its instance.
+    `lost` are samples that could not resume, since their parked state died with its instance.
     """
 
     instance: int
@@ -194,7 +194,7 @@ Event = Advanced | Computed | TargetsLoaded | UpdateDone | WorkerDied
 
 
 class Executor(Protocol):
-    """The seam between a schedule and what runs it.
+    """The seam between a schedule and its backend.
 
     `advance`, `compute`, `infer`, `load_targets` and `update` start work and return at once; `wait`
     blocks until at least one piece has ended. `enter` and `release` are whole-group and block. At
@@ -257,9 +257,9 @@ class Executor(Protocol):
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """Run a stage of scope INSTANCE; samples of other instances move to `instance` for good.
 
-        The instance holds no unfinished sample; nothing else runs on samples that move. It gives
-        up its KV cache and takes up the role's weights. Sets `rank` of what moves. Ends with one
-        `Computed` that names the instance.
+        The instance holds no unfinished sample; nothing else runs on samples that move. It gives up
+        its KV cache and takes up the role's weights. Sets `rank` of samples that move. Ends with
+        one `Computed` that names the instance.
         """
         ...
 

@@ -9,7 +9,7 @@ from hybridrl.config.loss import Loss
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One node of the graph. Its class says what it is: where it runs and what it waits for.
+    """One node of the graph. Its class is its kind: where it runs, and the samples it waits for.
 
     `inputs` are the fields that a sample must have before the stage may start on it, `outputs` the
     fields that it adds. `scalars` are the outputs whose values travel to the driver; the others are

@@ -96,8 +96,8 @@ class Ledger:
     | used     | queued   | its rank died, and a later stage of the step may still read it |
 
     Leaving a stream does not change the status, since another stream may hold the sample: `leave`
-    notes the reason, and `settle` drops what nothing has used by then. Which stage may start on a
-    sample follows from its fields, not from its status.
+    notes the reason, and `settle` drops samples that nothing has used by then. Which stage may
+    start on a sample follows from its fields, not from its status.
 
     Invariants: an id is dispatched once. A status changes by this table alone. A sample that has
     been used once is used when its step ends. After `forget` each sample was used or dropped with a
@@ -143,7 +143,7 @@ class Ledger:
             self._num_unfinished += status in _UNFINISHED
 
     def move(self, id: SampleId, status: SampleStatus) -> None:
-        """Change a sample's status; what the table does not have is a bug."""
+        """Change a sample's status; one that the table lacks is a bug."""
         before = self.status(id)
         assert status in _NEXT[before], f"sample {id} cannot be {status.value}: {before.value}"
         self._records[id].status = status
@@ -206,7 +206,7 @@ class Ledger:
             self._records[id].left = reason
 
     def forget(self, pending: Collection[SampleId] = ()) -> list[SampleId]:
-        """Forget all but the `pending`, which a later step trains on; gives what is forgotten.
+        """Forget all but the `pending`, which a later step trains on; gives the forgotten ones.
 
         Samples left by a step that failed are dropped.
         """
@@ -293,7 +293,7 @@ def wanted(
 ) -> dict[int, int]:
     """The number of samples that a stage makes, by prompt; `upstream` came to it.
 
-    Raises ValueError where a recipe's function asks for what is no number of samples.
+    Raises ValueError where a recipe's function returns something else than a number of samples.
     """
     if stage.num_samples is not None:
         return dict.fromkeys(positions, stage.num_samples)
@@ -316,13 +316,13 @@ def new_samples(stage: SourceStage, numbers: Mapping[int, int]) -> list[list[Sam
 
 
 def sampling_of(stage: GenerateStage, default: Sampling) -> Sampling:
-    """The run's sampling settings with what the stage says otherwise."""
+    """The run's sampling settings, overridden by the stage's."""
     overrides = asdict(stage.sampling)
     return replace(default, **{name: x for name, x in overrides.items() if x is not None})
 
 
 def record_computed(stage: Stage, samples: dict[SampleId, Sample], event: Computed) -> None:
-    """Write what a per-sample stage has made into the metadata of `event.ids`."""
+    """Write the results of a per-sample stage into the metadata of `event.ids`."""
     assert event.stage == stage.name, f"an event of {event.stage!r} while {stage.name!r} runs"
     missing = set(stage.outputs) - set(event.scalars) - set(event.tensors)
     assert not missing or not event.ids, f"stage {stage.name!r} did not make {sorted(missing)}"

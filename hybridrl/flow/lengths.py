@@ -1,8 +1,8 @@
 """Expected lengths of responses, and the instance of each sample.
 
 Length-ranked, skewness-aware dispatch (StreamRL, arXiv 2504.15930): the long ones start first and
-are spread, so that the last one ends soon. Nothing here depends on time, only on what was observed
-and in which order; so a resumed run dispatches as the uninterrupted one.
+are spread, so that the last one ends soon. Nothing here depends on time, only on observations and
+their order; so a resumed run dispatches as the uninterrupted one.
 """
 
 import math
@@ -92,7 +92,7 @@ class RunningRanker:
         return max(1.0, task.over(overall, self._PRIOR) if task else overall)
 
     def own(self, key: PromptKey, prior: float) -> float:
-        """`prior` with what the prompt itself has taken before."""
+        """`prior` with the earlier lengths of the prompt itself."""
         seen = self._items.get(repr(key.item))
         return max(1.0, seen.over(prior, self._PRIOR) if seen else prior)
 
@@ -125,7 +125,7 @@ class RunningRanker:
 
 
 class LearnedRanker:
-    """Ridge regression of log(1 + length) on what the prompt says.
+    """Ridge regression of log(1 + length) on features of the prompt.
 
     Features: the prompt's length, and hashes of its tokens. Tokens near its end also count with
     their places: alone, in pairs, and with the prompt's length (a digit before the end says more
@@ -151,7 +151,7 @@ class LearnedRanker:
         self._refit()
         targets = [target for *_, target in self._seen]
         rows = self._rows([(*self._features(key.prompt_ids), 0.0) for key in prompts])
-        # No further than what was seen: a linear model knows no bounds.
+        # No further than the lengths seen: a linear model knows no bounds.
         logs = np.clip(rows @ self._weights, min(targets), max(targets))
         expected = np.expm1(logs)
         return [
@@ -245,8 +245,8 @@ class Forecast:
     def sample(self, num: int) -> list[int]:
         """`num` lengths in ascending order, evenly spaced over each step's; none before any.
 
-        Mean over the steps, place by place: the last one is the mean of their longest, which is
-        what a step waits for.
+        Mean over the steps, place by place: the last one is the mean of their longest, for which a
+        step waits.
         """
         if not self._steps or num < 1:
             return []
@@ -268,7 +268,7 @@ class Forecast:
 class LengthModel:
     """Lengths that a schedule learns over its steps; they change when and where, never which.
 
-    `key_of` gives what `ranker` may know of a prompt.
+    `key_of` gives the key by which `ranker` knows a prompt.
     """
 
     key_of: Callable[[Any], PromptKey]

@@ -106,9 +106,9 @@ def expected_seconds(
 
     The model: samples are spread evenly over the instances and all decode from the start. When n
     are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
-    for what it is sent. An instance without samples runs inference on those that are done; when the
-    last sample is done, all share what is left. Let s be the steps between two ends, r the rows of
-    an instance that decodes, h the tokens a row. Decoding takes
+    for the samples that it is sent. An instance without samples runs inference on those that are
+    done; when the last sample is done, all share the rest. Let s be the steps between two ends, r
+    the rows of an instance that decodes, h the tokens a row. Decoding takes
     s (step_s + r (row_s + cached_token_s h)). The inference left when all are done is a maximum
     over all ends i: the work from i on less the capacity after i.
     """
@@ -165,7 +165,7 @@ def _intervals(
 def _moving(
     tried: np.ndarray, keepers: np.ndarray, tokens: np.ndarray, num_instances: int, costs: Costs
 ) -> np.ndarray:
-    """Seconds that a keeper waits for what it is sent, at each threshold."""
+    """Seconds that a keeper waits for the samples that it is sent, at each threshold."""
     moved = np.maximum(0.0, tried - keepers * np.maximum(1.0, tried / num_instances))
     by_kv = costs.kv_call_s + costs.kv_token_s * tokens
     each = np.minimum(by_kv, costs.prefill_token_s * tokens)

@@ -168,7 +168,7 @@ class Recipe:
         self.function(flow, cfg)
 
     def build(self, cfg: Any) -> Graph:
-        """The recipe's graph; raises `ValueError` for what its author got wrong."""
+        """The recipe's graph; raises `ValueError` for its author's errors."""
         flow = Flow()
         self.function(flow, cfg)
         flow.graph.check()

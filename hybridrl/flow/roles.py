@@ -1,4 +1,4 @@
-"""Role handles: what a recipe can ask of the actor, the critic, the reward, ...
+"""Role handles: the requests of a recipe to the actor, the critic, the reward, ...
 
 Each is a thin, typed face of one role; a method appends the stage that runs it on the ranks.
 """
@@ -17,8 +17,8 @@ from hybridrl.flow.graph import (
 )
 from hybridrl.flow.stream import Prompts, Stream
 
-# A loss names what it reads for itself; the sample's field often has the singular, or is absent
-# because the rollout's own log-probabilities serve.
+# A loss has names for the fields that it reads; the sample's field often has the singular, or is
+# absent because the rollout's own log-probabilities serve.
 LOSS_FIELD_ALIASES: dict[str, tuple[str, ...]] = {
     "advantages": ("advantage",),
     "returns": ("return",),
@@ -205,7 +205,7 @@ class ActorHandle(Scorer, Trainable):
 
 @dataclass(frozen=True)
 class CriticHandle(Trainable):
-    """A value model; `field` is what it adds."""
+    """A value model; `field` is the field that it adds."""
 
     field: str = "values"
 
@@ -221,7 +221,7 @@ class Judge(RoleHandle):
     def score(self, stream: Stream, *, name: str | None = None, text: str | None = None) -> Stream:
         """Add the scalar `reward` (`cost`, or `name`) and `<that>_status`: ok, error or timeout.
 
-        With a name for it also the judged `text`: what `reward.extract` finds in the response.
+        With a name for it also the judged `text`, which `reward.extract` finds in the response.
         """
         field = name or self.role
         scalars = (field, f"{field}_status", *([text] if text else ()))
@@ -245,7 +245,7 @@ class Reward(Judge, Trainable):
     def learned_score(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the scalar `learned_reward` (or `name`): the score of the model that `update` trains.
 
-        `score` is by what the config names; it does not change while this one learns.
+        `score` is by the judge in the config, which does not change while this one learns.
         """
         field = name or "learned_reward"
         return stream.then(

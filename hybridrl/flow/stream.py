@@ -1,4 +1,4 @@
-"""Streams: what a recipe's calls return, and the operations on them.
+"""Streams: the results of a recipe's calls, and the operations on them.
 
 Nothing runs here. Each operation appends a `Stage` to the graph and returns the stream that the
 stage would give; a schedule runs the graph later. Errors of a recipe are raised here.

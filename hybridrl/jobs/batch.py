@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridrl.config import ClusterConfig, Container
 from hybridrl.jobs import containers
 
-_PLAIN = re.compile(r"[\w/.+@%-]+")  # what Hydra reads as it stands
+_PLAIN = re.compile(r"[\w/.+@%-]+")  # characters that Hydra reads as they stand
 
 
 @dataclass(frozen=True)

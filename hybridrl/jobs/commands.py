@@ -40,7 +40,7 @@ _LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEU
 def submit(args: Sequence[str]) -> Iterator[str]:
     """Check a run or a sweep, write its batch script and submit it; the last line is JSON.
 
-    Raises ConfigError for what cannot work, with nothing submitted and no directory left.
+    Raises ConfigError for settings that cannot work, with nothing submitted and no directory left.
     """
     if {"-h", "--help"} & set(args):
         yield SUBMIT_USAGE.rstrip()

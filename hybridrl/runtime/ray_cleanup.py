@@ -1,4 +1,4 @@
-"""Removes what Ray leaves behind: processes, and the temporary directory with its logs."""
+"""Removes Ray's remains: processes, and the temporary directory with its logs."""
 
 import contextlib
 import shutil

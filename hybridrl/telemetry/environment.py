@@ -95,7 +95,7 @@ def _container(variables: Mapping[str, str]) -> str | None:
 
 
 def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Root, commit, what is changed and untracked; the changes go to `patches`."""
+    """Root, commit, changed and untracked files; the changes go to `patches`."""
     seen: set[str] = set()
     for place in (Path.cwd(), Path(__file__).parent):
         root = _git(place, "rev-parse", "--show-toplevel").strip()

@@ -132,7 +132,7 @@ def tiles(run: RunData) -> list[dict[str, Any]]:
 
 
 def charts(run: RunData) -> list[dict[str, Any]]:
-    """Every metric as a chart: accuracy first, then the known ones, then whatever else is there."""
+    """Every metric as a chart: accuracy first, then the known ones, then all others."""
     out = []
     shown: set[str] = {*_BAND}
     for id_, (title, unit, keys) in _CHARTS.items():

@@ -55,7 +55,7 @@ def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
 
 
 class Notes:
-    """No progress: what stays, as plain lines."""
+    """No progress: only the lines that stay."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -63,7 +63,7 @@ class JsonLines:
             write_all(self._fd, (dump(record) + "\n").encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the file; what was appended is already with the kernel."""
+        """Close the file; appended lines are already with the kernel."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

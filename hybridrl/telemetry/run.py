@@ -25,7 +25,7 @@ class Telemetry:
     (KeyboardInterrupt) or `failed` (any other exception, whose text is the reason). A process that
     is killed leaves `running`, and its pid. A directory that holds an earlier run's records is
     continued: lines are appended, and where a step was logged twice readers take the later one.
-    With `go_on_from`, an earlier answer of `sizes()`, what came after that is cut off first.
+    With `go_on_from`, an earlier answer of `sizes()`, later records are cut off first.
 
         with Telemetry(Path("runs/latest"), config, total_steps=100) as telemetry:
             telemetry.phase("rl", 100)
@@ -95,7 +95,7 @@ class Telemetry:
             self._write_status()
         except OSError:
             if error is None:
-                raise  # else the disk is full, say, and `error` is what to show
+                raise  # else the disk is full, say, and `error` is shown
 
     def phase(self, name: str, num_steps: int, first_step: int = 0) -> None:
         """Begin a phase (`warm_start`, `rl`, `evaluation`) of `num_steps` steps.
@@ -109,7 +109,7 @@ class Telemetry:
         self.event("phase", name=name, num_steps=num_steps, first_step=first_step)
 
     def stage(self, name: str) -> None:
-        """Show what the ranks do now; nothing is recorded."""
+        """Show the ranks' present work; nothing is recorded."""
         self.display.stage(name)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -171,7 +171,7 @@ class Telemetry:
         self._step_spans.append(span)
 
     def memory(self, lane: str, when: float, held: Mapping[str, int]) -> None:
-        """Record what a lane's process holds at `when` (seconds since the epoch): bytes by kind."""
+        """Record the memory of a lane's process at `when` (Unix seconds): bytes by kind."""
         assert self._trace is not None, "memory outside of the context"
         self._trace.counter(Counter(lane, "memory", when, held))
 
@@ -181,7 +181,7 @@ class Telemetry:
         write_json(self.run_dir / "environment.json", self._environment)
 
     def costs(self, costs: Mapping[str, Any]) -> None:
-        """Record what work is measured to take, for `hybridrl plan schedule`; the newest counts."""
+        """Record the measured costs of work, for `hybridrl plan schedule`; the newest counts."""
         write_json(self.run_dir / "costs.json", costs)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -242,7 +242,7 @@ def records_of(run_dir: Path) -> list[Path]:
 
 
 def cut(run_dir: Path, sizes: Mapping[str, int]) -> None:
-    """Bring the records of a run back to what they were when they had these `sizes`."""
+    """Cut the records of a run back to these `sizes`."""
     for file in records_of(run_dir):
         size = sizes.get(str(file.relative_to(run_dir)), 0)
         if not size:

@@ -1,4 +1,4 @@
-"""A run directory as it is read back, whatever has become of it."""
+"""A run directory as it is read back, whole or damaged."""
 
 import contextlib
 import math

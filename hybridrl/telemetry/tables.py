@@ -34,7 +34,7 @@ def timelines(run: RunData) -> list[dict[str, Any]]:
 
 
 def switches(run: RunData) -> dict[str, Any] | None:
-    """Every weight switch: its step, bytes, seconds, and whatever else was recorded with it."""
+    """Every weight switch: its step, bytes, seconds, and the other fields of its record."""
     rows = [row for row in run.events if row.get("kind") == "switch"]
     if not rows:
         return None

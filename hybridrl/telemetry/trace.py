@@ -50,7 +50,7 @@ class Counter:
 
 
 def rank_lane(rank: int, concurrent: bool = False) -> str:
-    """The lane of a rank, or of what it does concurrently with its other work."""
+    """The lane of a rank, or of its concurrent work."""
     return f"rank {rank}/beside" if concurrent else f"rank {rank}"
 
 
@@ -95,7 +95,7 @@ class TraceFile:
         events = read_trace(path)
         for event in events:
             self._remember(event)
-        # Rewritten from what could be read, since a full disk may have cut the last write short.
+        # Rewritten from the events read: a full disk may have cut the last write short.
         os.ftruncate(self._fd, 0)
         with named(path):
             write_all(self._fd, b"[" + _CLOSE, 0)

@@ -47,7 +47,7 @@ class ActorWorker(BaseWorker):
 
     In GENERATE the rollout engine holds the actor's newest weights, and every instance works alone.
     It decodes. Without samples it may release its KV cache and score with a forward-only role
-    (`infer`). Then it may decode again. `residency` says what is on the device.
+    (`infer`). Then it may decode again. `residency` says which weights are on the device.
     """
 
     build: ActorRoleFactory
@@ -64,7 +64,7 @@ class ActorWorker(BaseWorker):
     def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
         """Join the process group, whose first rank listens on `port` of `host`; load the actor.
 
-        Answers with what is worth logging.
+        Answers with values to log.
         """
         described = self._join(host, port)
         with self._span("load"):
@@ -75,7 +75,7 @@ class ActorWorker(BaseWorker):
             self.trained["actor"] = actor
             if old_policy := self.build.old_policy():
                 self.scorers["actor"] = old_policy
-            for name in self.config.judges_of("reward"):  # of evaluation, whatever the recipe has
+            for name in self.config.judges_of("reward"):  # of evaluation, in every recipe
                 self._add_judge(name)
         return self._reply({**described, **actor.describe()})
 
@@ -289,9 +289,9 @@ class ActorWorker(BaseWorker):
 
     @dispatch(Dispatch.SAME, concurrent=True)
     def import_samples(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Reply[None]:
-        """Store what other ranks have exported of `ids`, which are in `parcels` among others.
+        """Store tensors of `ids` that other ranks have exported, in `parcels` among others.
 
-        Runs at any time: stages import what they need with their own call.
+        Runs at any time: stages import their samples with their own call.
         """
         logger.debug("import, samples: %d", len(ids))
         start = time.time()
@@ -317,14 +317,14 @@ class ActorWorker(BaseWorker):
 
     @dispatch(Dispatch.PER_RANK)
     def save_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[None]:
-        """Write what a step has left to the next one: this rank's share."""
+        """Write this rank's share of the pending samples."""
         with self._span("save"):
             save_pending(Path(path), self.rank, share, self.store, self.data_plane)
         return self._reply(None)
 
     @dispatch(Dispatch.PER_RANK)
     def load_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[Any]:
-        """Take up what a step has left to this one; answers with a reference to what is parked."""
+        """Load this rank's share of the pending samples; answers with a reference to the parked."""
         with self._span("load"):
             parked = load_pending(Path(path), share, self.store, self.actor)
         return self._reply(self.data_plane.put(parked) if parked else None)

@@ -118,16 +118,16 @@ class BaseWorker:
 
     @dispatch(Dispatch.SAME)
     def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
-        """Join the process group, whose first rank listens on `port` of `host`; load what is there.
+        """Join the process group, whose first rank listens on `port` of `host`; load the models.
 
-        Answers with what is worth logging.
+        Answers with values to log.
         """
         raise NotImplementedError
 
     def _join(self, host: str, port: int) -> dict[str, Any]:
         """Join the process group, whose first rank listens on `port` of `host`.
 
-        Gives what is worth logging of the process.
+        Gives values of the process to log.
         """
         transformers_logging.disable_progress_bar()
         torch.set_num_threads(self.config.cluster.threads_per_rank)
@@ -193,8 +193,8 @@ class BaseWorker:
     def save(self, path: str, resume: str | None = None) -> Reply[dict[str, Progress]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        Rank 0 writes, all ranks gather. Into `resume` all ranks write what training resumes from, a
-        folder for each role. Answers with each role's progress.
+        Rank 0 writes, all ranks gather. Into `resume` all ranks write the state that training
+        resumes from, a folder for each role. Answers with each role's progress.
         """
         progress = {}
         with self._span("save"):
@@ -209,7 +209,7 @@ class BaseWorker:
 
     @dispatch(Dispatch.SAME)
     def load(self, path: str, progress: dict[str, Progress]) -> Reply[str]:
-        """Resume from what `save` wrote to `path`; answers with what is wrong, if anything."""
+        """Resume from the files that `save` wrote to `path`; answers with the error, if any."""
         with self._span("load"):
             for name in [name for name in progress if name in self.trained]:
                 engine, averages = self.trained[name].train_engine, self._averages(name)

@@ -28,15 +28,15 @@ class CriticWorker(BaseWorker):
     """One rank of the critic's pool (`cluster.placement=split`).
 
     It hosts value models, which it trains, and neural judges. It never generates. Samples live in
-    the actor's pool: `parcels` bring copies of what a call reads, and the call drops them when it
-    ends. New tensors go into the data plane.
+    the actor's pool: `parcels` bring copies of the samples that a call reads, and the call drops
+    them when it ends. New tensors go into the data plane.
     """
 
     @dispatch(Dispatch.SAME)
     def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
         """Join the process group, whose first rank listens on `port` of `host`.
 
-        Answers with what is worth logging.
+        Answers with values to log.
         """
         described = self._join(host, port)
         self.residency = DeviceResidency(self.device, self._on_reading)
@@ -44,7 +44,7 @@ class CriticWorker(BaseWorker):
             self.config, self.model_path, self.tokenizer, self.store, self.device
         )
         with self._span("load"):
-            for name in self.config.judges_of("reward"):  # of evaluation, whatever the recipe has
+            for name in self.config.judges_of("reward"):  # of evaluation, in every recipe
                 self._add_judge(name)
         return self._reply(described)
 

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 
 class DataPlane(Protocol):
-    """An object store: any rank gets what one rank puts. References pass through the driver."""
+    """An object store: any rank gets an object that one rank puts, by its reference."""
 
     def put(self, value: Any) -> Any:
         """Store `value`; the reference is valid while this rank lives."""

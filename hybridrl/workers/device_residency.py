@@ -85,7 +85,7 @@ class DeviceResidency:
     weights stay. `enter_training()`: the reference leaves, the engine sleeps. `activate(actor)`
     trains.
 
-    `on_reading` gets what the rank holds before and after every change.
+    `on_reading` gets the rank's memory before and after every change.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DeviceResidency:
         logger.debug("phase: generating")
 
     def enter_training(self) -> None:
-        """Enter TRAINING with an empty device: whoever computes first is activated then."""
+        """Enter TRAINING with an empty device: the role that computes first is activated then."""
         self.activate(None)
         with self._measured():
             if self.rollout is not None and self.status is DeviceStatus.GENERATING:
@@ -147,7 +147,7 @@ class DeviceResidency:
         logger.debug("phase: training")
 
     def release_idle_cache(self) -> None:
-        """Give the KV cache up, where no sample uses it, for what runs next on this instance."""
+        """Give the KV cache up, where no sample uses it, for the next work of this instance."""
         if self.rollout is None or self.status is not DeviceStatus.GENERATING:
             return
         stats = self.rollout.stats()
@@ -156,16 +156,16 @@ class DeviceResidency:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Read what the rank holds before and after a change."""
+        """Read the rank's memory before and after a change."""
         self._on_reading(measure_memory(self.device))
         yield
         self._on_reading(measure_memory(self.device))
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give what was freed on the device back to it, for whoever allocates next there.
+    """Give freed memory back to the device, for the next process that allocates there.
 
-    First what still runs must end, then torch's cached memory goes.
+    First running kernels must end, then torch's cached memory goes.
     """
     if device.type == "cuda":
         gc.collect()

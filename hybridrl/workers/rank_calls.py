@@ -15,12 +15,12 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class Reference(Generic[Answer_co]):
-    """A call that a rank will answer with `Reply[Answer_co]`; what it is, the launcher knows."""
+    """A call that a rank will answer with `Reply[Answer_co]`; its type is the launcher's."""
 
 
 class RankCalls:
-    """Calls a launcher's group of ranks. A method of the worker says what is called, and its
-    signature what is sent and answered.
+    """Calls a launcher's group of ranks. A method of the worker names the call; its signature types
+    the arguments and the answer.
 
     Example: `calls.same(ActorWorker.texts, ids)` gives a `Reference[dict[...]]` for each rank.
     """

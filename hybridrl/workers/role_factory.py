@@ -1,4 +1,4 @@
-"""Makes the roles of a rank: which class a name becomes, and whose weights it starts with."""
+"""Makes the roles of a rank: the class for a name, and the weights that it starts with."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class ActorRoleFactory(RoleFactory):
         if base := self.actor.base_weights(self.config.model.compute_dtype):
             return self._frozen(self.model_path, "model.path", base)
         scorer = self._frozen(self.model_path, "model.path")
-        if self.actor.train_engine.version:  # a warm start has trained what the file holds
+        if self.actor.train_engine.version:  # a warm start has trained the file's weights
             self.residency.activate(scorer)
             self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
             self.residency.activate(None)

@@ -16,7 +16,7 @@ class StoredSample:
     """A sample on its rank.
 
     `tensors` holds `tokens` [prompt + response] (int64) and per-response-token fields
-    [response_tokens] (`log_probs`, ...). `item` is what the verifier needs (an opaque object).
+    [response_tokens] (`log_probs`, ...). `item` is for the verifier (an opaque object).
     """
 
     response_tokens: int
@@ -34,7 +34,7 @@ class StoredSample:
 class Parcel:
     """Samples packed for another rank: one flat array a field, so that a send is a few copies.
 
-    `ids` are plain tuples, which pickle faster. `items` is what verifiers need, or empty where no
+    `ids` are plain tuples, which pickle faster. `items` is for verifiers, or empty where no
     verifier will score the samples.
     """
 

@@ -77,7 +77,8 @@ def test_pools_are_the_first_and_the_last_ranks(
                 *SPLIT, "cluster.ranks=3", "cluster.pools.actor=2", "recipe=grpo",
                 "reward=model", "reward.model=x", "rollout.layout.tp=2",
             ],
-            "cluster.pools.critic=1: wanted a multiple of rollout.layout's 1 x 2, the layout of reward",
+            "cluster.pools.critic=1: wanted a multiple of rollout.layout's 1 x 2, the"
+            " layout of reward",
         ),
     ],
 )  # fmt: skip

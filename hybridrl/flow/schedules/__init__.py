@@ -1,4 +1,4 @@
-"""Schedules decide when and where each sample's next subtask runs; what every one gives back."""
+"""Schedules decide when and where each sample's next subtask runs; the result of each."""
 
 from dataclasses import dataclass
 

@@ -69,8 +69,8 @@ class ScheduleParts:
     """The arguments of every schedule, besides its own settings.
 
     An instance is given at most `max_held` samples at a time, and one call of a forward pass
-    `chunk_tokens`. `key_of` says what a length ranker may know of a prompt. Samples travel without
-    their keys and values where the engine does not hand them out (`exports_kv`).
+    `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
+    without their keys and values where the engine does not hand them out (`exports_kv`).
     """
 
     graph: Graph
@@ -111,8 +111,8 @@ class Schedule(ABC):
     Invariants: samples are trained in the stream's order, in whatever order they finished. Every
     dispatched sample is used or dropped, and the ranks keep it until `release`.
 
-    `prompts` gives positions (growing over the run) and prompts. `meter` learns from every call
-    what work costs.
+    `prompts` gives positions (growing over the run) and prompts. `meter` learns the costs of work
+    from every call.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Schedule(ABC):
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
 
         Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
-        recipe's function returns what does not fit; `RuntimeError` when no instance is left, or one
-        dies while a stage runs that waits for the whole batch.
+        recipe's function returns a result that does not fit; `RuntimeError` when no instance is
+        left, or one dies while a stage runs that waits for the whole batch.
         """
         self.release()
         num_before = len(self._ledger.samples)  # pending since earlier steps
@@ -176,7 +176,7 @@ class Schedule(ABC):
             self.executor.release(gone)
 
     def close(self) -> dict[SampleId, Drop]:
-        """End the run: release everything; gives what was still unfinished, with the reason."""
+        """End the run: release everything; gives the unfinished samples, with the reason."""
         self.release()
         return {}
 
@@ -220,7 +220,7 @@ class Schedule(ABC):
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
 
     def _begin_step(self, step: int) -> None:
-        """A step begins; a subclass resets here what it counts or keeps for one step."""
+        """A step begins; a subclass resets here its counts and state of one step."""
         self._clear(step)
 
     def _pull(self, num: int) -> Batch:
@@ -266,7 +266,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
-        """Run `stages`, in their order or as if so, and write what has left each into `batch`."""
+        """Run `stages`, in their order or as if so; `batch` gets the samples that leave each."""
 
     def _run(self, stage: Stage, batch: Batch) -> None:
         """Run one stage on everything that has left its upstream."""
@@ -346,7 +346,7 @@ class Schedule(ABC):
     def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
         """Updates that follow each other: those of different pools of ranks run at once.
 
-        Those of one pool run in the recipe's order. None reads what another one makes.
+        Those of one pool run in the recipe's order. None reads another one's results.
         """
         running: dict[str, tuple[Stage, float]] = {}  # by pool, with the moment it began
         tokens, begun = [0], None

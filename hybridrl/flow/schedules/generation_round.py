@@ -84,7 +84,7 @@ class GenerationRound:
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
     keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
-    what is finished, their own samples first, then those of A and B.
+    finished samples, their own first, then those of A and B.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class GenerationRound:
         if len(units) < len(able):
             units = [[id] for id in self._queue]
         self._queue = []
-        for whole in (units, None):  # what does not fit as a whole is dealt one by one
+        for whole in (units, None):  # a group that does not fit as a whole is dealt one by one
             units = whole or [[id] for unit in units for id in unit]
             tokens = [sum(self._tasks[id].tokens for id in unit) for unit in units]
             loads = [sum(self._tasks[id].tokens for id in self._held[i]) for i in able]
@@ -168,7 +168,7 @@ class GenerationRound:
         self._queue = [id for unit in units for id in unit]
 
     def _give(self, instance: int, ids: Sequence[SampleId]) -> None:
-        """Samples of one prompt that come together share what is cached of it."""
+        """Samples of one prompt that come together share its cached keys and values."""
         fresh: dict[tuple[str, int], list[SampleId]] = defaultdict(list)
         parked: dict[int, list[SampleId]] = defaultdict(list)
         for number in ids:
@@ -196,7 +196,7 @@ class GenerationRound:
         self._use_spare()
         while self._num_to_make or self._in_flight or self.stages.running:
             touched = self._events()
-            # Decoding goes first: it is what the step waits for.
+            # Decoding goes first: the step waits for it.
             self._gather()
             self._decode()
             self.stages.start(touched)
@@ -206,7 +206,7 @@ class GenerationRound:
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
 
-        So what is finished by then depends on decode steps alone, never on time. Forward passes
+        So the samples finished by then depend on decode steps alone, never on time. Forward passes
         wait.
         """
         self._equal_rounds = True
@@ -315,7 +315,7 @@ class GenerationRound:
         return prompts
 
     def _go(self, instance: int) -> None:
-        """Let an instance run on what it holds, if it is not running."""
+        """Let an instance run the samples that it holds, if it is not running."""
         if instance in self._in_flight or not self._held[instance]:
             return
         commands = self._inbox.pop(instance, [])
@@ -327,7 +327,7 @@ class GenerationRound:
             commands.append(Park(tuple(self._held[instance]), self._with_kv()))
         self._in_flight[instance] = self.executor.clock.now()
         stops = any(isinstance(command, Park) for command in commands)
-        # Under pipeline parallelism what has its last token already is handed out by one more step;
+        # Under pipeline parallelism a sample with its last token is handed out by one more step;
         # else nothing is left to decode.
         self.executor.advance(instance, commands, 1 if stops else self._steps(instance))
 
@@ -353,7 +353,7 @@ class GenerationRound:
                 self._keepers, self._leaving = keepers, held.keys() - keepers
 
     def _parked(self, source: int, parked: Parked) -> None:
-        """Resume what `source` has parked on the instances that keep theirs, or put it by."""
+        """Resume samples of `parked` on the instances that keep theirs, or put them by."""
         for id in parked.ids:
             del self._held[source][id]
             self.ledger.move(id, SampleStatus.PARKED)
@@ -372,7 +372,7 @@ class GenerationRound:
                 keeper = min(room, key=lambda i: (len(self._held[i]), i))
                 self._held[keeper][id] = None
                 arriving[keeper].append(id)
-            else:  # a keeper has died: whoever has room
+            else:  # a keeper has died: any instance with room
                 self._queue.append(id)
         for keeper, ids in arriving.items():
             self._inbox[keeper].append(Resume(tuple(ids), parked))
@@ -386,7 +386,7 @@ class GenerationRound:
     # -- deaths --------------------------------------------------------------------------------
 
     def _died(self, instance: int) -> None:
-        """Make again what an instance held and what lay on it."""
+        """Make again the samples that an instance held, and those whose tensors it had."""
         self._alive.remove(instance)
         if not self._alive:
             raise RuntimeError("every generation instance has died")

@@ -194,7 +194,7 @@ class PartialSchedule(StreamingSchedule):
                     group.tasks[id] = replace(task, parked=parked)
 
     def close(self) -> dict[SampleId, Drop]:
-        """End the run: what is unfinished is dropped."""
+        """End the run: unfinished samples are dropped."""
         dropped = dict.fromkeys(self._pending_ids(), ENDED)
         self._ledger.drop(dropped, ENDED)
         self._pending.clear()

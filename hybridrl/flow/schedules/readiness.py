@@ -154,7 +154,7 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
     Example: of generate, score, filter by reward, reference log-probabilities, by_group, map over
     the advantage, update, these are score, filter and reference.
     """
-    known: dict[str, set[str]] = {}  # fields of what leaves a stage, as far as early stages go
+    known: dict[str, set[str]] = {}  # a stage's fields, as far as early stages go
     early: list[Stage] = []
     late_chooser = False  # none may overtake another: the first reason counts
     for stage in stages:
@@ -189,7 +189,7 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
 
 
 def gate_of(graph: Graph, stage: Stage) -> str:
-    """The last maker, filter, join or take before what leaves `stage`, itself included."""
+    """The last maker, filter, join or take up to `stage`, itself included."""
     while not isinstance(stage, (SourceStage, *_CHOOSERS, TakeStage)):
         stage = graph.stages[stage.upstream[0]]
     return stage.name

@@ -1,6 +1,6 @@
 """The serial schedule: every stage waits for the whole batch (HybridFlow, arXiv 2409.19256).
 
-It is the specification: the batch that it trains on is what every on-policy schedule must train on.
+It is the specification: every on-policy schedule must train on the same batch.
 """
 
 from collections.abc import Sequence

@@ -65,7 +65,7 @@ class StreamedStages:
         self._times.setdefault(stage.name, []).append(self.executor.clock.now())
 
     def start(self, prompts: Iterable[int]) -> None:
-        """Start, or keep for an instance with time to spare, what can run on these prompts now."""
+        """Start the stages that can run on these prompts now, or keep them for an idle instance."""
         starting: dict[str, list[Sample]] = {}
         for prompt in prompts:
             self.tracker.choose(prompt)
@@ -88,7 +88,7 @@ class StreamedStages:
     def start_waiting(self, instance: int, num_instances: int, decoding: bool) -> bool:
         """Let an instance that has time run a chunk of the forward passes that wait, if any do.
 
-        `num_instances` share what waits, now or, while others are `decoding`, later.
+        `num_instances` share them, now or, while others are `decoding`, later.
         """
         stage = self._next_stage(instance)
         if stage is None:
@@ -156,8 +156,8 @@ class StreamedStages:
         return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
 
     def _chunk(self, instance: int, stage: Stage, shares: int) -> list[Sample]:
-        """One share of what waits for `stage`, the instance's own samples first; but not so few
-        tokens that the call itself counts.
+        """One share of the samples that wait for `stage`, the instance's own samples first; but not
+        so few tokens that the call itself counts.
         """
         able = self._able(instance, stage.name)
         share = sum(sample.tokens for sample in able) / shares

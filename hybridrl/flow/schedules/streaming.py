@@ -42,7 +42,7 @@ class StreamingSchedule(Schedule):
         self._step_tasks: list[GenerationTask] = []  # of the step's rounds so far
 
     def state_dict(self) -> dict[str, Any]:
-        """With what was learned of lengths."""
+        """With the lengths learned."""
         model = self.length_model
         learned = {"ranker": model.ranker.state_dict(), "forecast": model.forecast.state_dict()}
         return super().state_dict() | learned
@@ -75,7 +75,7 @@ class StreamingSchedule(Schedule):
 
     @abstractmethod
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
-        """Make samples and run the early stages on them; what has left these stages."""
+        """Make samples and run the early stages; gives those that have left these stages."""
 
     # -- parts of a round ----------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class StreamingSchedule(Schedule):
         tasks: Sequence[GenerationTask],
         positions: Sequence[int],
     ) -> Batch:
-        """Learn from a round and record it; what has left makers and early stages of `positions`.
+        """Learn from a round and record it; gives the samples that have left its stages.
 
         `tasks` are those of the prompts at `positions`.
         """
