@@ -19,6 +19,7 @@ REPLACED = {
     "Holder", "Died", "DEATH_S", "Stopped", "TrainingStopped", "Cluster", "ClusterError",
     "RankWorker", "PoolWorker", "ValueWorker", "place_of", "take_whole", "take_parked",
     "gen_place", "normalise", "std_normalise", "centre", "reference_decay", "atom", "at_end",
+    "asking", "lends", "go_on_from",
 }  # fmt: skip
 
 # Names that say nothing of what they hold.

@@ -256,9 +256,9 @@ class Checkpoints:
         references = self.group.load_pending(str(point.tensors), self._shares(pending))
         parked = [sample.id for sample in pending if sample.parked is not None]
         if parked:
-            places = range(len(self.group.instances[0]))
-            of_place = dict.fromkeys(parked, references[_PARKED_ON])
-            schedule.restore_parked(dict.fromkeys(places, of_place))
+            instance_ranks = range(len(self.group.instances[0]))
+            by_sample = dict.fromkeys(parked, references[_PARKED_ON])
+            schedule.restore_parked(dict.fromkeys(instance_ranks, by_sample))
 
     def _shares(self, pending: Sequence[PendingSample]) -> list[tuple[PendingRecord, ...]]:
         """Each rank's share of the samples to write or load; the first rank has all parked ones."""

@@ -153,9 +153,9 @@ class RunPhase:
 class Run:
     """The parts of a run. `step` counts optimizer iterations over warm start and recipe.
 
-    A resumed run does as one that starts: it makes each phase's roles at the phase's beginning,
-    since copies and value models are of that moment. Then the checkpoint's state of the roles
-    replaces theirs.
+    A resumed run does as one that starts: it makes each phase's roles at the phase's beginning, as
+    copies and value models are of that moment. Then the checkpoint's state of the roles replaces
+    theirs.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class RunningRanker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._items = {name: _Mean(count, mean) for name, count, mean in state["items"]}
         self._tasks = {name: _Mean(count, mean) for name, count, mean in state["tasks"]}
         self._all = _Mean(*state["all"])
@@ -128,8 +128,8 @@ class LearnedRanker:
     """Ridge regression of log(1 + length) on features of the prompt.
 
     Features: the prompt's length, and hashes of its tokens. Tokens near its end also count with
-    their places: alone, in pairs, and with the prompt's length (a digit before the end says more
-    when there is no other). Fitted to the last `window` prompts, again when an eighth of them is
+    their places: alone, in pairs, and with the prompt's length. A digit before the end says more
+    when there is no other. Fitted to the last `window` prompts, again when an eighth of them is
     new. Earlier lengths of the prompt itself still count, as in `RunningRanker`, which answers
     until `enough` prompts were seen.
     """
@@ -178,7 +178,7 @@ class LearnedRanker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._running.load_state_dict(state["running"])
         self._seen.clear()
         self._seen.extend((list(hashed), size, target) for hashed, size, target in state["seen"])
@@ -259,7 +259,7 @@ class Forecast:
         return {"steps": [list(step) for step in self._steps]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._steps.clear()
         self._steps.extend(list(step) for step in state["steps"])
 

@@ -39,7 +39,7 @@ def best_migration_plan(
     """When and how densely the tail migrates, so that generation and inference end soonest.
 
     RLHFuse keeps a decode step flat (`Costs.flat_rows`): the smallest cap tried. The others are its
-    doublings up to `max_held` (samples that an instance has memory for): where rows are not free, a
+    doublings up to `max_held` (samples that an instance has memory for). Where rows are not free, a
     slower tail may still pay for a freed instance. (0, 0) when nothing is sooner than inference
     after all samples are done. Of equal choices the smallest threshold, then the smallest cap. With
     `threshold` only the cap is chosen. The other parameters as in `expected_seconds`.

@@ -3,8 +3,8 @@
 States: starting; up, until standard input ends (the driver closes it, or is dead), Ray ends, or a
 signal arrives. Then all processes of Ray on this node are killed, in whatever session. Its workers'
 logs are copied to the run directory, and its temporary directory is deleted. Exits with 0 after the
-end of standard input, 1 after Ray's own end, 3 if the run directory is not on this node, 143 after
-a signal.
+end of standard input, 1 after Ray's own end, 143 after a signal. Exits with 3 if the run directory
+is not on this node.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def no_client_server(params: Any, head: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run Ray on this node until asked to end; returns the exit code."""
+    """Run Ray on this node until a stop is requested; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", help="of the node; Slurm's, if not given")
     parser.add_argument("--address", help="host:port of the head; this is the head without it")
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _command(options, name, temp, spill),
                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        asked_to_end = _wait(process)
-        return 0 if asked_to_end else 1
+        stop_requested = _wait(process)
+        return 0 if stop_requested else 1
     return 128 + signal.SIGTERM
 
 
@@ -131,10 +131,10 @@ def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) ->
 
 
 def _wait_for_head(logs: Path) -> str | None:
-    """The head's address, from the job's meeting directory; None if asked to end before."""
+    """The head's address, from the job's meeting directory; None if a stop was requested before."""
     file = Path(os.environ[MEETING]) / "head"
     while not file.is_file():
-        if _asked_to_end(_POLL_S):
+        if _stop_requested(_POLL_S):
             return None
     return file.read_text().strip()
 
@@ -157,7 +157,7 @@ def _caches(scratch: Path) -> dict[str, str]:
     return {k: f"{folder}/{v}" for k, v in caches.items() if k not in os.environ}
 
 
-def _asked_to_end(patience: float) -> bool:
+def _stop_requested(patience: float) -> bool:
     """Whether standard input ends within so many seconds."""
     return bool(select.select([_STDIN], [], [], patience)[0]) and not os.read(_STDIN, 4096)
 
@@ -165,7 +165,7 @@ def _asked_to_end(patience: float) -> bool:
 def _wait(process: "subprocess.Popen[bytes]") -> bool:
     """Wait until standard input ends (True) or the process does (False)."""
     while process.poll() is None:
-        if _asked_to_end(_POLL_S):
+        if _stop_requested(_POLL_S):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)

@@ -25,7 +25,7 @@ class Telemetry:
     (KeyboardInterrupt) or `failed` (any other exception, whose text is the reason). A process that
     is killed leaves `running`, and its pid. A directory that holds an earlier run's records is
     continued: lines are appended, and where a step was logged twice readers take the later one.
-    With `go_on_from`, an earlier answer of `sizes()`, later records are cut off first.
+    With `resume_sizes`, an earlier answer of `sizes()`, later records are cut off first.
 
         with Telemetry(Path("runs/latest"), config, total_steps=100) as telemetry:
             telemetry.phase("rl", 100)
@@ -40,9 +40,9 @@ class Telemetry:
         run_dir: Path,
         config: TelemetryConfig,
         total_steps: int,
-        go_on_from: Mapping[str, int] | None = None,
+        resume_sizes: Mapping[str, int] | None = None,
     ) -> None:
-        self.run_dir, self._go_on_from = Path(run_dir), go_on_from
+        self.run_dir, self._resume_sizes = Path(run_dir), resume_sizes
         self._config = config
         self._total_steps = total_steps
         self._phase = ""
@@ -57,8 +57,8 @@ class Telemetry:
 
     def __enter__(self) -> Self:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if self._go_on_from is not None:
-            cut(self.run_dir, self._go_on_from)
+        if self._resume_sizes is not None:
+            cut(self.run_dir, self._resume_sizes)
         self._status = _begin(self.run_dir / "run.json", self._total_steps)
         try:
             self._open()

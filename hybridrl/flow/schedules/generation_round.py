@@ -34,7 +34,7 @@ class RoundLimits:
 
     An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
     forward pass. A call that decodes is to last about `call_s` seconds, with fewer steps while the
-    batch is large: finished samples are known only at its end. `stale_kv` lets a sample continue
+    batch is large. Finished samples are known only at its end. `stale_kv` lets a sample continue
     with keys and values of older weights.
     """
 

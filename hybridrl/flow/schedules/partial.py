@@ -43,8 +43,8 @@ class PartialSchedule(StreamingSchedule):
     of several versions, each with the log-probabilities of the version that made it.
 
     `max_staleness` bounds the steps between a sample's first token and its training. A step stops
-    only when all pending groups can still be trained in time, at so many groups a step
-    (`over_provision` at most 1 + `max_staleness`). So no token is thrown away.
+    only when all pending groups can still be trained in time, at so many groups a step. So
+    `over_provision` is at most 1 + `max_staleness`. So no token is thrown away.
 
     Which groups a step trains on follows from decode steps, not from time: instances decode in
     equal rounds, and the oldest complete groups are taken. Rewards start as samples finish, forward

@@ -34,8 +34,8 @@ class ReadyTracker:
 
     A sample has left a maker when it is finished. A chooser (filter, join) runs for a prompt when
     all of the prompt's samples have come to it. A per-sample stage may start on a sample that has
-    left the last maker or chooser before it, as soon as the fields that it reads are there. Other
-    per-sample stages before it need not have run.
+    left the last maker or chooser before it and has the fields that it reads. Other per-sample
+    stages before it need not have run.
 
     Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses the
     same as from the whole batch. A per-sample stage runs once on each sample that comes to it
