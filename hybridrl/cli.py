@@ -22,12 +22,12 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
-  plan     what a weight switch would move       hybridrl plan layout model=llama3_70b
+  plan     traffic of a weight switch             hybridrl plan layout model=llama3_70b
   report   render a run's page                   hybridrl report RUN
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
-  doctor   what will hurt a run on these machines  hybridrl doctor --help
+  doctor   problems of a run on these machines   hybridrl doctor --help
 
 A run or a plan ends with one JSON line on stdout. Errors a user can mend are one line on stderr,
 exit 2."""
@@ -255,7 +255,7 @@ def _report(args: list[str]) -> None:
 
 
 def _doctor(args: list[str]) -> None:
-    """Examine the machines of a run and print what will hurt it."""
+    """Examine the machines of a run and print the problems found."""
     from rich.console import Console
 
     from hybridrl.config import ClusterKind, compose

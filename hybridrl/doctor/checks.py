@@ -126,7 +126,7 @@ def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
         used = max(gpu.used_bytes for gpu in machine.gpus)
         if need and least.memory_bytes - used < need <= least.memory_bytes:
             why = f"{_gib(used)} of a GPU are in use, and a rank needs {_gib(need)}"
-            fix = "end what nvidia-smi lists"
+            fix = "end the processes that nvidia-smi lists"
             yield Finding(Severity.ERROR, "GPUs are occupied", why, fix, nodes)
     kinds = {gpu.name for machine in facts.machines for gpu in machine.gpus}
     if len(kinds) > 1:
@@ -155,7 +155,7 @@ def _memory(facts: Facts, needs: Needs) -> Iterator[Finding]:
             fix = "cluster.memory_per_node, fewer ranks a node, or more nodes"
             yield Finding(Severity.ERROR, what, why, fix, nodes)
         elif need > machine.memory_available:
-            why = f"the run needs {_gib(need)}; what else runs there has the rest"
+            why = f"the run needs {_gib(need)}; other processes have the rest"
             what = f"{_gib(machine.memory_available)} of memory are free"
             yield Finding(Severity.WARNING, what, why, "end it, or ask for whole nodes", nodes)
 
@@ -168,7 +168,7 @@ def _shm(facts: Facts, needs: Needs) -> Iterator[Finding]:
             f"Ray's object store needs {_gib(needs.object_store)} there and goes to a file"
             " otherwise: samples between ranks go through the disk. NCCL needs it, too"
         )
-        fix = "a larger one: mount -o remount,size=..., docker --shm-size, or delete what is in it"
+        fix = "a larger one: mount -o remount,size=..., docker --shm-size, or delete its files"
         what = f"/dev/shm has {_gib(machine.shm_free)} free of {_gib(machine.shm)}"
         yield Finding(Severity.WARNING, what, why, fix, (machine.node,))
 
@@ -260,7 +260,7 @@ def _scratch(disk: Disk) -> Iterator[Finding]:
     if disk.free < (1 - _RAY_FULL) * disk.total:
         what = f"{disk.path} is {1 - disk.free / disk.total:.0%} full"
         why = f"above {_RAY_FULL:.0%} Ray refuses objects that do not fit in memory"
-        fix = "delete what is there, or set cluster.local_scratch"
+        fix = "delete files there, or set cluster.local_scratch"
         yield Finding(Severity.WARNING, what, why, fix, nodes)
     if disk.kind in _NETWORK_DISKS:
         what = f"temporary files are on {disk.kind} ({disk.path})"

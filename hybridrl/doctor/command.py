@@ -28,7 +28,7 @@ from hybridrl.system.node_info import NodeInfo, read_node_info
 
 USAGE = """usage: hybridrl doctor [--json] [OVERRIDES]
 
-Says what will hurt a run of these overrides on this machine, on a Ray cluster (cluster.address=...)
+Finds problems of a run of these overrides on this machine, on a Ray cluster (cluster.address=...)
 or on the nodes of a Slurm job (cluster=slurm ...): inside of a job it looks at its nodes, elsewhere
 it submits one and waits for it. Exit code 1 where such a run cannot work."""
 _CLOCK_READS = 5
@@ -68,7 +68,7 @@ def examine(config: Config, directory: Path) -> Report:
             with ray_runtime(cluster, verl.environment(), Path(folder) / "logs") as ray:
                 facts = gather(ray, cluster, Path(folder))
         except (RayStartError, ConfigError, TimeoutError) as error:
-            what, fix = "the ranks do not come up", "what the line says, and the findings below"
+            what, fix = "the ranks do not come up", "see the reason, and the findings below"
             why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
             trouble.append(Finding(Severity.ERROR, what, why, fix))
             facts = _this_node_alone(directory)
@@ -284,7 +284,7 @@ def _links(facts: Facts) -> Table:
 
 def _words(findings: Sequence[Finding]) -> Iterator[str]:
     if not findings:
-        yield "\nnothing that will hurt"
+        yield "\nno problems found"
     for finding in findings:
         color = "red" if finding.severity is Severity.ERROR else "yellow"
         location = f" on {', '.join(finding.nodes)}" if finding.nodes else ""

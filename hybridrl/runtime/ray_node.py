@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", help="of the node; Slurm's, if not given")
     parser.add_argument("--address", help="host:port of the head; this is the head without it")
-    parser.add_argument("--scratch", type=Path, help="of this node, for caches and what Ray spills")
+    parser.add_argument(
+        "--scratch", type=Path, help="of this node, for caches and Ray's spilled objects"
+    )
     parser.add_argument("--temp", type=Path, help="Ray's directory; made under /tmp, if not given")
     parser.add_argument("--logs", type=Path, required=True, help="the run's directory of logs")
     parser.add_argument("--ranks", type=int, required=True, help="that this node holds")

@@ -77,7 +77,7 @@ def _utilization(
     plan = plan_memory(
         total,
         total - free - resident,
-        {"what stays of training": resident, "buckets of the weight switch": 2 * bucket_bytes},
+        {"memory that training keeps": resident, "buckets of the weight switch": 2 * bucket_bytes},
         held * dtype.itemsize + cache,
     )
     logger.warning("vLLM's gpu_memory_utilization: %s", plan.explanation)
