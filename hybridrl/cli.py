@@ -22,7 +22,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
-  plan     traffic of a weight switch             hybridrl plan layout model=llama3_70b
+  plan     traffic of a weight switch            hybridrl plan layout model=llama3_70b
   report   render a run's page                   hybridrl report RUN
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help

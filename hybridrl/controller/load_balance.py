@@ -1,4 +1,4 @@
-"""Which rank trains, or reads, which sample."""
+"""Assignment of samples to the ranks that train, or read, them."""
 
 from collections.abc import Sequence
 

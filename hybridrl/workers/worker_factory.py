@@ -1,4 +1,4 @@
-"""Which pool has which kind of rank."""
+"""The class of the ranks of each pool."""
 
 from pathlib import Path
 
