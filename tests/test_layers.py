@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
 
-# Room -> the rooms of the package that it may import besides itself: DESIGN.md's floor plan.
+# Room -> the rooms of the package that it may import: the floor plan in AGENTS.md.
 CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow"}
 WORKERS = CORE | {"system", "telemetry", "data", "rewards", "checkpoint"}
 RUNTIME = WORKERS | {"workers", "compat"}

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ("hybridrl", "recipes", "kernels")
 
-# Identifiers that other names have replaced: WORDS.md, Renames.
+# Identifiers that other names have replaced; docs/architecture.md has the glossary.
 REPLACED = {
     "Knowledge", "Gathering", "EarlyStages", "Overlap", "Dataflow", "Carried", "Placed", "Trained",
     "Holder", "Died", "DEATH_S", "Stopped", "TrainingStopped", "Cluster", "ClusterError",
