@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.config.bounds import bounded, check_at_least
+from hybridrl.config.bounds import bounded, check_at_least, check_bounds
 from hybridrl.config.cluster import (
     ClusterConfig,
     ClusterKind,
@@ -95,17 +95,43 @@ class Config:
     """Directory and seed."""
 
     def __post_init__(self) -> None:
-        ranks, ranks_key = len(self.cluster.pool_ranks["actor"]), self.cluster.pool_key("actor")
+        check_bounds(self)
+        self.check_groups()
+        self.resolve()
+        self.check_ranks()
+        self.check_schedule()
+
+    def check_groups(self) -> None:
+        """Raise ConfigError for a group of settings that cannot work, whatever the others are."""
+        self.model.check()
+        self.reward.check("reward")
+        self.cost.check("cost")
+        self.rollout.check()
+        self.trainer.check()
+        self.warm_start.optim.check("warm_start.optim")
+
+    def resolve(self) -> None:
+        """Fill in the values that follow from others: ranks, sizes of axes, `trainer.resume`."""
+        self.cluster.resolve()
+        self.trainer.layout.resolve(self.ranks_of("actor"))
+        for role in VALUE_MODELS:
+            self.value_model_of(role).layout.resolve(self.ranks_of(self.value_pool))
+        if self.cluster.requeue and not self.trainer.resumes:
+            self.trainer.resume = "auto"
+
+    def check_ranks(self) -> None:
+        """Raise ConfigError for ranks that cannot be, or layouts that do not fit them."""
+        self.cluster.check()
+        ranks, ranks_key = self.ranks_of("actor"), self.cluster.pool_key("actor")
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
-        self.reward.check("reward")
-        self.cost.check("cost")
         if not self.split:  # else those that the recipe has, once it is known
             for role in VALUE_MODELS:
                 self.check_value_model(role)
-        if self.cluster.requeue and not self.trainer.resumes:
-            self.trainer.resume = "auto"
+
+    def check_schedule(self) -> None:
+        """Raise ConfigError for a schedule that the placement or the rollout engine excludes."""
         self.schedule.check()
         if self.split and self.schedule.entry.may_be_stale:
             # A group that is complete waits for its step with values of an older critic.
@@ -128,8 +154,8 @@ class Config:
     def judge_of(self, role: str) -> JudgeConfig:
         """The settings of what judges, by its role: `reward`, `cost`, `reward.parts.NAME`, ..."""
         whole, _, name = role.partition(".parts.")
-        found: RewardConfig = getattr(self, whole)
-        return found.parts[name] if name else found
+        judge: RewardConfig = getattr(self, whole)
+        return judge.parts[name] if name else judge
 
     def is_neural(self, role: str) -> bool:
         """Whether what judges is a model; else it judges in processes."""
@@ -137,25 +163,33 @@ class Config:
 
     def judges_of(self, role: str) -> tuple[str, ...]:
         """The roles that judge where a recipe says `reward` or `cost`: that one, or its parts."""
-        found: RewardConfig = getattr(self, role)
-        return tuple(f"{role}.parts.{name}" for name in found.parts) or (role,)
+        judge: RewardConfig = getattr(self, role)
+        return tuple(f"{role}.parts.{name}" for name in judge.parts) or (role,)
 
     def weight_of(self, role: str) -> float:
         """What the score of one part, `reward.parts.NAME`, counts."""
-        part = self.judge_of(role)
-        assert isinstance(part, RewardPartConfig), role
-        return part.weight
+        judge = self.judge_of(role)
+        assert isinstance(judge, RewardPartConfig), role
+        return judge.weight
 
     def value_model_of(self, role: str) -> ValueModelConfig:
         """The settings of a value model, by its role's name."""
-        found: ValueModelConfig = getattr(self, VALUE_MODELS[role])
-        return found
+        settings: ValueModelConfig = getattr(self, VALUE_MODELS[role])
+        return settings
 
     def check_value_model(self, role: str) -> None:
-        """Settle a value model's layout on its pool; raise ConfigError where it does not fit."""
-        pool = "critic" if self.split else "actor"
-        ranks, ranks_key = len(self.cluster.pool_ranks[pool]), self.cluster.pool_key(pool)
+        """Raise ConfigError where a value model does not fit the ranks of its pool."""
+        ranks, ranks_key = self.ranks_of(self.value_pool), self.cluster.pool_key(self.value_pool)
         self.value_model_of(role).check(ranks, VALUE_MODELS[role], ranks_key)
+
+    def ranks_of(self, pool: str) -> int:
+        """The number of ranks of a pool."""
+        return len(self.cluster.pool_ranks[pool])
+
+    @property
+    def value_pool(self) -> str:
+        """The pool of the value models."""
+        return "critic" if self.split else "actor"
 
     @property
     def split(self) -> bool:

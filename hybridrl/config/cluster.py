@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 
@@ -39,16 +40,19 @@ class PoolsConfig:
     critic: int = 0
     """Critics, a reward model that is trained, and judges that are models."""
 
-    def settle(self, ranks: int) -> None:
-        """Replace zeros; raise ConfigError where the pools do not make up the `ranks`."""
-        given = f"{self.actor or '?'} + {self.critic or '?'}"
-        if not self.critic:
-            self.critic = ranks - self.actor if self.actor else ranks // 2
-        if not self.actor:
-            self.actor = ranks - self.critic
+    def resolve(self, ranks: int) -> None:
+        """Replace zeros, where that leaves each pool a rank."""
+        critic = self.critic or (ranks - self.actor if self.actor else ranks // 2)
+        actor = self.actor or ranks - critic
+        if min(actor, critic) >= 1:
+            self.actor, self.critic = actor, critic
+
+    def check(self, ranks: int) -> None:
+        """Raise ConfigError where the pools do not make up the `ranks`."""
         if min(self.actor, self.critic) < 1 or self.actor + self.critic != ranks:
+            sizes = f"{self.actor or '?'} + {self.critic or '?'}"
             allowed = f"actor + critic = cluster.ranks={ranks}, each 1 or more"
-            raise ConfigError("cluster.pools", given, allowed)
+            raise ConfigError("cluster.pools", sizes, allowed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,17 +67,17 @@ class ClusterConfig:
     """How roles map to ranks."""
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     """Sizes of the pools, for placement=split."""
-    threads_per_rank: int = 1
+    threads_per_rank: int = bounded(1, least=1)
     """CPU threads of one rank."""
     address: str | None = None
     """A running Ray cluster to join; null starts one for the run and ends it with it."""
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = bounded(120.0, above=0)
     """Seconds to wait for the nodes to join, and for the ranks to come up."""
-    nodes: int = 1
+    nodes: int = bounded(1, least=1)
     """Nodes; the ranks are spread evenly over them, those of a node one after the other."""
-    gpus_per_node: int = 0
+    gpus_per_node: int = bounded(0, least=0)
     """Slurm: GPUs of each node; 0 for a job on CPUs."""
-    cpus_per_node: int | None = None
+    cpus_per_node: int | None = bounded(None, least=1)
     """Slurm: CPUs of each node; null asks for whole nodes."""
     memory_per_node: str | None = None
     """Slurm: memory of each node (`200G`); null leaves it to the partition."""
@@ -102,27 +106,21 @@ class ClusterConfig:
     local_scratch: str | None = None
     """Slurm: a directory of each node's own for compilers' caches and what Ray spills; null takes
     the first of $SLURM_TMPDIR, $TMPDIR and /tmp there."""
-    requeue: int = 0
+    requeue: int = bounded(0, least=0)
     """Slurm: how often the job may start again, at its time limit, after preemption, or when a
     node or a rank has died; then `trainer.resume` is at least `auto`."""
-    warn_s: int = 120
+    warn_s: int = bounded(120, least=1)
     """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
 
-    def __post_init__(self) -> None:
-        least_of = {
-            "threads_per_rank": 1,
-            "nodes": 1,
-            "gpus_per_node": 0,
-            "requeue": 0,
-            "warn_s": 1,
-        }
-        for key, least in least_of.items():
-            if getattr(self, key) < least:
-                raise ConfigError(f"cluster.{key}", getattr(self, key), f"{least} or more")
-        if self.start_timeout_s <= 0:
-            raise ConfigError("cluster.start_timeout_s", self.start_timeout_s, "above 0")
-        if self.cpus_per_node is not None and self.cpus_per_node < 1:
-            raise ConfigError("cluster.cpus_per_node", self.cpus_per_node, "1 or more, or null")
+    def resolve(self) -> None:
+        """Fill in the number of ranks of a Slurm job, and the sizes of the pools."""
+        if self.kind is ClusterKind.slurm and not self.ranks:
+            self.ranks = self.nodes * self.gpus_per_node
+        if self.placement is Placement.split:
+            self.pools.resolve(self.ranks)
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that do not fit each other, once they are resolved."""
         if self.kind is ClusterKind.slurm:
             self._check_slurm()
         else:
@@ -130,10 +128,10 @@ class ClusterConfig:
         if self.ranks < 1:
             raise ConfigError("cluster.ranks", self.ranks, "1 or more")
         if self.placement is Placement.split:
-            self.pools.settle(self.ranks)
+            self.pools.check(self.ranks)
         elif self.pools != PoolsConfig():
-            given = f"{self.pools.actor} + {self.pools.critic}"
-            raise ConfigError("cluster.pools", given, "cluster.placement=split beside it")
+            sizes = f"{self.pools.actor} + {self.pools.critic}"
+            raise ConfigError("cluster.pools", sizes, "cluster.placement=split beside it")
 
     @property
     def pool_ranks(self) -> dict[str, range]:
@@ -175,12 +173,10 @@ class ClusterConfig:
     def _check_slurm(self) -> None:
         if self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: a Slurm job has its own Ray")
-        gpus = self.nodes * self.gpus_per_node
         if self.ranks == 0:
-            if not gpus:
-                allowed = "the GPUs of each node, or cluster.ranks for a job on CPUs"
-                raise ConfigError("cluster.gpus_per_node", 0, allowed)
-            self.ranks = gpus
+            allowed = "the GPUs of each node, or cluster.ranks for a job on CPUs"
+            raise ConfigError("cluster.gpus_per_node", 0, allowed)
+        gpus = self.nodes * self.gpus_per_node
         if self.ranks % self.nodes:
             raise ConfigError(
                 "cluster.ranks", self.ranks, f"a multiple of cluster.nodes={self.nodes}"

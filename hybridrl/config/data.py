@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.bounds import bounded
 
 
 class SourceKind(Enum):
@@ -46,9 +46,9 @@ class DataConfig:
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """The mixture, by a name of your choice."""
-    size: int = 5000
+    size: int = bounded(5000, least=1, allowed="a whole number of 1 or more")
     """Training items to draw from generated sources; file sources give all they have."""
-    eval_size: int = 256
+    eval_size: int = bounded(256, least=1, allowed="a whole number of 1 or more")
     """Items held out from training, for evaluation."""
     seed: int = 0
     """Seed of generation, hold-out and shuffling."""
@@ -62,12 +62,7 @@ class DataConfig:
     """System message of the chat template."""
     keep: str | None = None
     """Regular expression; only items whose whole prompt matches it are used."""
-    max_prompt_tokens: int = 256
+    max_prompt_tokens: int = bounded(256, least=1, allowed="a whole number of 1 or more")
     """A longer prompt is an error, unless `skip_long_prompts`."""
     skip_long_prompts: bool = False
     """Leave prompts that are too long out (their number is reported) instead of stopping."""
-
-    def __post_init__(self) -> None:
-        for key in ("size", "eval_size", "max_prompt_tokens"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"data.{key}", getattr(self, key), "a whole number of 1 or more")

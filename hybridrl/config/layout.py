@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 
@@ -37,33 +38,33 @@ class Grouping(Enum):
 class TrainLayoutConfig:
     """Sizes of the training axes; their product is the number of ranks."""
 
-    pp: int = 1
+    pp: int = bounded(1, least=1)
     """Pipeline stages."""
-    replicas: int = 1
+    replicas: int = bounded(1, least=1)
     """Copies of the sharded model (hybrid sharded data parallelism)."""
-    fsdp: int = 0
+    fsdp: int = bounded(0, least=0)
     """Ranks over which FSDP2 shards; 0 takes what the other axes leave."""
-    tp: int = 1
+    tp: int = bounded(1, least=1)
     """Tensor parallelism."""
     sequence_parallel: bool = False
     """Under tp, split what lies between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     """Order of the micro-batches under pp."""
 
-    def check(
-        self, ranks: int, key: str = "trainer.layout", ranks_key: str = "cluster.ranks"
-    ) -> None:
-        """Settle `fsdp`; raise ConfigError where the product is not the number of `ranks`.
-
-        `key` is where these settings stand, `ranks_key` where the number does.
-        """
-        for axis, least in (("pp", 1), ("replicas", 1), ("fsdp", 0), ("tp", 1)):
-            if getattr(self, axis) < least:
-                raise ConfigError(f"{key}.{axis}", getattr(self, axis), f"{least} or more")
+    def resolve(self, ranks: int) -> None:
+        """Fill `fsdp` in where it is 0 and the other axes divide the number of `ranks`."""
         others = self.pp * self.replicas * self.tp
         if self.fsdp == 0 and ranks % others == 0:
             self.fsdp = ranks // others
-        if self.fsdp * others != ranks:
+
+    def check(
+        self, ranks: int, key: str = "trainer.layout", ranks_key: str = "cluster.ranks"
+    ) -> None:
+        """Raise ConfigError where the product of the axes is not the number of `ranks`.
+
+        `key` is the place of these settings, `ranks_key` that of the number.
+        """
+        if self.pp * self.replicas * self.fsdp * self.tp != ranks:
             sizes = f"{self.pp} x {self.replicas} x {self.fsdp or '?'} x {self.tp}"
             allowed = f"pp x replicas x fsdp x tp = {ranks_key}={ranks}"
             raise ConfigError(key, sizes, allowed)
@@ -73,23 +74,15 @@ class TrainLayoutConfig:
 class RolloutLayoutConfig:
     """Sizes of one generation instance; there are as many instances as fit in the ranks."""
 
-    pp: int = 1
+    pp: int = bounded(1, least=1)
     """Pipeline stages of an instance."""
-    tp: int = 1
+    tp: int = bounded(1, least=1)
     """Tensor parallelism of an instance."""
     grouping: Grouping = Grouping.auto
     """Which rank takes which place in generation."""
-    bucket_mb: float = 16.0
+    # With a smaller bucket, planning the messages takes longer than sending them.
+    bucket_mb: float = bounded(16.0, least=0.1, most=1e6, allowed="0.1 to 1e6")
     """Size, in MB, of a bucket of the weight switch; two of them are in flight."""
-
-    def __post_init__(self) -> None:
-        for key in ("pp", "tp"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"rollout.layout.{key}", getattr(self, key), "1 or more")
-        if (
-            not 0.1 <= self.bucket_mb <= 1e6
-        ):  # smaller ones make planning the messages take longer than sending
-            raise ConfigError("rollout.layout.bucket_mb", self.bucket_mb, "0.1 to 1e6")
 
     def check(self, ranks: int, ranks_key: str = "cluster.ranks") -> None:
         """Raise ConfigError where the ranks are not a whole number of instances."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -12,26 +13,20 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """LoRA (Hu et al., arXiv 2106.09685): weights W stay, and W + alpha / rank B A computes."""
 
-    rank: int = 0
+    rank: int = bounded(0, least=0, allowed="0 (all weights are trained) or above")
     """Rank of the adapters; 0 has none and trains all weights."""
-    alpha: int = 16
+    alpha: int = bounded(16, least=1)
     """What the adapters' product is multiplied by, times the rank."""
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, least=0, below=1)
     """Share of an adapter's inputs that is dropped while training."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """The linear layers that get adapters (q_proj, v_proj, ...); all-linear: all of a block."""
 
     def check(self, key: str, tp: int) -> None:
-        """Raise ConfigError for what cannot work; `key` is where these settings stand.
+        """Raise ConfigError for settings that cannot work; `key` is their place.
 
         `tp` is the model's tensor parallelism in training.
         """
-        if self.rank < 0:
-            raise ConfigError(f"{key}.rank", self.rank, "0 (all weights are trained) or above")
-        if self.alpha < 1:
-            raise ConfigError(f"{key}.alpha", self.alpha, "1 or more")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"{key}.dropout", self.dropout, "0 to below 1")
         if self.dropout and self.rank and tp > 1:  # each rank would drop other inputs
             raise ConfigError(f"{key}.dropout", self.dropout, f"0 with tensor parallelism ({tp=})")
         if not self.target_modules:
@@ -52,5 +47,5 @@ class ActorConfig:
     """Low-rank adapters in place of all weights."""
 
     def check(self, tp: int) -> None:
-        """Raise ConfigError for a value out of range; see `LoraConfig.check`."""
+        """Raise ConfigError for settings that cannot work; see `LoraConfig.check`."""
         self.lora.check("actor.lora", tp)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 
@@ -26,19 +27,19 @@ class Attention(Enum):
 class TinyModelConfig:
     """A small Qwen3 with a character tokenizer, made on the spot when `model.path` is null."""
 
-    hidden_size: int = 192
+    hidden_size: int = bounded(192, least=1)
     """Width of the residual stream."""
-    intermediate_size: int = 512
+    intermediate_size: int = bounded(512, least=1)
     """Width of the feed-forward layer."""
-    num_layers: int = 3
+    num_layers: int = bounded(3, least=1)
     """Number of decoder layers."""
-    num_heads: int = 6
+    num_heads: int = bounded(6, least=1)
     """Number of query heads."""
-    num_kv_heads: int = 2
+    num_kv_heads: int = bounded(2, least=1)
     """Number of key and value heads."""
-    head_dim: int = 32
+    head_dim: int = bounded(32, least=1)
     """Width of one head."""
-    max_positions: int = 512
+    max_positions: int = bounded(512, least=1)
     """Longest sequence, in tokens."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 #:,>=+-*/().?"
     """Characters that the tokenizer knows, one token each."""
@@ -59,7 +60,8 @@ class ModelConfig:
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     """Shape of the model that is made when there is no path."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError for an empty path, or heads that do not divide."""
         if self.path == "":
             raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
         if self.tiny.num_heads % self.tiny.num_kv_heads:

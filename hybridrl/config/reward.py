@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 
@@ -36,13 +37,13 @@ class JudgeConfig:
     """Regular expression; the last match's first group is what is judged. Null: the whole text."""
     pattern: str | None = None
     """kind=regex: the expression; `{answer}` in it becomes the escaped answer."""
-    timeout_s: float = 5.0
+    timeout_s: float = bounded(5.0, above=0, allowed="seconds above 0")
     """Seconds for one sample; past it the sample is marked `reward_timeout` and scores 0."""
-    num_processes: int = 1
+    num_processes: int = bounded(1, least=1)
     """Verifier processes per rank."""
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for what cannot work; `key` is where these settings stand."""
+        """Raise ConfigError for settings that cannot work; `key` is their place."""
         needed = {
             RewardKind.regex: "pattern",
             RewardKind.function: "function",
@@ -52,10 +53,6 @@ class JudgeConfig:
         if name and not getattr(self, name):
             allowed = f"a value, for {key}.kind={self.kind.value}"
             raise ConfigError(f"{key}.{name}", "null", allowed)
-        if self.timeout_s <= 0:
-            raise ConfigError(f"{key}.timeout_s", self.timeout_s, "seconds above 0")
-        if self.num_processes < 1:
-            raise ConfigError(f"{key}.num_processes", self.num_processes, "1 or more")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +63,7 @@ class RewardPartConfig(JudgeConfig):
     """What its score is multiplied by; with 0 it is only recorded."""
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for what cannot work; `key` is where these settings stand."""
+        """Raise ConfigError for settings that cannot work; `key` is their place."""
         JudgeConfig.check(self, key)
         if self.kind is RewardKind.sum:
             raise ConfigError(f"{key}.kind", self.kind.value, "another kind: a part has no parts")
@@ -81,16 +78,16 @@ class RewardConfig(JudgeConfig):
     `reward_NAME`."""
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for what cannot work; `key` is where these settings stand."""
+        """Raise ConfigError for settings that cannot work; `key` is their place."""
         JudgeConfig.check(self, key)
         if (self.kind is RewardKind.sum) != bool(self.parts):
             allowed = f"parts with {key}.kind=sum, and with it alone"
             raise ConfigError(f"{key}.parts", list(self.parts), allowed)
-        for name, part in self.parts.items():
+        for name, judge in self.parts.items():
             if not _NAME.fullmatch(name) or name == "status":
                 allowed = "names of lower-case letters, digits and _, other than status"
                 raise ConfigError(f"{key}.parts", name, allowed)
-            part.check(f"{key}.parts.{name}")
+            judge.check(f"{key}.parts.{name}")
 
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

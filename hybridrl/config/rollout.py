@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import RolloutLayoutConfig
 from hybridrl.config.model import DType
@@ -59,40 +60,32 @@ class RolloutConfig:
     """Which engine; choose it by `rollout=native` or `rollout=vllm`, which sets what it needs."""
     dtype: DType = DType.float32
     """Format of the generation weights."""
-    max_new_tokens: int = 24
+    max_new_tokens: int = bounded(24, least=1)
     """Longest response, in tokens."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, least=0, allowed="0 (greedy) or above")
     """Softmax temperature of training rollouts; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, above=0, most=1)
     """Nucleus: the smallest set of tokens whose probability reaches this."""
-    top_k: int = 0
+    top_k: int = bounded(0, least=0, allowed="0 (all tokens) or above")
     """Only the k most probable tokens; 0 is all."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response, besides the end-of-text token. The response keeps them. One that
     is a token of the vocabulary counts as that token alone; any other wherever it appears."""
-    max_running: int = 256
+    max_running: int = bounded(256, least=1)
     """Samples that decode at the same time on an instance."""
-    block_size: int = 16
+    block_size: int = bounded(16, least=1)
     """Tokens per block of the paged KV cache."""
     kv_cache_tokens: int = 0
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
-    decode_steps: int = 64
+    decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """How the weights lie on the ranks in generation."""
 
-    def __post_init__(self) -> None:
-        for key in ("max_new_tokens", "max_running", "block_size", "decode_steps"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"rollout.{key}", getattr(self, key), "1 or more")
+    def check(self) -> None:
+        """Raise ConfigError for an empty stop text, or a block size that the engine cannot have."""
         if "" in self.stop:
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
-        if self.temperature < 0:
-            raise ConfigError("rollout.temperature", self.temperature, "0 (greedy) or above")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError("rollout.top_p", self.top_p, "above 0, at most 1")
-        if self.top_k < 0:
-            raise ConfigError("rollout.top_k", self.top_k, "0 (all tokens) or above")
         if self.block_size % self.features.block_multiple:
             multiple = self.features.block_multiple
             allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"

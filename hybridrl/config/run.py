@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from hybridrl.config.errors import ConfigError
+from hybridrl.config.bounds import bounded
 
 
 class Deterministic(Enum):
@@ -50,9 +50,5 @@ class RunConfig:
 
     dir: str = "runs/latest"
     """Run directory: config, metrics, samples, trace, checkpoints, report."""
-    seed: int = 0
+    seed: int = bounded(0, least=0)
     """Seed of initial weights, sampling and data order."""
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError("run.seed", self.seed, "0 or more")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from hybridrl.config.bounds import bounded, check_bounds
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 
@@ -50,11 +50,10 @@ class ScheduleConfig:
         return SCHEDULES[self.kind]
 
     def check(self) -> None:
-        """Raise ConfigError for a value out of range, or settings of another schedule."""
+        """Raise ConfigError for settings of another schedule, or that do not fit each other."""
         if type(self) is not self.entry.settings:
             name = self.kind.value
             raise ConfigError("schedule.kind", name, f"schedule={name} in its place")
-        check_bounds(self, "schedule")
 
     def check_kv_stays(self, allowed: str) -> None:
         """Raise ConfigError for a setting that needs keys and values of an engine without them.
@@ -111,7 +110,7 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
     """The KV cache of what is parked, once the weights have changed."""
 
     def check(self) -> None:
-        """Raise ConfigError for a value out of range."""
+        """Raise ConfigError for more prompts than samples of the staleness allowed can be of."""
         ScheduleConfig.check(self)
         if self.over_provision > 1 + self.max_staleness:
             allowed = f"1 to 1 + schedule.max_staleness, which is {1 + self.max_staleness}"

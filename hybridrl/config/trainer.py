@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import TrainLayoutConfig
 
@@ -19,57 +20,50 @@ class LRSchedule(Enum):
 class OptimConfig:
     """AdamW on float32 master weights."""
 
-    lr: float = 1e-5
+    lr: float = bounded(1e-5, above=0)
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay of the two moments."""
-    eps: float = 1e-8
+    eps: float = bounded(1e-8, least=0)
     """Added to the root of the second moment."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0, least=0)
     """Decoupled weight decay."""
-    clip_grad_norm: float = 1.0
+    clip_grad_norm: float = bounded(1.0, least=0)
     """Largest norm of the whole gradient; 0 leaves it alone."""
     schedule: LRSchedule = LRSchedule.constant
     """Shape after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = bounded(0, least=0)
     """Optimizer steps of linear warm-up."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = bounded(0.0, least=0, most=1)
     """Where the decay ends, relative to the peak."""
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for a value out of range; `key` is where these settings stand."""
-        if self.lr <= 0:
-            raise ConfigError(f"{key}.lr", self.lr, "above 0")
+        """Raise ConfigError for impossible `betas`; `key` is the place of these settings."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"{key}.betas", self.betas, "two numbers from 0 to below 1")
-        for name in ("eps", "weight_decay", "clip_grad_norm", "warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{key}.{name}", getattr(self, name), "0 or more")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigError(f"{key}.min_lr_ratio", self.min_lr_ratio, "0 to 1")
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """Steps, batches, checkpoints."""
 
-    steps: int = 100
+    steps: int = bounded(100, least=0)
     """Iterations: generate, score, update."""
-    prompts_per_step: int = 32
+    prompts_per_step: int = bounded(32, least=1)
     """Prompts of one iteration."""
-    mini_batches: int = 1
+    mini_batches: int = bounded(1, least=1)
     """Optimizer steps per iteration; the samples are split in order."""
-    epochs: int = 1
+    epochs: int = bounded(1, least=1)
     """Passes over an iteration's samples."""
-    max_tokens_per_micro_batch: int = 8192
+    max_tokens_per_micro_batch: int = bounded(8192, least=1)
     """Most tokens of one forward and backward pass on a rank."""
     activation_checkpointing: bool = False
     """Recompute every decoder layer in the backward pass instead of keeping its activations."""
     max_bad_steps: int = 3
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
-    save_every: int = 0
+    save_every: int = bounded(0, least=0)
     """Checkpoint every so many steps; 0 saves at the end only."""
-    keep_last: int = 2
+    keep_last: int = bounded(2, least=0)
     """Newest checkpoints that are kept, besides the best and the final one."""
     resume: str = "never"
     """`auto` goes on from the newest checkpoint in the run directory, and starts anew where there
@@ -79,13 +73,8 @@ class TrainerConfig:
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
     """How the weights lie on the ranks in training."""
 
-    def __post_init__(self) -> None:
-        for key in ("prompts_per_step", "mini_batches", "epochs", "max_tokens_per_micro_batch"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"trainer.{key}", getattr(self, key), "1 or more")
-        for key in ("steps", "save_every", "keep_last"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"trainer.{key}", getattr(self, key), "0 or more")
+    def check(self) -> None:
+        """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer."""
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")
@@ -105,36 +94,24 @@ class TrainerConfig:
 class WarmStartConfig:
     """A short supervised phase (`recipe=sft`) before the recipe, in the same job."""
 
-    steps: int | None = None
+    steps: int | None = bounded(None, least=0)
     """Optimizer steps; 0 goes straight to the recipe. Null: 120 for a model that is made on the
     spot, unless the recipe is sft itself; else 0."""
-    prompts_per_step: int = 32
+    prompts_per_step: int = bounded(32, least=1)
     """Items of one step."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The phase's own optimizer."""
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 0:
-            raise ConfigError("warm_start.steps", self.steps, "0 or more, or null")
-        if self.prompts_per_step < 1:
-            raise ConfigError("warm_start.prompts_per_step", self.prompts_per_step, "1 or more")
-        self.optim.check("warm_start.optim")
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     """Held-out evaluation: greedy accuracy, and pass@k when `num_samples` is above 1."""
 
-    every: int = 10
+    every: int = bounded(10, least=0)
     """Evaluate every so many steps; 0 only before and after."""
-    num_prompts: int = 0
+    num_prompts: int = bounded(0, least=0)
     """Held-out prompts to use; 0 uses all of `data.eval_size`."""
-    num_samples: int = 1
+    num_samples: int = bounded(1, least=1)
     """Samples per prompt at temperature 1 for pass@k; 1 evaluates greedily only."""
     success_threshold: float = 1.0
     """A response counts as right when its reward reaches this."""
-
-    def __post_init__(self) -> None:
-        for key, least in (("every", 0), ("num_prompts", 0), ("num_samples", 1)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"eval.{key}", getattr(self, key), f"{least} or more")

@@ -25,9 +25,9 @@ class ValueModelConfig:
     """How the weights lie on the ranks; by default as the actor's in training."""
 
     def check(self, ranks: int, key: str, ranks_key: str = "cluster.ranks") -> None:
-        """Raise ConfigError for a value out of range.
+        """Raise ConfigError for settings that cannot work on so many `ranks`.
 
-        `key` is where these settings stand, `ranks_key` what says that there are so many `ranks`.
+        `key` is the place of these settings, `ranks_key` that of the number.
         """
         self.optim.check(f"{key}.optim")
         self.layout.check(ranks, f"{key}.layout", ranks_key)

@@ -59,11 +59,7 @@ def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:
 
 
 def check_placement(config: Config, graph: Graph) -> None:
-    """Settle the layouts of roles with a separate pool.
-
-    Raises `ConfigError` for a recipe that leaves a pool without work, and for a layout that does
-    not fit its pool.
-    """
+    """Raise `ConfigError` for a pool without work, or one whose ranks do not fit its models."""
     if not config.split:
         return
     graphs = graphs_of(graph, config)

@@ -269,4 +269,4 @@ def test_a_failing_rank_is_named_and_its_traceback_shown(
 
 def test_no_ray_to_join() -> None:
     with pytest.raises(ConfigError, match=r"cluster.address=auto: wanted null"):
-        ClusterConfig(kind=ClusterKind.processes, address="auto")
+        Config(cluster=ClusterConfig(kind=ClusterKind.processes, address="auto"))

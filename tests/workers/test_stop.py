@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.config import ConfigError, RolloutConfig
+from hybridrl.config import Config, ConfigError, RolloutConfig
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.workers.actor import stop_strings, stop_token_ids
 
@@ -27,4 +27,4 @@ def test_wrong_texts() -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.stop=ax: wanted a text that the model's"):
         stop_strings(TOKENIZER, ["ab", "ax"])
     with pytest.raises(ConfigError, match=r"^rollout\.stop=\['a', ''\]: wanted texts of one or"):
-        RolloutConfig(stop=["a", ""])
+        Config(rollout=RolloutConfig(stop=["a", ""]))

@@ -37,6 +37,7 @@ class TrainDims:
     @classmethod
     def make(cls, layout: TrainLayoutConfig, ranks: int, device_type: str) -> "TrainDims":
         """All ranks of the world in the order of `TrainAxes`; raises ConfigError for the sizes."""
+        layout.resolve(ranks)
         layout.check(ranks)
         axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
         mesh = init_device_mesh(
