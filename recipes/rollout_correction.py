@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hybridrl.algorithms.corrections import Correction
+from hybridrl.algorithms.corrections import (
+    Correction,
+    CorrectionLevel,
+    CorrectionRule,
+    StepScale,
+)
 from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream
 
@@ -18,29 +23,6 @@ class OldLogProbs(Enum):
     rollout = "rollout"  # the rollout engine's, as sampled: no extra pass
     trainer = "trainer"  # recomputed by the train engine before the update
     ewma = "ewma"  # those of a moving average of the policy (PPO-EWMA)
-
-
-class CorrectionRule(Enum):
-    """The bound on importance weights far from 1."""
-
-    none = "none"  # no weights: the engines' mismatch is not corrected
-    truncate = "truncate"  # at most the bound
-    mask = "mask"  # 0 beyond the bound, and below its inverse
-
-
-class StepScale(Enum):
-    """The effect of the effective sample size on the learning rate."""
-
-    none = "none"
-    sqrt = "sqrt"  # the root of the effective share, for optimizers like Adam
-    linear = "linear"  # the effective share
-
-
-class CorrectionLevel(Enum):
-    """The unit of an importance weight."""
-
-    token = "token"
-    sequence = "sequence"  # the product over the response
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,8 +56,8 @@ class RolloutCorrection:
             name = self.correction.value
             allowed = "none, or recipe.old_log_probs=trainer or ewma with it"
             raise ConfigError("recipe.correction", name, allowed)
-        level, bound = self.correction_level.value, self.correction_bound
-        return Correction(rule=self.correction.value, level=level, bound=bound)
+        level, bound = self.correction_level, self.correction_bound
+        return Correction(rule=self.correction, level=level, bound=bound)
 
 
 def add_old_log_probs(
@@ -93,5 +75,4 @@ def add_old_log_probs(
     if correction:
         fields = ("old_log_probs", "log_probs")
         samples = samples.map(correction, fields, ("rollout_weights",), name="correction")
-    scale = None if cfg.step_scale is StepScale.none else cfg.step_scale.value
-    return samples, {"correction": correction, "step_scale": scale}
+    return samples, {"correction": correction, "step_scale": cfg.step_scale}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.algorithms import KL_ESTIMATORS, NORMALISATIONS, resolve
+from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
 from hybridrl.config import Config, RewardKind
 from hybridrl.config.compose import check, parse_arguments, register, take_recipe_paths
 from hybridrl.config.dotted import load_function
@@ -94,7 +94,7 @@ def test_the_functions_of_the_recipe_run() -> None:
 def test_kl_and_weights_are_found_by_their_names() -> None:
     kl = resolve(KL_ESTIMATORS, "recipe.kl", "my/plugins.py:absolute")
     assert kl(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist() == [2.0]
-    weights = resolve(NORMALISATIONS, "recipe.normalize", "my/plugins.py:by_root")
+    weights = resolve(NORMALIZATIONS, "recipe.normalize", "my/plugins.py:by_root")
     assert weights(torch.tensor([4, 1]), 5, 2, 24).tolist() == [0.25, 0.5]
 
 

@@ -18,7 +18,7 @@ KL_ESTIMATORS: Mapping[str, str] = {
     "k2": "hybridrl.algorithms.kl:k2",
     "k3": "hybridrl.algorithms.kl:k3",
 }
-NORMALISATIONS: Mapping[str, str] = {
+NORMALIZATIONS: Mapping[str, str] = {
     "token": "hybridrl.algorithms.normalize:token",
     "sequence": "hybridrl.algorithms.normalize:sequence",
     "constant": "hybridrl.algorithms.normalize:constant",
@@ -43,7 +43,7 @@ _load = functools.cache(load_function)
 
 __all__ = [
     "KL_ESTIMATORS",
-    "NORMALISATIONS",
+    "NORMALIZATIONS",
     "Loss",
     "resolve",
 ]

@@ -8,15 +8,35 @@ sampled token, W the product of w over a response.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from hybridrl.algorithms.kl import MAX_LOG_RATIO, k3
 from hybridrl.config import ConfigError
 
-RULES = ("truncate", "mask")
-LEVELS = ("token", "sequence")
-SCALINGS = {"sqrt": 0.5, "linear": 1.0}
+
+class CorrectionRule(Enum):
+    """The bound on importance weights far from 1."""
+
+    none = "none"  # no weights: the engines' mismatch is not corrected
+    truncate = "truncate"  # at most the bound
+    mask = "mask"  # 0 beyond the bound, and below its inverse
+
+
+class CorrectionLevel(Enum):
+    """The unit of an importance weight."""
+
+    token = "token"
+    sequence = "sequence"  # the product over the response
+
+
+class StepScale(Enum):
+    """The effect of the effective sample size on the learning rate."""
+
+    none = "none"
+    sqrt = "sqrt"  # the root of the effective share, for optimizers like Adam
+    linear = "linear"  # the effective share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +54,12 @@ class Correction:
     0, 1.5 and 0; per sequence W is 1.8, and all three tokens weigh 1.8.
     """
 
-    rule: str = "truncate"
-    level: str = "token"
+    rule: CorrectionRule = CorrectionRule.truncate
+    level: CorrectionLevel = CorrectionLevel.token
     bound: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ConfigError("recipe.correction", self.rule, RULES)
-        if self.level not in LEVELS:
-            raise ConfigError("recipe.correction_level", self.level, LEVELS)
+        assert self.rule is not CorrectionRule.none, "without a rule there is no correction"
         if not 1 < self.bound < float("inf"):
             raise ConfigError("recipe.correction_bound", self.bound, "a number above 1")
 
@@ -51,10 +68,10 @@ class Correction:
     ) -> torch.Tensor:
         """Weights [response_tokens] of one response from its log-probabilities, float32."""
         log_w = trainer_log_probs.detach().double() - rollout_log_probs.detach().double()
-        if self.level == "sequence":
+        if self.level is CorrectionLevel.sequence:
             log_w = log_w.sum().expand(log_w.shape)
         w = log_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        if self.rule == "truncate":
+        if self.rule is CorrectionRule.truncate:
             return w.clamp(max=self.bound).float()
         kept = (w >= 1 / self.bound) & (w <= self.bound)
         return torch.where(kept, w, 0.0).float()
@@ -62,7 +79,7 @@ class Correction:
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
         """Whether each of its own weights is truncated or masked, of the same shape, bool."""
         # No other weight has this value: the clamp keeps unmasked ones above 0.
-        return weights == (0.0 if self.rule == "mask" else self.bound)
+        return weights == (0.0 if self.rule is CorrectionRule.mask else self.bound)
 
 
 def compare(
@@ -141,7 +158,7 @@ def response_ratio(trainer_log_probs: torch.Tensor, rollout_log_probs: torch.Ten
     return math.exp(log_w.sum().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).item())
 
 
-def step_scale(ess: float, *, reference: float = 1.0, rule: str = "sqrt") -> float:
+def step_scale(ess: float, *, reference: float = 1.0, rule: StepScale = StepScale.sqrt) -> float:
     """The learning rate's factor for stale samples by their effective sample size: 0 to 1.
 
     min(1, ess / reference) to the power of a half with `sqrt`, for optimizers like Adam, or of one
@@ -150,8 +167,7 @@ def step_scale(ess: float, *, reference: float = 1.0, rule: str = "sqrt") -> flo
     `describe`, of weights that nothing cut; `reference` is what it is on policy: 1, or less where
     the engines differ. Raises ConfigError for a setting that cannot work.
     """
-    if rule not in SCALINGS:
-        raise ConfigError("recipe.step_scale", rule, list(SCALINGS))
     if not 0 < reference <= 1:
         raise ConfigError("recipe.step_scale_reference", reference, "above 0, up to 1")
-    return float(min(1.0, max(ess, 0.0) / reference) ** SCALINGS[rule])
+    power = {StepScale.none: 0.0, StepScale.sqrt: 0.5, StepScale.linear: 1.0}[rule]
+    return float(min(1.0, max(ess, 0.0) / reference) ** power)

@@ -16,7 +16,7 @@ from typing import SupportsFloat
 
 import torch
 
-from hybridrl.algorithms import KL_ESTIMATORS, NORMALISATIONS, resolve
+from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
 from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
 
@@ -144,7 +144,7 @@ class ValueLoss(Loss[torch.Tensor]):
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise ConfigError("recipe.value_clip", self.clip, "above 0, or null")
-        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
+        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
     @property
     def fields(self) -> tuple[str, ...]:

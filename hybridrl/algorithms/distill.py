@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.algorithms import NORMALISATIONS, resolve
+from hybridrl.algorithms import NORMALIZATIONS, resolve
 from hybridrl.algorithms.kl import k1, k2
 from hybridrl.config.loss import Loss
 
@@ -30,7 +30,7 @@ class DistillLoss(Loss[torch.Tensor]):
     normalize: str = "token"
 
     def __post_init__(self) -> None:
-        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
+        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.algorithms import KL_ESTIMATORS, NORMALISATIONS, resolve
-from hybridrl.algorithms.corrections import Correction, step_scale
+from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
+from hybridrl.algorithms.corrections import Correction, StepScale, step_scale
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
 from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
@@ -43,13 +43,11 @@ class PolicyLoss(Loss[torch.Tensor]):
     entropy_coef: float = 0.0
     normalize: str = "token"
     correction: Correction | None = None
-    step_scale: str | None = None
+    step_scale: StepScale = StepScale.none
 
     def __post_init__(self) -> None:
-        if self.step_scale is not None:
-            step_scale(1.0, rule=self.step_scale)
         resolve(KL_ESTIMATORS, "recipe.kl", self.kl)
-        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
+        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
@@ -62,7 +60,8 @@ class PolicyLoss(Loss[torch.Tensor]):
 
     def lr_scale(self, share: float) -> float | None:
         """`step_scale` of `share`; None without one."""
-        return None if self.step_scale is None else step_scale(share, rule=self.step_scale)
+        scales = self.step_scale is not StepScale.none
+        return step_scale(share, rule=self.step_scale) if scales else None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -237,7 +236,7 @@ class CrossEntropyLoss(Loss[torch.Tensor]):
     normalize: str = "token"
 
     def __post_init__(self) -> None:
-        resolve(NORMALISATIONS, "recipe.normalize", self.normalize)
+        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridrl.algorithms import NORMALISATIONS, resolve
+from hybridrl.algorithms import NORMALIZATIONS, resolve
 
 
 def token_weights(
@@ -34,7 +34,7 @@ def token_weights(
     unknown name.
     """
     counts = torch.as_tensor(lengths, dtype=torch.int64)
-    per_sequence = resolve(NORMALISATIONS, "recipe.normalize", normalize)
+    per_sequence = resolve(NORMALIZATIONS, "recipe.normalize", normalize)
     weights: torch.Tensor = per_sequence(counts, num_tokens, num_sequences, max_tokens)
     return weights.float().repeat_interleave(counts)
 

@@ -8,6 +8,7 @@ rejected one, as `Stream.pair` orders them.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -16,7 +17,12 @@ from hybridrl.algorithms.losses import ClippedLoss, Fields, bounded
 from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
 
-DPO_VARIANTS = ("sigmoid", "ipo")
+
+class DPOVariant(Enum):
+    """The loss of the difference of the two implicit rewards."""
+
+    sigmoid = "sigmoid"  # DPO: the logistic loss
+    ipo = "ipo"  # squared, towards 1 / (2 beta) (arXiv 2310.12036)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class DPOLoss(Loss[torch.Tensor]):
     """
 
     beta: float = 0.1
-    variant: str = "sigmoid"
+    variant: DPOVariant = DPOVariant.sigmoid
     label_smoothing: float = 0.0
 
     normalize = "sequence"
@@ -78,10 +84,9 @@ class DPOLoss(Loss[torch.Tensor]):
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ConfigError("recipe.beta", self.beta, "above 0")
-        if self.variant not in DPO_VARIANTS:
-            raise ConfigError("recipe.variant", self.variant, DPO_VARIANTS)
-        allowed = "0 to 0.5" if self.variant == "sigmoid" else "0: it is for variant=sigmoid"
-        if not 0 <= self.label_smoothing <= (0.5 if self.variant == "sigmoid" else 0):
+        smooths = self.variant is DPOVariant.sigmoid
+        allowed = "0 to 0.5" if smooths else "0: it is for variant=sigmoid"
+        if not 0 <= self.label_smoothing <= (0.5 if smooths else 0):
             raise ConfigError("recipe.label_smoothing", self.label_smoothing, allowed)
 
     def __call__(
@@ -92,7 +97,7 @@ class DPOLoss(Loss[torch.Tensor]):
         log_ratios = per_pair(log_probs - fields["reference_log_probs"], sequence)
         counts = per_pair(torch.ones_like(log_probs), sequence)
         rewards = self.beta * log_ratios
-        if self.variant == "ipo":
+        if self.variant is DPOVariant.ipo:
             chosen, rejected = (log_ratios / counts.clamp(min=1)).unbind(1)
             loss = (chosen - rejected - 1 / (2 * self.beta)).square()
         else:

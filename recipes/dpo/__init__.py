@@ -1,19 +1,11 @@
 """DPO: a policy from preferences, without a reward model (Rafailov et al., arXiv 2305.18290)."""
 
 from dataclasses import dataclass
-from enum import Enum
 
-from hybridrl.algorithms.sequence_losses import DPOLoss
+from hybridrl.algorithms.sequence_losses import DPOLoss, DPOVariant
 from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.reference import add_reference
-
-
-class Variant(Enum):
-    """What becomes of the difference of the two implicit rewards."""
-
-    sigmoid = "sigmoid"  # DPO: the logistic loss
-    ipo = "ipo"  # squared, towards 1 / (2 beta) (arXiv 2310.12036)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,7 +14,7 @@ class DPOConfig:
 
     beta: float = bounded(0.1, above=0)
     """Scale of the implicit reward, beta log(p / p_reference): larger stays nearer."""
-    variant: Variant = Variant.sigmoid
+    variant: DPOVariant = DPOVariant.sigmoid
     """sigmoid or ipo."""
     label_smoothing: float = bounded(0.0, least=0, most=0.5)
     """How often a preference is taken to be the wrong way round."""
@@ -35,5 +27,5 @@ def dpo(flow: Flow, cfg: DPOConfig) -> None:
     """Raise the likelihood of what was chosen over that of what was rejected."""
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
     pairs = add_reference(flow, pairs, cfg.reference_ema_decay)
-    settings = {"beta": cfg.beta, "label_smoothing": cfg.label_smoothing}
-    flow.actor.update(pairs, loss=DPOLoss(variant=cfg.variant.value, **settings))
+    loss = DPOLoss(beta=cfg.beta, variant=cfg.variant, label_smoothing=cfg.label_smoothing)
+    flow.actor.update(pairs, loss=loss)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hybridrl.algorithms.corrections import (
-    LEVELS,
-    RULES,
     Correction,
+    CorrectionLevel,
+    CorrectionRule,
+    StepScale,
     combine,
     compare,
     describe,
@@ -24,8 +25,9 @@ from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
 from hybridrl.flow.graph import MapStage
 from hybridrl.recipes.grpo import GRPOConfig, grpo
-from hybridrl.recipes.rollout_correction import CorrectionLevel, CorrectionRule, OldLogProbs
+from hybridrl.recipes.rollout_correction import OldLogProbs
 
+RULES = [CorrectionRule.truncate, CorrectionRule.mask]
 LENGTHS = (3, 7, 1, 0, 12, 5)
 CLOSE = {"rtol": 1e-12, "atol": 0}
 
@@ -129,47 +131,53 @@ def ours(correction: Correction, trainer: torch.Tensor, rollout: torch.Tensor) -
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 30.0])
 @pytest.mark.parametrize("bound", [1.2, 5.0])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CorrectionLevel)
 @pytest.mark.parametrize("rule", RULES)
 def test_weights_agree_with_verl(
-    verl_weights: Callable[..., torch.Tensor], rule: str, level: str, bound: float, spread: float
+    verl_weights: Callable[..., torch.Tensor],
+    rule: CorrectionRule,
+    level: CorrectionLevel,
+    bound: float,
+    spread: float,
 ) -> None:
     """verl has the same truncation, clamp and mask; its mask asks for both bounds."""
     trainer, rollout = drawn(spread, seed=3)
     trainer[10] = rollout[10]  # the third response: something is kept, as verl's metrics need
     correction = Correction(rule=rule, level=level, bound=bound)
     weights = ours(correction, trainer, rollout)
-    threshold = bound if rule == "truncate" else f"{1 / bound!r}_{bound!r}"
+    threshold = bound if rule is CorrectionRule.truncate else f"{1 / bound!r}_{bound!r}"
     log_ratio = padded(trainer) - padded(rollout)
-    wanted = verl_weights(log_ratio, MASK, rollout_is=level, rollout_is_threshold=threshold)
+    wanted = verl_weights(log_ratio, MASK, rollout_is=level.value, rollout_is_threshold=threshold)
     # Ours are float32: relative 6e-8.
     torch.testing.assert_close(weights.double(), wanted[MASK > 0], rtol=1e-7, atol=0)
     assert not weights.requires_grad
-    raw = log_ratio if level == "token" else (log_ratio * MASK).sum(-1, keepdim=True)
+    raw = log_ratio if level is CorrectionLevel.token else (log_ratio * MASK).sum(-1, keepdim=True)
     far = raw > math.log(bound)
-    if rule == "mask":
+    if rule is CorrectionRule.mask:
         far = far | (raw < -math.log(bound))
     assert torch.equal(correction.cut(weights), far.expand_as(MASK)[MASK > 0])
     if spread == 30:
         assert far.any()
         assert not far.all()
-    if rule == "truncate":
+    if rule is CorrectionRule.truncate:
         assert weights.min() > 0  # by the clamp
 
 
 def test_the_worked_example() -> None:
     rollout = torch.zeros(3)
     trainer = torch.tensor([0.4, 1.5, 3.0]).log()
-    for rule, wanted in (("truncate", [0.4, 1.5, 2.0]), ("mask", [0.0, 1.5, 0.0])):
+    for rule, wanted in zip(RULES, ([0.4, 1.5, 2.0], [0.0, 1.5, 0.0]), strict=True):
         weights = Correction(rule=rule)(trainer, rollout)
         torch.testing.assert_close(weights, torch.tensor(wanted))
-        whole = Correction(rule=rule, level="sequence")(trainer, rollout)
+        whole = Correction(rule=rule, level=CorrectionLevel.sequence)(trainer, rollout)
         torch.testing.assert_close(whole, torch.full((3,), 1.8))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", CorrectionLevel)
 @pytest.mark.parametrize("rule", RULES)
-def test_gradient_of_the_corrected_loss(core_algos: ModuleType, rule: str, level: str) -> None:
+def test_gradient_of_the_corrected_loss(
+    core_algos: ModuleType, rule: CorrectionRule, level: CorrectionLevel
+) -> None:
     """Against the formula by autograd in float64, and against verl's loss with these weights.
 
     The weights multiply the policy term alone.
@@ -237,8 +245,6 @@ def test_gradient_of_the_corrected_loss(core_algos: ModuleType, rule: str, level
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rule": "clip"}, r"recipe\.correction=clip: wanted one of truncate, mask"),
-        ({"level": "batch"}, r"recipe\.correction_level=batch: wanted one of token, sequence"),
         ({"bound": 1.0}, r"recipe\.correction_bound=1.0: wanted a number above 1"),
         ({"bound": math.nan}, r"recipe\.correction_bound=nan: wanted a number above 1"),
     ],
@@ -265,7 +271,7 @@ def test_grpo_makes_the_weights_per_sample_before_the_update() -> None:
     assert isinstance(stage, MapStage)
     assert stage.inputs == ("old_log_probs", "log_probs")
     function = pickle.loads(pickle.dumps(stage.function))
-    assert function == Correction(rule="truncate", level="sequence", bound=3.0)
+    assert function == Correction(level=CorrectionLevel.sequence, bound=3.0)
     assert "rollout_weights" in graph.stages["update_actor"].inputs
     assert "correction" not in grpo.build(GRPOConfig(old_log_probs=OldLogProbs.trainer)).stages
 
@@ -286,7 +292,7 @@ def test_step_scale_follows_the_effective_sample_size() -> None:
         for reference in (0.25, 0.9, 1.0):
             share = min(1.0, ess / reference)
             assert step_scale(ess, reference=reference) == pytest.approx(math.sqrt(share))
-            linear = step_scale(ess, reference=reference, rule="linear")
+            linear = step_scale(ess, reference=reference, rule=StepScale.linear)
             assert linear == pytest.approx(share)
     # As the engine reports it: of four responses, one has all the weight.
     trainer = torch.tensor([0.0, -40.0, -40.0, -40.0], dtype=torch.float64)
@@ -298,7 +304,6 @@ def test_step_scale_follows_the_effective_sample_size() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rule": "cube"}, "recipe.step_scale=cube: wanted one of sqrt, linear"),
         ({"reference": 0.0}, "recipe.step_scale_reference=0.0: wanted above 0"),
         ({"reference": 1.5}, "recipe.step_scale_reference=1.5: wanted above 0"),
     ],

@@ -193,7 +193,7 @@ def test_decoupled_ppo_agrees_with_verl(
 ) -> None:
     """verl's clipped loss around its old policy, weighted by old over behavior."""
     batch = Batch(LENGTHS, spread, seed=2)
-    correction = Correction(rule="truncate", bound=bound)
+    correction = Correction(bound=bound)
     batch.weights = correction(batch.old, batch.behavior).double()
     loss = ClippedLoss(clip_high=0.3, correction=correction, normalize=normalize)
     weights = (batch.old - batch.behavior).clamp(-20, 20).exp()

@@ -13,6 +13,7 @@ from hybridrl.algorithms.normalize import token_weights
 from hybridrl.algorithms.sequence_losses import (
     BradleyTerryLoss,
     DPOLoss,
+    DPOVariant,
     GSPOLoss,
     per_pair,
     per_sequence,
@@ -152,7 +153,7 @@ def dpo_pair(loss: DPOLoss, chosen: list[Any], rejected: list[Any]) -> torch.Ten
     """Equation 7 of DPO, or 17 of IPO, of lists of the tokens' log-ratios."""
     zero = torch.zeros((), dtype=torch.float64)
     h = [sum(side, zero) for side in (chosen, rejected)]
-    if loss.variant == "ipo":
+    if loss.variant is DPOVariant.ipo:
         h = [a / max(len(side), 1) for a, side in zip(h, (chosen, rejected), strict=True)]
         return (h[0] - h[1] - 1 / (2 * loss.beta)) ** 2
     m = loss.beta * (h[0] - h[1])
@@ -166,8 +167,8 @@ def dpo_pair(loss: DPOLoss, chosen: list[Any], rejected: list[Any]) -> torch.Ten
         DPOLoss(),
         DPOLoss(beta=0.5, label_smoothing=0.1),
         DPOLoss(beta=2.0, label_smoothing=0.5),
-        DPOLoss(variant="ipo"),
-        DPOLoss(variant="ipo", beta=1.5),
+        DPOLoss(variant=DPOVariant.ipo),
+        DPOLoss(variant=DPOVariant.ipo, beta=1.5),
     ],
     ids=str,
 )
@@ -256,7 +257,9 @@ def in_halves(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[::2], x[1::2]])
 
 
-@pytest.mark.parametrize("loss", [DPOLoss(beta=0.3), DPOLoss(variant="ipo", beta=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [DPOLoss(beta=0.3), DPOLoss(variant=DPOVariant.ipo, beta=0.3)], ids=str
+)
 def test_dpo_agrees_with_trl(loss: DPOLoss) -> None:
     trl = pytest.importorskip("trl", reason="TRL, an oracle here, is in the extra `bench`")
     row = Row((3, 7, 1, 4, 12, 5, 2, 2), seed=4)
@@ -273,7 +276,7 @@ def test_dpo_agrees_with_trl(loss: DPOLoss) -> None:
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
-        loss_types=[loss.variant],
+        loss_types=[loss.variant.value],
         loss_weights=[1.0],
         use_weighting=False,
         beta=loss.beta,
@@ -347,9 +350,12 @@ def test_sums_go_by_the_sequences_number() -> None:
     ("loss_class", "settings", "message"),
     [
         (DPOLoss, {"beta": 0.0}, r"recipe\.beta=0.0: wanted above 0"),
-        (DPOLoss, {"variant": "hinge"}, r"recipe\.variant=hinge: wanted one of sigmoid, ipo"),
         (DPOLoss, {"label_smoothing": 0.6}, r"recipe\.label_smoothing=0.6: wanted 0 to 0.5"),
-        (DPOLoss, {"variant": "ipo", "label_smoothing": 0.1}, "0: it is for variant=sigmoid"),
+        (
+            DPOLoss,
+            {"variant": DPOVariant.ipo, "label_smoothing": 0.1},
+            "0: it is for variant=sigmoid",
+        ),
         (BradleyTerryLoss, {"center": -1.0}, r"recipe\.center=-1.0: wanted 0 or above"),
         (GSPOLoss, {"clip_low": 2.0}, r"recipe\.clip_low=2.0: wanted 0 to 1"),
     ],

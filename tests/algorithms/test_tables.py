@@ -27,4 +27,4 @@ def test_an_unknown_name_lists_the_known_ones(table: Mapping[str, str]) -> None:
 
 
 def test_no_table_is_left_out() -> None:
-    assert set(TABLES) == {"KL_ESTIMATORS", "NORMALISATIONS"}
+    assert set(TABLES) == {"KL_ESTIMATORS", "NORMALIZATIONS"}

@@ -30,6 +30,7 @@ OUTSIDE = [
     ("dars", {"max_samples": 7}, "max_samples=7: wanted recipe.group_size=8 or more"),
     ("distill", {"num_samples": 0}, "num_samples=0: wanted 1 or more"),
     ("dpo", {"beta": 0}, "beta=0.0: wanted above 0"),
+    ("dpo", {"variant": "hinge"}, "variant=hinge: wanted one of sigmoid, ipo"),
     ("dpo", {"label_smoothing": 0.6}, "label_smoothing=0.6: wanted 0 to 0.5"),
     (
         "dpo",
@@ -40,6 +41,13 @@ OUTSIDE = [
     ("grpo", {"clip_high": -1}, "clip_high=-1.0: wanted 0 or more"),
     ("grpo", {"correction_bound": 1}, "correction_bound=1.0: wanted above 1"),
     ("grpo", {"dual_clip": 1}, "dual_clip=1.0: wanted above 1, or null"),
+    ("grpo", {"correction": "clip"}, "correction=clip: wanted one of none, truncate, mask"),
+    (
+        "grpo",
+        {"correction_level": "batch"},
+        "correction_level=batch: wanted one of token, sequence",
+    ),
+    ("grpo", {"step_scale": "cube"}, "step_scale=cube: wanted one of none, sqrt, linear"),
     ("grpo", {"ewma_decay": 5}, "ewma_decay=5.0: wanted above 0 and below 1"),
     ("grpo", {"kl_coef": -0.1}, "kl_coef=-0.1: wanted 0 or more"),
     (

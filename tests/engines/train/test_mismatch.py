@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from hybridrl.algorithms.corrections import StepScale
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
@@ -135,10 +136,10 @@ def scaled(path, sequences, lr, loss):
 @pytest.mark.parametrize(
     ("rule", "size"),
     [
-        ("sqrt", 2),
-        ("linear", 1),
-        pytest.param("sqrt", 1, marks=pytest.mark.slow),
-        pytest.param("linear", 2, marks=pytest.mark.slow),
+        (StepScale.sqrt, 2),
+        (StepScale.linear, 1),
+        pytest.param(StepScale.sqrt, 1, marks=pytest.mark.slow),
+        pytest.param(StepScale.linear, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_as_long_as_its_samples_are_worth(ranks, tiny, sequences, size, rule):
@@ -146,7 +147,7 @@ def test_a_step_is_as_long_as_its_samples_are_worth(ranks, tiny, sequences, size
     path, sequences = tiny("qwen3"), sampled(sequences)
     loss = ClippedLoss(step_scale=rule)
     metrics, weights, later = ranks(size, scaled, path, sequences, 1e-2, loss)[0]
-    factor = metrics["effective_share"] ** {"sqrt": 0.5, "linear": 1.0}[rule]
+    factor = metrics["effective_share"] ** {StepScale.sqrt: 0.5, StepScale.linear: 1.0}[rule]
     assert 0 < factor < 1
     assert metrics["lr_scale"] == pytest.approx(factor)
     assert metrics["lr"] == pytest.approx(factor * 1e-2)
