@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
@@ -28,7 +28,8 @@ from omegaconf.errors import (
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.bounds import check_finite
 from hybridrl.config.errors import RenamedKeyError, names
-from hybridrl.config.recipe_folder import recipe_by_path, with_defaults
+from hybridrl.config.recipe_folder import recipe_by_path
+from hybridrl.config.recipe_source import add_recipe
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
@@ -36,10 +37,10 @@ CONFIG_MODULE = "hybridrl.conf"
 
 
 def register() -> None:
-    """Make known to Hydra what has no file of its own in the tree.
+    """Make known to Hydra the options that have no file in the tree.
 
-    That is the typed schema, every recipe with the defaults of its dataclass, and `cost=NAME`, of
-    which each is `reward=NAME` under another key.
+    These are the typed schema, the recipes, and `cost=NAME`: each is `reward=NAME` under another
+    key. A recipe is imported when it is chosen.
     """
     store = ConfigStore.instance()
     schema: Any = OmegaConf.structured(Config)
@@ -56,22 +57,20 @@ def register() -> None:
         if config.is_file():
             recipe = OmegaConf.create(config.read_text())
             assert isinstance(recipe, DictConfig)
-            node = with_defaults(recipe)
-            store.store(group="recipe", name=folder.name, node=node, provider="hybridrl.recipes")
+            add_recipe(folder.name, recipe)
 
 
 def take_recipe_paths(args: Sequence[str]) -> list[str]:
     """The arguments with `recipe=PATH` as `recipe=NAME`, after the folder has been made known."""
-    taken = []
+    arguments = []
     for arg in args:
-        found = recipe_by_path(arg)
-        if found is not None:
-            name, node = found
-            store = ConfigStore.instance()
-            store.store(group="recipe", name=name, node=node, provider="hybridrl.recipes")
+        recipe = recipe_by_path(arg)
+        if recipe is not None:
+            name, node = recipe
+            add_recipe(name, node)
             arg = f"recipe={name}"
-        taken.append(arg)
-    return taken
+        arguments.append(arg)
+    return arguments
 
 
 def check_command_line(args: Sequence[str]) -> Config | None:
@@ -113,7 +112,10 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
     With `sweep`, the first choice of every `key=a,b` is composed, and `run.dir` is the directory of
     the sweep: `hydra.sweep.dir`, unless `run.dir` is among the overrides.
     """
-    flat = [_first_choice(override, sweep) for override in map(_parse, overrides)]
+    parsed = [_parse(override) for override in overrides]
+    flat = [_first_choice(override, sweep) for override in parsed]
+    for override in parsed:
+        _check_key(override, overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
@@ -128,6 +130,23 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
             return to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir) from None
+
+
+def _check_key(override: Override, overrides: Sequence[str]) -> None:
+    """Raise for `group.wrong=value` without composing: that imports the recipe, and torch with it.
+
+    Keys in a dict, those of a recipe among them, and keys of a schedule depend on what is composed.
+    """
+    groups, _, name = override.get_key_element().lstrip("+").rpartition(".")
+    kind: Any = Config
+    for group in filter(None, groups.split(".")):
+        kind = get_type_hints(kind).get(group)
+        if kind is ScheduleConfig or not is_dataclass(kind):
+            return
+    known = [field.name for field in fields(kind)]
+    if groups and name not in known and not override.is_delete():
+        key = f"{groups}.{name}"
+        raise unknown_key(key, _value_of(key, overrides), known)
 
 
 def choices(overrides: Sequence[str]) -> list[list[str]]:

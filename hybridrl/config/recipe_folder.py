@@ -20,8 +20,7 @@ def recipe_by_path(override: str) -> tuple[str, DictConfig] | None:
     """The name and the config of the folder that `recipe=PATH` means; None for anything else.
 
     A value is a path if it has a slash and is no mapping. A target `:function` is a function of the
-    folder's own `__init__.py`. What the yaml leaves out has the default of the recipe's dataclass.
-    Raises ConfigError where the folder is no recipe.
+    folder's own `__init__.py`. Raises ConfigError where the folder is no recipe.
     """
     key, sign, value = override.partition("=")
     if key != "recipe" or not sign or "/" not in value or value.startswith("{"):
@@ -35,7 +34,7 @@ def recipe_by_path(override: str) -> tuple[str, DictConfig] | None:
         raise ConfigError("recipe", value, "a config.yaml with target: MODULE:FUNCTION")
     if node.target.startswith(":"):
         node.target = f"{folder / '__init__.py'}{node.target}"
-    return folder.name, with_defaults(node)
+    return folder.name, node
 
 
 def with_defaults(node: DictConfig) -> DictConfig:

@@ -1,6 +1,9 @@
 """A recipe is copied, found by its path, and is the same algorithm."""
 
 import importlib.resources
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +77,34 @@ def test_wrong_input(tmp_path: Path) -> None:
     (tmp_path / "mine" / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"a folder with config\.yaml"):
         take_recipe_paths([f"recipe={tmp_path}/mine"])
+
+
+IMPORTS = """
+import json, sys
+from hybridrl.config import ConfigError
+from hybridrl.config.compose import check, register
+
+register()
+for wrong in ("trainer.stepz=1", "recipe=grop"):
+    try:
+        check([wrong])
+    except ConfigError:
+        continue
+    raise SystemExit(f"{wrong} was not refused")
+before = set(sys.modules)
+check(["recipe=sft"])
+names = [sorted(name for name in modules if name.startswith("hybridrl.recipes."))
+         for modules in (before, set(sys.modules))]
+print(json.dumps([*names, "torch" in before]))
+"""
+
+
+def test_a_recipe_is_imported_when_it_is_chosen() -> None:
+    """Nor is torch, which it imports, for a key or a recipe that does not exist."""
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True
+    )
+    assert json.loads(ended.stdout) == [[], ["hybridrl.recipes.sft"], False]
 
 
 def test_a_mapping_is_no_path() -> None:
