@@ -27,7 +27,7 @@ class OldLogProbs(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCorrection:
-    """Whose log-probabilities are the old policy's, and how samples of another are weighed.
+    """The old policy of the ratio, and the weights of samples from another policy.
 
     `old_log_probs=trainer correction=truncate` is the decoupled PPO of AReaL (arXiv 2505.24298,
     equation 5) with bounded weights: the ratio is clipped around the policy before the update, the
@@ -36,9 +36,9 @@ class RolloutCorrection:
     """
 
     old_log_probs: OldLogProbs = OldLogProbs.rollout
-    """Whose log-probabilities are the old policy's: rollout, trainer or ewma."""
+    """The source of the old policy's log-probabilities: rollout, trainer or ewma."""
     ewma_decay: float = bounded(0.9, above=0, below=1)
-    """old_log_probs=ewma: what remains of the average after an optimizer step."""
+    """old_log_probs=ewma: decay of the average at an optimizer step."""
     correction: CorrectionRule = CorrectionRule.none
     """Weigh the policy loss by the old policy's / rollout's probability: none, truncate or mask."""
     correction_level: CorrectionLevel = CorrectionLevel.token

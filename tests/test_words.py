@@ -25,9 +25,6 @@ REPLACED = {
 # Names that say nothing of what they hold.
 EMPTY_WORDS = {"found", "made", "given", "part"}
 
-# Rooms that still have them.
-NOT_YET = {"config"}
-
 
 def modules() -> list[Path]:
     """Every module of the package."""
@@ -66,12 +63,6 @@ def empty_words(source: str) -> set[tuple[int, str]]:
     }
 
 
-def room_of(path: Path) -> str:
-    """The folder of a module below hybridrl, or its file name; else the folder itself."""
-    parts = path.relative_to(ROOT).parts
-    return parts[1] if parts[0] == "hybridrl" else parts[0]
-
-
 def public_classes(sources: dict[str, str]) -> dict[str, list[str]]:
     """Modules by the name of a public class that they define."""
     classes: dict[str, list[str]] = defaultdict(list)
@@ -95,15 +86,8 @@ def test_replaced_names_do_not_return() -> None:
 
 
 def test_names_say_what_they_hold() -> None:
-    checked = [path for path in modules() if room_of(path) not in NOT_YET]
-    offenders = {str(path.relative_to(ROOT)): empty_words(path.read_text()) for path in checked}
+    offenders = {str(path.relative_to(ROOT)): empty_words(path.read_text()) for path in modules()}
     assert {path: names for path, names in offenders.items() if names} == {}
-
-
-@pytest.mark.parametrize("room", sorted(NOT_YET))
-def test_exceptions_are_needed(room: str) -> None:
-    of_room = [path for path in modules() if room_of(path) == room]
-    assert any(empty_words(path.read_text()) for path in of_room), f"{room} needs none: remove it"
 
 
 @pytest.mark.parametrize(

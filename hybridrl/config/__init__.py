@@ -51,18 +51,18 @@ WARM_START = "hybridrl.recipes.sft:sft"
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """Everything a run is made from."""
+    """All settings of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The actor's model."""
     actor: ActorConfig = field(default_factory=ActorConfig)
-    """What of it is trained."""
+    """The weights of it that are trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and answers."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """What judges responses."""
+    """The judge of responses."""
     cost: RewardConfig = field(default_factory=RewardConfig)
-    """What responses cost, for recipes that have one (Safe-RLHF)."""
+    """The cost of responses, for recipes that have one (Safe-RLHF)."""
     critic: ValueModelConfig = field(default_factory=ValueModelConfig)
     """The value model."""
     cost_critic: ValueModelConfig = field(default_factory=ValueModelConfig)
@@ -84,7 +84,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=SerialScheduleConfig)
     """When and where each sample's next subtask runs."""
     deterministic: Deterministic = Deterministic.off
-    """Whether what is computed for a sample may depend on what is computed beside it."""
+    """Whether a sample's numbers may depend on the other samples of its batch."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Ranks, and the machines that they are on."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -145,20 +145,20 @@ class Config:
 
     @property
     def warm_start_steps(self) -> int:
-        """Steps of the warm start: a model made on the spot knows nothing that earns a reward."""
+        """Steps of the warm start: a model built on the spot knows nothing that earns a reward."""
         if self.warm_start.steps is not None:
             return self.warm_start.steps
         supervised = self.recipe.get("target") == WARM_START
         return 120 if self.model.path is None and not supervised else 0
 
     def judge_of(self, role: str) -> JudgeConfig:
-        """The settings of what judges, by its role: `reward`, `cost`, `reward.parts.NAME`, ..."""
+        """The settings of a judge, by its role: `reward`, `cost`, `reward.parts.NAME`, ..."""
         whole, _, name = role.partition(".parts.")
         judge: RewardConfig = getattr(self, whole)
         return judge.parts[name] if name else judge
 
     def is_neural(self, role: str) -> bool:
-        """Whether what judges is a model; else it judges in processes."""
+        """Whether a judge is a model; else it judges in processes."""
         return self.judge_of(role).kind is RewardKind.model
 
     def judges_of(self, role: str) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Config:
         return tuple(f"{role}.parts.{name}" for name in judge.parts) or (role,)
 
     def weight_of(self, role: str) -> float:
-        """What the score of one part, `reward.parts.NAME`, counts."""
+        """The weight of the score of one part, `reward.parts.NAME`."""
         judge = self.judge_of(role)
         assert isinstance(judge, RewardPartConfig), role
         return judge.weight
@@ -193,7 +193,7 @@ class Config:
 
     @property
     def split(self) -> bool:
-        """Whether value models, and judges that are models, have ranks of their own."""
+        """Whether value models, and judges that are models, have a second pool of ranks."""
         return self.cluster.placement is Placement.split
 
     @property

@@ -11,7 +11,7 @@ class Placement(Enum):
     """How roles map to pools of ranks."""
 
     colocate = "colocate"  # every role on every rank
-    split = "split"  # value models, and judges that are models, on a pool of ranks of their own
+    split = "split"  # value models, and judges that are models, on a second pool of ranks
 
 
 class ClusterKind(Enum):
@@ -24,7 +24,7 @@ class ClusterKind(Enum):
 
 
 class Container(Enum):
-    """What a Slurm job's processes run in."""
+    """The container of a Slurm job's processes."""
 
     none = "none"  # the nodes' own file systems
     pyxis = "pyxis"  # Slurm's plugin for Enroot: srun --container-image
@@ -33,10 +33,10 @@ class Container(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class PoolsConfig:
-    """Ranks of each pool under placement=split; 0 takes what the other leaves, or half."""
+    """Ranks of each pool under placement=split; 0 takes the rest, or half."""
 
     actor: int = 0
-    """What generates: the actor, reference, copies and teacher. Samples live here."""
+    """The actor, reference, copies and teacher. Samples stay here."""
     critic: int = 0
     """Critics, a reward model that is trained, and judges that are models."""
 
@@ -57,7 +57,7 @@ class PoolsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Ranks, the Ray cluster that they run on, and what a Slurm job of theirs asks for."""
+    """Ranks, the Ray cluster that they run on, and the requests of a Slurm job."""
 
     kind: ClusterKind = ClusterKind.local
     """Where the ranks are; chosen by `cluster=local`, `slurm`, `ray` or `processes`."""
@@ -84,7 +84,7 @@ class ClusterConfig:
     partition: str | None = None
     """Slurm: the partition; null takes the default one."""
     account: str | None = None
-    """Slurm: who is charged."""
+    """Slurm: the account that is charged."""
     qos: str | None = None
     """Slurm: quality of service."""
     time: str | None = None
@@ -94,17 +94,17 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)
     """Slurm: lines of the batch script before the run (`['ulimit -n 65536']`)."""
     modules: list[str] = field(default_factory=list)
-    """Slurm: what the batch script loads with `module load` (`[cuda/12.4]`)."""
+    """Slurm: modules that the batch script loads with `module load` (`[cuda/12.4]`)."""
     container: Container = Container.none
-    """Slurm: what the whole job runs in, the driver and the ranks."""
+    """Slurm: the container of the whole job, the driver and the ranks."""
     image: str | None = None
-    """Slurm: the container's image: a file, or what Pyxis or Apptainer can fetch."""
+    """Slurm: the container's image: a file, or an address that Pyxis or Apptainer can fetch."""
     mounts: list[str] = field(default_factory=list)
     """Slurm: `SOURCE:TARGET[:ro]`; the working directory and the run directory are mounted, too."""
     python: str | None = None
     """Slurm: the job's Python; null takes that of `hybridrl submit`, or a container's `python3`."""
     local_scratch: str | None = None
-    """Slurm: a directory of each node's own for compilers' caches and what Ray spills; null takes
+    """Slurm: a directory on each node for compilers' caches and Ray's spilled objects; null takes
     the first of $SLURM_TMPDIR, $TMPDIR and /tmp there."""
     requeue: int = bounded(0, least=0)
     """Slurm: how often the job may start again, at its time limit, after preemption, or when a

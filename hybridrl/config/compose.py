@@ -74,10 +74,10 @@ def take_recipe_paths(args: Sequence[str]) -> list[str]:
 
 
 def check_command_line(args: Sequence[str]) -> Config | None:
-    """Raise `ConfigError` for the first thing that is wrong in what follows `hybridrl train`.
+    """Raise `ConfigError` for the first error in the arguments of `hybridrl train`.
 
-    Runs before Hydra's own entry, whose messages take a screen. What only asks for information
-    (`--help`) passes. Gives what `check` does, or None where nothing will run.
+    Runs before Hydra's entry, whose messages take a screen. Arguments that only ask for information
+    (`--help`) pass. Returns the config of `check`, or None where nothing will run.
     """
     options = parse_arguments(args)
     if options.help or options.hydra_help or options.info or options.shell_completion:
@@ -98,8 +98,8 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
         raise ConfigError("option", unknown[0], "key=value, or an option that --hydra-help lists")
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         raise ConfigError("--config-dir", options.config_dir, "a directory that exists")
-    found: Namespace = options
-    return found
+    checked: Namespace = options
+    return checked
 
 
 def _refuse(message: str) -> NoReturn:
@@ -107,7 +107,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> Config:
-    """Compose `overrides` once and raise `ConfigError` for the first thing that is wrong.
+    """Compose `overrides` once and raise `ConfigError` for the first error.
 
     With `sweep`, the first choice of every `key=a,b` is composed, and `run.dir` is the directory of
     the sweep: `hydra.sweep.dir`, unless `run.dir` is among the overrides.
@@ -122,7 +122,7 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
             composed = compose(
                 "train", overrides=[*flat, *_searchpath(config_dir)], return_hydra_config=True
             )
-            HydraConfig.instance().set_config(composed)  # for what the directory's name is made of
+            HydraConfig.instance().set_config(composed)  # the directory's name is built from it
             if sweep and not any(line.partition("=")[0] == "run.dir" for line in flat):
                 composed.run.dir = composed.hydra.sweep.dir
             with open_dict(composed):
@@ -135,7 +135,7 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
 def _check_key(override: Override, overrides: Sequence[str]) -> None:
     """Raise for `group.wrong=value` without composing: that imports the recipe, and torch with it.
 
-    Keys in a dict, those of a recipe among them, and keys of a schedule depend on what is composed.
+    It passes keys of a dict, as those of a recipe, and of a schedule: they depend on the rest.
     """
     groups, _, name = override.get_key_element().lstrip("+").rpartition(".")
     kind: Any = Config
@@ -150,7 +150,7 @@ def _check_key(override: Override, overrides: Sequence[str]) -> None:
 
 
 def choices(overrides: Sequence[str]) -> list[list[str]]:
-    """What a sweep runs: `overrides` with one choice of each `key=a,b`, in Hydra's order."""
+    """The runs of a sweep: `overrides` with one choice of each `key=a,b`, in Hydra's order."""
     parsed = [_parse(override) for override in overrides]
     lists = [
         [f"{o.get_key_element()}={choice}" for choice in o.sweep_string_iterator()]
@@ -198,7 +198,7 @@ def _check_keys(node: DictConfig, path: str = "") -> None:
 def explain(
     error: Exception, overrides: Sequence[str], config_dir: str | None = None
 ) -> ConfigError:
-    """One line for what Hydra or OmegaConf found wrong: key, value, what is allowed."""
+    """One line for an error of Hydra or OmegaConf: the key, its value, the allowed values."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and isinstance(cause, Exception):
         chain.append(cause)
@@ -241,7 +241,7 @@ def _explain_key(
 
 
 def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
-    """What to say of a key that is not among those `known` in its place."""
+    """The error for a key that is not among those `known` in its place."""
     if key in RENAMED_KEYS:
         return RenamedKeyError(key, value, RENAMED_KEYS[key])
     parent, _, name = key.rpartition(".")
@@ -260,10 +260,10 @@ def _new_entry(error: OmegaConfBaseException, overrides: Sequence[str]) -> Confi
     entry = path = str(error.full_key)  # `+reward.parts.NAME.kind` has it without its parents
     value = _value_of(entry, overrides)
     for override in overrides:
-        name, _, given = override.lstrip("+~").partition("=")
+        name, _, text = override.lstrip("+~").partition("=")
         before, inside, _ = f".{name}.".partition(f".{entry}.")
         if inside:
-            entry, path, value = f"{before}.{entry}".strip("."), name, given
+            entry, path, value = f"{before}.{entry}".strip("."), name, text
             break
     parent, _, name = entry.rpartition(".")
     allowed = f"a name that {parent} has, or '+{parent}={{{name}: {{...}}}}' for a new one"
@@ -271,26 +271,26 @@ def _new_entry(error: OmegaConfBaseException, overrides: Sequence[str]) -> Confi
 
 
 def _allowed(message: str) -> str:
-    """What OmegaConf's message says is allowed, without the rest."""
-    if found := re.search(r"expected one of \[(.*)\]", message):
-        return f"one of {found[1]}"
-    if found := re.search(r"Interpolation key '(.*)' not found", message):
-        return f"keys in ${{}} that are there; {found[1]} is not"
-    if found := re.search(r"could not be converted to (\w+)", message):
+    """The allowed values in a message of OmegaConf, without the rest."""
+    if match := re.search(r"expected one of \[(.*)\]", message):
+        return f"one of {match[1]}"
+    if match := re.search(r"Interpolation key '(.*)' not found", message):
+        return f"keys in ${{}} that are there; {match[1]} is not"
+    if match := re.search(r"could not be converted to (\w+)", message):
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-        return kinds.get(found[1], found[1])
-    for part, allowed in (
+        return kinds.get(match[1], match[1])
+    for words, allowed in (
         ("is not a ListConfig", "a list: [a,b]"),
         ("is not a subclass of", "settings of its own, each as key.name=value"),
         ("is not Optional", "a value, which null is not"),
     ):
-        if part in message:
+        if words in message:
             return allowed
     return message
 
 
 def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
-    """Keys below `path` in what the other overrides compose to."""
+    """Keys below `path` in the composition of the other overrides."""
     others = [o for o in overrides if o.lstrip("+~").partition("=")[0] != wrong]
     GlobalHydra.instance().clear()
     try:
@@ -298,8 +298,8 @@ def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
             node: Any = compose("train", overrides=others)
     except (HydraException, OmegaConfBaseException):
         return []
-    for part in filter(None, path.split(".")):
-        node = OmegaConf.select(node, part, throw_on_missing=False)
+    for name in filter(None, path.split(".")):
+        node = OmegaConf.select(node, name, throw_on_missing=False)
     return [str(key) for key in node] if isinstance(node, DictConfig) else []
 
 
@@ -311,8 +311,8 @@ def _value_of(key: str, overrides: Sequence[str]) -> str:
             return value
         if sign and key.startswith(f"{name}.") and value.startswith("{"):
             inner: Any = _parse(override).value()
-            for part in key.removeprefix(f"{name}.").split("."):
-                inner = inner.get(part, "") if isinstance(inner, dict) else ""
+            for step in key.removeprefix(f"{name}.").split("."):
+                inner = inner.get(step, "") if isinstance(inner, dict) else ""
             return str(inner)
     return ""
 

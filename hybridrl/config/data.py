@@ -10,13 +10,13 @@ from hybridrl.config.bounds import bounded
 
 
 class SourceKind(Enum):
-    """What reads a source."""
+    """Readers of a source."""
 
     reasoning_gym = "reasoning_gym"
     jsonl = "jsonl"
     parquet = "parquet"
     huggingface = "huggingface"
-    function = "function"  # a generator of your own by dotted path
+    function = "function"  # a user's generator by dotted path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,12 +24,12 @@ class SourceConfig:
     """One source of questions; several sources make a mixture."""
 
     kind: SourceKind = SourceKind.reasoning_gym
-    """What reads it."""
+    """Its reader."""
     name: str = MISSING
     """reasoning_gym: the dataset's name; function: `package.module:name` or `/path/file.py:name`;
     otherwise a path, or a dataset's hub name."""
     params: dict[str, Any] = field(default_factory=dict)
-    """reasoning_gym, function: parameters of its own; huggingface: keywords of `load_dataset`."""
+    """reasoning_gym, function: its parameters; huggingface: keywords of `load_dataset`."""
     split: str = "train"
     """huggingface: which split."""
     prompt_column: str = "prompt"

@@ -21,19 +21,19 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         raise ConfigError(key, path, "package.module:name or /path/file.py:name")
     try:
         if module.endswith(".py"):
-            found = _from_file(Path(module), name)
+            function = _from_file(Path(module), name)
         else:
-            found = pkgutil.resolve_name(f"{module}:{name}")
-    except (Exception, SystemExit) as error:  # whatever the user's module does on import
+            function = pkgutil.resolve_name(f"{module}:{name}")
+    except (Exception, SystemExit) as error:  # the user's module may raise anything on import
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(key, path, f"a function that can be imported ({problem})") from error
-    if not callable(found):
-        raise ConfigError(key, path, f"a function, not {type(found).__name__}")
-    return found
+    if not callable(function):
+        raise ConfigError(key, path, f"a function, not {type(function).__name__}")
+    return function
 
 
 def _from_file(file: Path, name: str) -> Any:
-    # A name of its own, so that a file called like an installed module hides nothing.
+    # The prefix keeps a file that is called like an installed module from hiding it.
     stem = file.parent.name if file.stem == "__init__" else file.stem
     module_name = f"hybridrl_user_{stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """A config value that cannot work: names the key, the value and what is allowed.
+    """A config value that cannot work: names the key, its value and the allowed values.
 
     The command line prints it as one line and exits with 2; nothing has been started by then.
     """

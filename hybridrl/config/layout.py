@@ -1,4 +1,4 @@
-"""How weights lie on the ranks, in training and in generation."""
+"""Sharding of the weights over the ranks, in training and in generation."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +27,7 @@ class Grouping(Enum):
     """Orders of ranks in generation."""
 
     strided = "strided"
-    """Every rank where its training shard lies (HybridFlow)."""
+    """Every rank generates with its training shard (HybridFlow)."""
     vanilla = "vanilla"
     """Ranks in their own order, as in the baseline HybridFlow-V and in vLLM."""
     auto = "auto"
@@ -43,11 +43,11 @@ class TrainLayoutConfig:
     replicas: int = bounded(1, least=1)
     """Copies of the sharded model (hybrid sharded data parallelism)."""
     fsdp: int = bounded(0, least=0)
-    """Ranks over which FSDP2 shards; 0 takes what the other axes leave."""
+    """Ranks over which FSDP2 shards; 0 takes the ranks that the other axes leave."""
     tp: int = bounded(1, least=1)
     """Tensor parallelism."""
     sequence_parallel: bool = False
-    """Under tp, split what lies between the blocks by tokens: same traffic, less memory."""
+    """Under tp, split activations between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     """Order of the micro-batches under pp."""
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained of a model in place of all its weights."""
+"""Low-rank adapters: they are trained in place of all weights of a model."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ class LoraConfig:
     rank: int = bounded(0, least=0, allowed="0 (all weights are trained) or above")
     """Rank of the adapters; 0 has none and trains all weights."""
     alpha: int = bounded(16, least=1)
-    """What the adapters' product is multiplied by, times the rank."""
+    """The factor of the adapters' product, times the rank."""
     dropout: float = bounded(0.0, least=0, below=1)
     """Share of an adapter's inputs that is dropped while training."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
@@ -35,13 +35,13 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
 
 @dataclass(kw_only=True, slots=True)
 class ActorConfig:
-    """What of the actor is trained; how, and on which ranks, is the trainer's."""
+    """The trained weights of the actor; optimizer and ranks are the trainer's."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters in place of all weights."""

@@ -1,4 +1,4 @@
-"""What a loss says of itself to those that read it: recipes, preflight, ranks, the train engine.
+"""The interface of a loss, for its readers: recipes, preflight, ranks, the train engine.
 
 It stands here, free of torch, because a recipe's graph names losses and has no torch either.
 """
@@ -12,8 +12,8 @@ Tensor = TypeVar("Tensor")
 class Loss(abc.ABC, Generic[Tensor]):
     """A policy or supervised loss: pure, picklable, one value per response token.
 
-    A subclass overrides what differs from the defaults, by a class attribute, a dataclass field or
-    a property. Losses in torch are `Loss[torch.Tensor]`.
+    A subclass overrides a default by a class attribute, a dataclass field or a property. Losses in
+    torch are `Loss[torch.Tensor]`.
 
     - `normalize`: how tokens are weighted into the batch loss, over all ranks and micro-batches
       (`hybridrl.algorithms.normalize`).
@@ -43,9 +43,9 @@ class Loss(abc.ABC, Generic[Tensor]):
         return False
 
     def lr_scale(self, share: float) -> float | None:
-        """What to multiply the learning rate by where responses are worth `share` of their number.
+        """The factor of the learning rate where responses are worth `share` of their number.
 
-        None where nothing is to change.
+        None changes nothing.
         """
         return None
 
@@ -55,7 +55,7 @@ class Loss(abc.ABC, Generic[Tensor]):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Per-token loss [tokens] and per-token metrics [tokens], to be averaged by the engine.
 
-        `fields` has what `self.fields` names, and `sequence` [tokens], int64: which of the
-        micro-batch's sequences a token is of. They are numbered in the order of the update, so
+        `fields` has those of `self.fields`, and `sequence` [tokens], int64: the number of a
+        token's sequence in the micro-batch. They are numbered in the order of the update, so
         sequence i is of row i // samples_per_row; one without trained tokens has its number, too.
         """

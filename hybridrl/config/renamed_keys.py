@@ -22,7 +22,7 @@ RENAMED_KEYS = {
 def with_new_names(settings: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
     """Stored `settings`, by dotted key, with the names of now.
 
-    What is `known` keeps its name: a recipe of one's own may have a key that others had.
+    A `known` key keeps its name: a user's recipe may have a key that others had.
     """
     return {
         key if key in known else RENAMED_KEYS.get(key, key): value

@@ -9,7 +9,7 @@ from hybridrl.config.errors import ConfigError
 
 
 class RewardKind(Enum):
-    """Which verifier, or what else, gives the reward."""
+    """The verifiers, and the other sources of a reward."""
 
     dataset = "dataset"  # the dataset's own scorer (reasoning_gym)
     exact = "exact"  # 1 where the extracted text equals the answer
@@ -34,7 +34,7 @@ class JudgeConfig:
     """kind=model: a Hugging Face directory or hub name of a sequence classifier with one label,
     which shares the actor's tokenizer. The score at a sample's last token is its reward."""
     extract: str | None = None
-    """Regular expression; the last match's first group is what is judged. Null: the whole text."""
+    """Regular expression; the last match's first group is judged. Null: the whole text."""
     pattern: str | None = None
     """kind=regex: the expression; `{answer}` in it becomes the escaped answer."""
     timeout_s: float = bounded(5.0, above=0, allowed="seconds above 0")
@@ -60,7 +60,7 @@ class RewardPartConfig(JudgeConfig):
     """One of several judges."""
 
     weight: float = 1.0
-    """What its score is multiplied by; with 0 it is only recorded."""
+    """The factor of its score; with 0 it is only recorded."""
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that cannot work; `key` is their place."""

@@ -18,7 +18,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFeatures:
-    """What a rollout engine can do, for whoever must know more of it than its name."""
+    """Abilities of a rollout engine: callers ask for these, not for its name."""
 
     exports_kv: bool
     """Whether it hands out the keys and values of a sample."""
@@ -29,9 +29,9 @@ class EngineFeatures:
     caches_last_token: bool
     """Whether its KV cache needs room for a response's last token."""
     block_multiple: int = 1
-    """What `rollout.block_size` must be a multiple of."""
+    """The number that must divide `rollout.block_size`."""
     vocab_multiple: int = 1
-    """What rows of the embedding are padded to a multiple of."""
+    """Rows of the embedding are padded to a multiple of this."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -42,7 +42,7 @@ ENGINES = {
     ),
     Engine.vllm: EngineFeatures(
         exports_kv=False,
-        deterministic=False,  # what it computes for a sample depends on what it computes with it
+        deterministic=False,  # the other samples of a batch change a sample's last bits
         shares_weights=False,  # they are packed for itself
         caches_last_token=True,
         ascending=True,
@@ -57,7 +57,7 @@ class RolloutConfig:
     """The rollout engine of every generation instance."""
 
     engine: Engine = Engine.native
-    """Which engine; choose it by `rollout=native` or `rollout=vllm`, which sets what it needs."""
+    """Which engine; `rollout=native` and `rollout=vllm` set it, and the keys that it needs."""
     dtype: DType = DType.float32
     """Format of the generation weights."""
     max_new_tokens: int = bounded(24, least=1)
@@ -80,7 +80,7 @@ class RolloutConfig:
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
-    """How the weights lie on the ranks in generation."""
+    """Sharding of the weights in generation."""
 
     def check(self) -> None:
         """Raise ConfigError for an empty stop text, or a block size that the engine cannot have."""
@@ -93,5 +93,5 @@ class RolloutConfig:
 
     @property
     def features(self) -> EngineFeatures:
-        """What the engine can do."""
+        """The abilities of the engine."""
         return ENGINES[self.engine]

@@ -1,4 +1,4 @@
-"""Where a run lives, how its work is ordered, what it records and logs."""
+"""The directory of a run, its determinism, its records and its log."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,12 +10,12 @@ class Deterministic(Enum):
     """How far two runs with the same seed agree."""
 
     off = "off"  # up to the order of float operations
-    strict = "strict"  # bit for bit, whatever the schedule: every sample is computed alone
+    strict = "strict"  # bit for bit, under every schedule: each sample is computed alone
 
 
 @dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
-    """What a run records beside its checkpoints."""
+    """Records of a run, apart from its checkpoints."""
 
     progress: bool = True
     """Show progress; plain lines where the output is no terminal. Without, notes alone."""
@@ -41,7 +41,7 @@ class LogConfig:
     """The log of the driver and of the ranks, in the run's directory."""
 
     level: LogLevel = LogLevel.info
-    """The least urgent lines that are logged; `debug` says what a run that hangs waits for."""
+    """The least urgent lines that are logged; `debug` shows the call that a run waits for."""
 
 
 @dataclass(kw_only=True, slots=True)

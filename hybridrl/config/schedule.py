@@ -1,4 +1,4 @@
-"""When and where each sample's next subtask runs: a dataclass a schedule, and what each is."""
+"""When and where each sample's next subtask runs: a dataclass and an entry for each schedule."""
 
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -12,11 +12,11 @@ class ScheduleKind(Enum):
 
     serial = "serial"  # every stage waits for the whole batch
     fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
-    partial = "partial"  # more prompts than a step needs; what is unfinished goes on in the next
+    partial = "partial"  # more prompts than a step needs; unfinished samples continue in the next
 
 
 class Migration(Enum):
-    """What travels with a sample that changes instance."""
+    """The state that travels with a sample to another instance."""
 
     auto = "auto"  # whichever is measured to cost less
     kv = "kv"  # its keys and values
@@ -24,14 +24,14 @@ class Migration(Enum):
 
 
 class Ranker(Enum):
-    """What predicts the length of a response, by which prompts go to instances."""
+    """The predictor of response lengths, by which prompts go to instances."""
 
     running = "running"  # running means per prompt and per task
     learned = "learned"  # a regression on the prompt's tokens
 
 
 class ParkedKV(Enum):
-    """What becomes of the keys and values of a parked sample when the weights change."""
+    """The fate of the keys and values of a parked sample when the weights change."""
 
     recompute = "recompute"  # computed again under the new weights
     keep = "keep"  # used as they are
@@ -39,14 +39,14 @@ class ParkedKV(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """What every schedule has; chosen by `schedule=serial`, `fused` or `partial`."""
+    """Settings of every schedule; chosen by `schedule=serial`, `fused` or `partial`."""
 
     kind: ScheduleKind
     """Which schedule; choose it by `schedule=NAME`, which brings its settings along."""
 
     @property
     def entry(self) -> "ScheduleEntry":
-        """What this schedule is."""
+        """The properties of this schedule."""
         return SCHEDULES[self.kind]
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class SerialScheduleConfig(ScheduleConfig):
 
 @dataclass(kw_only=True, slots=True)
 class OverlappedScheduleConfig(ScheduleConfig):
-    """What schedules share whose stages start as samples finish."""
+    """Settings of the schedules whose stages start as samples finish."""
 
     length_ranker: Ranker = Ranker.running
     """How response lengths are predicted, by which prompts are dealt to instances."""
@@ -85,10 +85,10 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
     kind: ScheduleKind = ScheduleKind.fused
     """This schedule."""
     migration_threshold: int | None = bounded(None, least=0)
-    """At so few unfinished samples they are gathered on few instances; 0 is never, null what a
-    model of the step finds best, from the lengths of earlier steps and measured costs."""
+    """At so few unfinished samples they are gathered on few instances. 0 is never; null finds the
+    best number by a model of the step, from earlier lengths and measured costs."""
     migration: Migration = Migration.auto
-    """What travels with a sample that is moved."""
+    """The state that travels with a sample that is moved."""
 
     def check_kv_stays(self, allowed: str) -> None:
         """Raise ConfigError where a sample is to travel with its keys and values."""
@@ -98,7 +98,7 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PartialScheduleConfig(OverlappedScheduleConfig):
-    """More prompts than a step needs; what is unfinished goes on in the next."""
+    """More prompts than a step needs; unfinished samples continue in the next."""
 
     kind: ScheduleKind = ScheduleKind.partial
     """This schedule."""
@@ -107,10 +107,10 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
     max_staleness: int = bounded(1, least=1)
     """The most steps between a sample's first token and its training."""
     parked_kv: ParkedKV = ParkedKV.recompute
-    """The KV cache of what is parked, once the weights have changed."""
+    """The KV cache of parked samples, once the weights have changed."""
 
     def check(self) -> None:
-        """Raise ConfigError for more prompts than samples of the staleness allowed can be of."""
+        """Raise ConfigError for more prompts in progress than `max_staleness` leaves steps for."""
         ScheduleConfig.check(self)
         if self.over_provision > 1 + self.max_staleness:
             allowed = f"1 to 1 + schedule.max_staleness, which is {1 + self.max_staleness}"
@@ -124,7 +124,7 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleEntry:
-    """What a schedule is, for whoever must know more of it than its name."""
+    """Properties of a schedule: callers ask for these, not for its name."""
 
     settings: type[ScheduleConfig]
     """The dataclass of `schedule.*`."""

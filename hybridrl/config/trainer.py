@@ -66,12 +66,12 @@ class TrainerConfig:
     keep_last: int = bounded(2, least=0)
     """Newest checkpoints that are kept, besides the best and the final one."""
     resume: str = "never"
-    """`auto` goes on from the newest checkpoint in the run directory, and starts anew where there
-    is none; a path goes on from that checkpoint, or run. Then a signal ends the run with one."""
+    """`auto` resumes from the newest checkpoint in the run directory, and starts anew without one.
+    A path resumes from that checkpoint, or run. Then a signal ends the run with a checkpoint."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
-    """How the weights lie on the ranks in training."""
+    """Sharding of the weights in training."""
 
     def check(self) -> None:
         """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer."""
@@ -81,12 +81,12 @@ class TrainerConfig:
 
     @property
     def resumes(self) -> bool:
-        """Whether this run is one that ends and goes on."""
+        """Whether this run can end and be resumed."""
         return self.resume != "never"
 
     @property
     def saves(self) -> bool:
-        """Whether the run leaves checkpoints to go on from."""
+        """Whether the run leaves checkpoints to resume from."""
         return self.resumes or self.save_every > 0
 
 

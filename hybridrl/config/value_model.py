@@ -1,4 +1,4 @@
-"""A model with a value head: where it starts, how it is trained, how it lies on the ranks."""
+"""A model with a value head: its initial weights, its optimizer, its sharding."""
 
 from dataclasses import dataclass, field
 
@@ -16,13 +16,13 @@ class ValueModelConfig:
 
     path: str | None = None
     """A Hugging Face directory or hub name: a sequence classifier with one label (a reward model),
-    or a language model, whose value head begins at zero. Null: the actor as the recipe starts."""
+    or a language model: its value head begins at zero. Null: the actor as the recipe starts."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-5))
     """The optimizer."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters in place of all weights; the value head is trained whole."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
-    """How the weights lie on the ranks; by default as the actor's in training."""
+    """Sharding of the weights; by default that of the actor in training."""
 
     def check(self, ranks: int, key: str, ranks_key: str = "cluster.ranks") -> None:
         """Raise ConfigError for settings that cannot work on so many `ranks`.

@@ -18,7 +18,7 @@ class DAPOConfig(RolloutCorrection):
     """Samples per prompt; the paper takes 16."""
     max_rounds: int = bounded(10, least=1)
     """Rounds of prompts that a step may ask for, until it has trainer.prompts_per_step groups whose
-    rewards differ; after them it trains on those that there are."""
+    rewards differ. After them it trains on the groups that it has."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = bounded(0.28, least=0)
@@ -28,7 +28,7 @@ class DAPOConfig(RolloutCorrection):
     overlong_share: float = bounded(0.2, least=0, most=1)
     """The last share of max_tokens, where a response loses up to overlong_penalty; 0: none."""
     overlong_penalty: float = bounded(1.0, least=0)
-    """What a response of max_tokens loses."""
+    """The penalty of a response of max_tokens."""
 
 
 @recipe("dapo")

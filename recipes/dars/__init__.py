@@ -12,7 +12,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 
 
 class Rebalancing(Enum):
-    """What a hard prompt is to weigh."""
+    """The weight of a hard prompt."""
 
     equal_treatment = "equal_treatment"  # as much as one that is solved half of the time
     hardness_weighted = "hardness_weighted"  # more, the harder it is
@@ -39,7 +39,7 @@ class DARSConfig(RolloutCorrection):
 
 @recipe("dars")
 def dars(flow: Flow, cfg: DARSConfig) -> None:
-    """Sample, see what is hard, sample more of it, and compare within the joint groups."""
+    """Sample, sample hard prompts again, and compare within the joint groups."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
     rebalance = getattr(budgets, cfg.rebalancing.value)
@@ -49,7 +49,7 @@ def dars(flow: Flow, cfg: DARSConfig) -> None:
     more = flow.reward.score(flow.actor.generate_more(samples, "more"))
     samples = samples.merge(more).filter(has_spread)
     samples, stale = add_old_log_probs(flow, samples, cfg)
-    # What is rebalanced is the sum of |R - mean|, so advantages are not divided by the deviation.
+    # The sum of |R - mean| is rebalanced, so advantages are not divided by the deviation.
     samples = samples.by_group(partial(advantages.group_relative, std_normalize=False))
     loss = losses.ClippedLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, **stale)
     flow.actor.update(samples, loss=loss)

@@ -19,12 +19,12 @@ class DPOConfig:
     label_smoothing: float = bounded(0.0, least=0, most=0.5)
     """How often a preference is taken to be the wrong way round."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
-    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
+    """Decay of an averaged reference at an optimizer step; null: the policy at start."""
 
 
 @recipe("dpo")
 def dpo(flow: Flow, cfg: DPOConfig) -> None:
-    """Raise the likelihood of what was chosen over that of what was rejected."""
+    """Raise the likelihood of the chosen response over that of the rejected one."""
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
     pairs = add_reference(flow, pairs, cfg.reference_ema_decay)
     loss = DPOLoss(beta=cfg.beta, variant=cfg.variant, label_smoothing=cfg.label_smoothing)

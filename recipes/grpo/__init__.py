@@ -14,7 +14,7 @@ from hybridrl.recipes.rollout_correction import OldLogProbs, RolloutCorrection, 
 
 
 class Baseline(Enum):
-    """What the rewards of a group are compared with."""
+    """The baseline of the rewards of a group."""
 
     mean = "mean"
     minimum_variance = "minimum_variance"  # stale responses count by W^2, all by their length
@@ -27,7 +27,7 @@ class GRPOConfig(RolloutCorrection):
     group_size: int = bounded(8, least=1)
     """Samples per prompt."""
     baseline: Baseline = Baseline.mean
-    """What rewards are compared with: mean, or minimum_variance (VCPO, arXiv 2602.17616)."""
+    """The baseline of rewards: mean, or minimum_variance (VCPO, arXiv 2602.17616)."""
     std_normalize: bool = True
     """Divide by the group's standard deviation; Dr.GRPO (arXiv 2503.20783) does not."""
     skip_equal_groups: bool = True
@@ -43,7 +43,7 @@ class GRPOConfig(RolloutCorrection):
     kl: str = "k3"
     """Estimator of that KL: k1, k2 or k3."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
-    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
+    """Decay of an averaged reference at an optimizer step; null: the policy at start."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalize: str = "token"

@@ -39,11 +39,11 @@ class PPOConfig(RolloutCorrection):
     kl_horizon: float = bounded(10000.0, above=0)
     """Responses in which it adapts: n of them change it by at most a fifth of n / kl_horizon."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
-    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
+    """Decay of an averaged reference at an optimizer step; null: the policy at start."""
     clip: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped to 1 - clip and 1 + clip."""
     value_clip: float | None = bounded(0.2, above=0)
-    """Values are clipped to this far from what they were before the update; null: not."""
+    """Values are clipped to this distance from their old ones; null: not clipped."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalize: str = "token"
@@ -59,7 +59,7 @@ class PPOConfig(RolloutCorrection):
 
 @recipe("ppo")
 def ppo(flow: Flow, cfg: PPOConfig) -> None:
-    """Sample, judge, see how much better it went than the critic thought; train both."""
+    """Sample, judge, compare with the critic's values; train both."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples)
     samples = flow.reward.score(samples)
     samples, stale = add_old_log_probs(flow, samples, cfg)
@@ -89,7 +89,7 @@ def add_kl(
 ) -> tuple[Stream, tuple[str, ...], dict[str, Any]]:
     """Each response's distance `kl` from the reference, in nats.
 
-    Also gives what a penalty is made of: fields (the log-probabilities of policy and reference, and
+    Also gives the inputs of a penalty: fields (the log-probabilities of policy and reference, and
     a coefficient that changes), and settings.
     """
     fields = ("log_probs", "log_probs")  # the policy has no KL of itself

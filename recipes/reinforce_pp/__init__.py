@@ -22,9 +22,9 @@ class ReinforcePPConfig(RolloutCorrection):
     group_baseline: bool = False
     """Take the mean of a prompt's rewards off first: REINFORCE++ with baseline."""
     kl_coef: float = bounded(0.01, least=0)
-    """What a nat of log p / p_reference takes off the reward of a token; 0 needs no reference."""
+    """The penalty, in reward, of a token's nat of log p / p_reference; 0 needs no reference."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
-    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
+    """Decay of an averaged reference at an optimizer step; null: the policy at start."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = bounded(0.2, least=0)

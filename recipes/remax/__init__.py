@@ -17,7 +17,7 @@ class ReMaxConfig:
 
 @recipe("remax")
 def remax(flow: Flow, cfg: ReMaxConfig) -> None:
-    """Sample, answer greedily too, and learn from what was better or worse than that."""
+    """Sample, answer greedily too, and learn from the difference of the rewards."""
     greedy = flow.reward.score(flow.actor.generate(flow.prompts, greedy=True, name="greedy"))
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples)
     samples = flow.reward.score(samples).join(greedy, "greedy_")

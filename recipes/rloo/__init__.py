@@ -18,10 +18,10 @@ class RLOOConfig:
     group_size: int = bounded(4, least=1)
     """Samples per prompt."""
     kl_coef: float = bounded(0.0, least=0)
-    """What a nat of log p / p_reference of the whole response takes off its reward; the paper has
+    """The penalty, in reward, of a nat of log p / p_reference of the response; the paper has
     0.03 to 0.1 with a reward model. 0 needs no reference."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
-    """What remains of an averaged reference after an optimizer step; null: the policy at start."""
+    """Decay of an averaged reference at an optimizer step; null: the policy at start."""
 
 
 @recipe("rloo")

@@ -17,6 +17,6 @@ class RMConfig:
 
 @recipe("rm")
 def rm(flow: Flow, cfg: RMConfig) -> None:
-    """Score what was chosen above what was rejected."""
+    """Score the chosen response above the rejected one."""
     pairs = flow.targets("chosen").pair(flow.targets("rejected"))
     flow.reward.update(pairs, loss=BradleyTerryLoss(center=cfg.center))

@@ -29,7 +29,7 @@ class TTRLConfig(RolloutCorrection):
 def ttrl(flow: Flow, cfg: TTRLConfig) -> None:
     """Sample, let the answers vote, and reward those that agree with the majority."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
-    # The verifier finds the answer in each response; what it thinks of it is only looked at.
+    # The verifier extracts the answer of each response; its reward is only recorded.
     samples = flow.reward.score(samples, name="true_reward", text="answer")
     samples = samples.by_group(majority_vote, ("answer",), ("reward",)).filter(has_spread)
     samples, stale = add_old_log_probs(flow, samples, cfg)

@@ -19,7 +19,7 @@ class XRPOConfig(RolloutCorrection):
     group_size: int = bounded(4, least=1)
     """Samples of every prompt before any is preferred."""
     rounds: int = bounded(2, least=0)
-    """How often the rest of the budget is dealt, by what the rewards say by then."""
+    """How often more of the budget is dealt, by the rewards until then."""
     round_samples: int = bounded(64, least=1)
     """Samples that a round deals to the step's prompts."""
     max_samples: int = 32
@@ -29,9 +29,9 @@ class XRPOConfig(RolloutCorrection):
     exploration: float = bounded(0.1, least=0)
     """Weight of the bonus for prompts with few samples."""
     novelty: float = bounded(0.5, least=0)
-    """Weight of what a right response gains for being less likely than its group; 0: nothing."""
+    """Weight of the bonus of a right response that is less likely than its group; 0: none."""
     novelty_bound: float = bounded(0.5, least=0)
-    """What it gains is at most this share of its advantage."""
+    """The largest bonus, as a share of its advantage."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = bounded(0.2, least=0)
