@@ -95,6 +95,7 @@ class Config:
     """Directory and seed."""
 
     def __post_init__(self) -> None:
+        check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
         self.check_groups()
         self.resolve()
