@@ -104,6 +104,7 @@ WRONG = [
     ("--nothing", "option=--nothing: wanted key=value, or an option"),
     ("--config-dir=/none", "--config-dir=/none: wanted a directory that exists"),
     ("model=pretrained", "model.path=: wanted a Hugging Face directory or hub name"),
+    ("model.tiny.num_kv_heads=0", "model.tiny.num_kv_heads=0: wanted 1 or more"),
     ("model.path=/none", "model.path=/none: wanted a directory that exists, or a hub name"),
     ("model.path=empty", "model.path=empty: wanted a Hugging Face directory (no config.json"),
     ("model.path=unweighted", "model.path=unweighted: wanted weights in safetensors"),
