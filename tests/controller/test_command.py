@@ -62,7 +62,8 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
     assert curves[0] == curves[1]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_rank_is_named_with_its_log(
     ranks: int, command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

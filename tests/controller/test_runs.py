@@ -1,5 +1,6 @@
 """Whole jobs in this process, on a cluster that they join: what they train on, how they end."""
 
+import functools
 import json
 import math
 import subprocess
@@ -92,35 +93,54 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def test_layouts_reproduce_one_rank(
-    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
-) -> None:
-    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+@pytest.fixture(scope="module")
+def in_layout(
+    tiny_run: list[str],
+    train_here: Callable[..., Any],
+    user_code: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Any]:
+    """What a run under a layout of `LAYOUTS` gives: first texts, the gradient, results."""
     shape = ["model.tiny.num_layers=2", "model.tiny.num_heads=4", "model.tiny.num_kv_heads=2"]
     recipe = [f"recipe={{target: '{user_code}:probe'}}"]
-    found = {}
-    for number, (name, layout) in enumerate(LAYOUTS.items()):
-        results = run_here(f"layout{number}", *shape, *recipe, *layout, *PLAIN_DESCENT)
+
+    @functools.cache
+    def run(name: str) -> Any:
+        settings = [*tiny_run, *shape, *recipe, *LAYOUTS[name], *PLAIN_DESCENT]
+        run = train_here(tmp_path_factory.mktemp("layout"), *settings)
         texts = {
             (r["phase"], r["id"]): (r["response"], r["reward"])
-            for r in read_lines(tmp_path / f"layout{number}" / "samples.jsonl")
+            for r in read_lines(run.dir / "samples.jsonl")
             if (r["phase"], r["step"]) in (("evaluation", 0), ("rl", 1))
         }
-        found[name] = (texts, gradient(tmp_path / f"layout{number}"), results)
-    texts, gradients, results = found.pop("one rank")
+        return texts, gradient(run.dir), run.steps
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train 1x2x2, generate tp 4",
+        "train 2x2x1, generate two of tp 2",
+        pytest.param("train 1x1x2 twice, generate two of pp 2", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_reproduce_one_rank(in_layout: Callable[[str], Any], name: str) -> None:
+    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    texts, gradients, results = in_layout("one rank")
     assert len(texts) == 8 + 16
-    for name, (others, other_gradients, other_results) in found.items():
-        assert others == texts, name
-        assert (gradients - other_gradients).norm() / gradients.norm() < 1e-5, name
-        for one, other in zip(results, other_results, strict=True):
-            for key in ("loss", "grad_norm", "entropy"):
-                assert math.isclose(
-                    one.metrics[f"actor/{key}"], other.metrics[f"actor/{key}"], abs_tol=1e-5
-                ), (name, key)
-        gaps = [float(s.scalars["gap"]) for r in other_results for s in r.dispatched]
-        assert 0 <= max(gaps) < 1e-4, name
-        ranks = {sample.rank for sample in other_results[0].dispatched}
-        assert len(ranks) > 1, f"{name}: one rank holds all samples"
+    others, other_gradients, other_results = in_layout(name)
+    assert others == texts
+    assert (gradients - other_gradients).norm() / gradients.norm() < 1e-5
+    for one, other in zip(results, other_results, strict=True):
+        for key in ("loss", "grad_norm", "entropy"):
+            figures = one.metrics[f"actor/{key}"], other.metrics[f"actor/{key}"]
+            assert math.isclose(*figures, abs_tol=1e-5), key
+    gaps = [float(s.scalars["gap"]) for r in other_results for s in r.dispatched]
+    assert 0 <= max(gaps) < 1e-4
+    ranks = {sample.rank for sample in other_results[0].dispatched}
+    assert len(ranks) > 1, "one rank holds all samples"
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(

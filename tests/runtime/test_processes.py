@@ -68,6 +68,7 @@ def compare(with_ray: Path, without: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_one_rank_in_this_process_does_what_ray_does(
     train: Callable[..., Any],
     make_config: Callable[..., Config],

@@ -64,13 +64,13 @@ class Rank:
 
 
 @pytest.fixture(scope="module")
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def ray(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from ray import cloudpickle
 
     logs: Path = tmp_path_factory.mktemp("logs")
     module = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(module)
-    with ray_runtime(ClusterConfig(ranks=2), dict(os.environ), logs) as ray:
+    with ray_runtime(ClusterConfig(address=cluster), dict(os.environ), logs) as ray:
         yield ray
     cloudpickle.unregister_pickle_by_value(module)
 
