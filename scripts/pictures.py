@@ -73,7 +73,7 @@ def picture(width: int, height: int, title: str, drawn: Sequence[str]) -> str:
 
 
 def rank(x: float, y: float, name: str) -> list[str]:
-    """One rank: both engines, the switch between them, and what lies beside."""
+    """One rank: both engines, the switch between them, and its samples."""
     return [
         box(x, y, 400, 216, BOX),
         text(x + 14, y + 22, name, 14, font_weight="600", text_anchor="start"),

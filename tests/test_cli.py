@@ -79,7 +79,7 @@ WRONG = [
     ("trainer.optim.lr=0", "trainer.optim.lr=0.0: wanted above 0"),
     ("trainer.optim.betas=[1.5,0.9]", "trainer.optim.betas=[1.5, 0.9]: wanted two numbers from"),
     ("warm_start.optim.lr=0", "warm_start.optim.lr=0.0: wanted above 0"),
-    ("trainer.optim=5", "trainer.optim=5: wanted settings of its own, each as key.name=value"),
+    ("trainer.optim=5", "trainer.optim=5: wanted settings, each as key.name=value"),
     ("trainer.prompts_per_step=null", "trainer.prompts_per_step=null: wanted a value, which nu"),
     ("eval.every=-3", "eval.every=-3: wanted 0 or more"),
     ("eval.num_prompts=-3", "eval.num_prompts=-3: wanted 0 or more"),
@@ -176,14 +176,14 @@ WRONG = [
         "rollout=vllm schedule=partial schedule.parked_kv=keep",
         "schedule.parked_kv=keep: wanted recompute with rollout.engine=vllm",
     ),
-    ("schedule.over_provision=2", "schedule.over_provision=2: wanted schedule=partial beside it"),
+    ("schedule.over_provision=2", "schedule.over_provision=2: wanted schedule=partial with it"),
     (
         "schedule=partial +schedule.migration_threshold=2",
-        "schedule.migration_threshold=2: wanted schedule=fused beside it",
+        "schedule.migration_threshold=2: wanted schedule=fused with it",
     ),
     (
         "schedule.length_ranker=learned",
-        "schedule.length_ranker=learned: wanted schedule=fused or partial beside it",
+        "schedule.length_ranker=learned: wanted schedule=fused or partial with it",
     ),
     (
         "schedule=fused schedule.x=1",

@@ -241,5 +241,5 @@ class CrossEntropyLoss(Loss[torch.Tensor]):
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
     ) -> tuple[torch.Tensor, Fields]:
-        """Loss [tokens] of `log_probs` [tokens]; no metrics of its own."""
+        """Loss [tokens] of `log_probs` [tokens]; no metrics."""
         return -log_probs, {}

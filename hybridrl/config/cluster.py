@@ -131,7 +131,7 @@ class ClusterConfig:
             self.pools.check(self.ranks)
         elif self.pools != PoolsConfig():
             sizes = f"{self.pools.actor} + {self.pools.critic}"
-            raise ConfigError("cluster.pools", sizes, "cluster.placement=split beside it")
+            raise ConfigError("cluster.pools", sizes, "cluster.placement=split with it")
 
     @property
     def pool_ranks(self) -> dict[str, range]:
@@ -198,7 +198,7 @@ class ClusterConfig:
         if self.container is Container.none:
             for key in ("image", "mounts"):
                 if getattr(self, key):
-                    allowed = "cluster.container=pyxis or apptainer beside it"
+                    allowed = "cluster.container=pyxis or apptainer with it"
                     raise ConfigError(f"cluster.{key}", getattr(self, key), allowed)
             return
         if not self.image:

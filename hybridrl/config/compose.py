@@ -246,7 +246,7 @@ def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
         return RenamedKeyError(key, value, RENAMED_KEYS[key])
     parent, _, name = key.rpartition(".")
     if parent == "schedule" and (others := owners(name)):
-        return ConfigError(key, value, f"schedule={' or '.join(others)} beside it")
+        return ConfigError(key, value, f"schedule={' or '.join(others)} with it")
     return ConfigError(key, value, f"a known key: {names(name, known)}")
 
 
@@ -281,7 +281,7 @@ def _allowed(message: str) -> str:
         return kinds.get(match[1], match[1])
     for words, allowed in (
         ("is not a ListConfig", "a list: [a,b]"),
-        ("is not a subclass of", "settings of its own, each as key.name=value"),
+        ("is not a subclass of", "settings, each as key.name=value"),
         ("is not Optional", "a value, which null is not"),
     ):
         if words in message:

@@ -31,7 +31,7 @@ class TraceSpan(TimeSpan):
     """A time span on its lane in the trace.
 
     A lane is `driver`, `rank 0`, ... or, where one process does several things at once, `rank
-    0/beside`. Spans of one lane nest or do not overlap.
+    0/concurrent`. Spans of one lane nest or do not overlap.
     """
 
     lane: str
@@ -51,11 +51,11 @@ class Counter:
 
 def rank_lane(rank: int, concurrent: bool = False) -> str:
     """The lane of a rank, or of its concurrent work."""
-    return f"rank {rank}/beside" if concurrent else f"rank {rank}"
+    return f"rank {rank}/concurrent" if concurrent else f"rank {rank}"
 
 
 def is_rank(lane: str) -> bool:
-    """Whether a lane is a rank's own; concurrent work (`rank 0/beside`) keeps no rank busy."""
+    """Whether a lane is a rank's own; concurrent work (`rank 0/concurrent`) keeps no rank busy."""
     return lane.startswith("rank ") and "/" not in lane
 
 

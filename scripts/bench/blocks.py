@@ -64,7 +64,7 @@ class Side:
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
         self.command = " ".join(command)
-        # Not a pipe: one that nobody reads fills up, and the side would wait indefinitely.
+        # Not a pipe: an unread one fills up, and the side would wait indefinitely.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command,

@@ -52,7 +52,7 @@ SCHEDULES: dict[str, ScheduleConfig] = {
     config.kind.value: config
     for config in (SerialScheduleConfig(), FusedScheduleConfig(), PartialScheduleConfig())
 }
-_PARTIAL_FIRST = 1_000_000  # positions of a stream of its own, of the same prompts
+_PARTIAL_FIRST = 1_000_000  # positions of a separate stream of the same prompts
 _TAIL = 8.0  # p99 over p50 that the task is to have
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities from hidden states, forward and backward: seconds and peak memory.
 
-On a GPU beside Liger's fused linear cross entropy, in bf16 at the sizes of real heads; on a CPU
+On a GPU against Liger's fused linear cross entropy, in bf16 at the sizes of real heads; on a CPU
 against materialised logits, in float32. Both sides give the gradients of the hidden states and of
 the head. Prints one JSON object a line, as `run.py`. docs/kernels.md describes the kernels.
 """

@@ -66,7 +66,7 @@ class Decoder:
         )
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with `rows` only (or with copies of rows)."""
+        """Continue with `rows` only (or with copies of rows)."""
         self.cache = self.cache[:, :, rows]
         self.padding, self.mask = self.padding[rows], self.mask[rows]
 

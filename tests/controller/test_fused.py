@@ -184,11 +184,11 @@ def test_a_reward_that_hangs_does_not_stop_its_rank(
     hung = [s for s in run.steps[0].samples if s.scalars["reward_status"].startswith("timeout")]
     assert line["reward_timeout"] == len(hung) > 0
     assert all(sample.response_tokens <= 3 for sample in hung)
-    slices = [s for s in run.spans if s.lane.endswith("/beside") and s.end - s.start >= 1]
+    slices = [s for s in run.spans if s.lane.endswith("/concurrent") and s.end - s.start >= 1]
     first = {slice_.lane: slice_ for slice_ in reversed(slices)}
     assert first
     for lane, slice_ in first.items():
-        rank = lane.removesuffix("/beside")
+        rank = lane.removesuffix("/concurrent")
         decoding = [s for s in run.spans if (s.lane, s.name) == (rank, "generate")]
         begun = [s for s in decoding if slice_.start < s.start and s.end < slice_.end]
         assert len(begun) > 5

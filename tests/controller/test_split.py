@@ -55,7 +55,7 @@ def test_pools_are_the_first_and_the_last_ranks(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.pools.critic=1"], "cluster.pools=0 + 1: wanted cluster.placement=split beside"),
+        (["cluster.pools.critic=1"], "cluster.pools=0 + 1: wanted cluster.placement=split with"),
         (
             [*SPLIT, "cluster.ranks=4", "cluster.pools.actor=2", "cluster.pools.critic=1"],
             "cluster.pools=2 + 1: wanted actor + critic = cluster.ranks=4, each 1 or more",

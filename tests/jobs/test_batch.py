@@ -105,7 +105,7 @@ def test_settings_become_directives(tmp_path: Path) -> None:
         ("cluster.gpus_per_node=8 cluster.container=docker",
          "cluster.container=docker: wanted one of none, pyxis, apptainer"),
         ("cluster.gpus_per_node=8 cluster.image=a.sif",
-         "cluster.image=a.sif: wanted cluster.container=pyxis or apptainer beside it"),
+         "cluster.image=a.sif: wanted cluster.container=pyxis or apptainer with it"),
         ("cluster.gpus_per_node=8 cluster.container=apptainer cluster.image=a.sif"
          " cluster.mounts=[data]", "cluster.mounts=data: wanted SOURCE:TARGET or"),
         ("cluster=local cluster.modules=[cuda]", "cluster.modules=['cuda']: wanted cluster=slurm"),

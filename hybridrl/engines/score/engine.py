@@ -89,7 +89,7 @@ class ScoreEngine:
         self.classifier = classifier
         self._link = StageLink(parallel)
 
-        # What it scores with: another engine's module, or memory for weights of its own.
+        # It scores with another engine's module, or with its own weights.
         self.weights = Weights.empty if model is None else Weights.borrowed
         self.model = model or local_model(
             model_config,
