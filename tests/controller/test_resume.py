@@ -291,7 +291,8 @@ def test_a_signal_leaves_a_checkpoint(
         step = max(line["step"] for line in read_lines(record))
         assert (code, run.left) == (128 + number, []), err
         line = err.splitlines()[-1]
-        assert line.startswith(f"hybridrl: stopped after step {step}; trainer.resume=auto continues")
+        said = f"hybridrl: stopped after step {step}; trainer.resume=auto continues from there"
+        assert line.startswith(said)
         assert (tmp_path / "stopped" / "checkpoints" / f"step_{step:06d}").is_dir()
     final_of(command(*rare, "run.dir=stopped"))
     check_same(tmp_path / "whole", tmp_path / "stopped", tmp_path)
