@@ -300,8 +300,8 @@ def marked() -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
                 if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
-                    found.append(process)
-        return found
+                    found += [process, *process.children(recursive=True)]
+        return list(dict.fromkeys(found))
 
     name, value = mark.split("=")
     yield os.environ | {name: value, "OMP_NUM_THREADS": "1"}, alive

@@ -12,10 +12,10 @@ MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster th
 
 @contextmanager
 def no_process_stays(mark: str) -> Iterator[None]:
-    """On exit, kill every process whose environment has `MARK=mark`.
+    """On exit, kill every process whose environment has `MARK=mark`, with its descendants.
 
-    All processes of Ray inherit it, orphans too. A process may start another while it is being
-    killed, hence several rounds.
+    All processes of Ray inherit it, orphans too; Ray's agents overwrite theirs with a title. A
+    process may start another while it is being killed, hence several rounds.
     """
     import psutil
 
@@ -40,8 +40,8 @@ def _marked(mark: str) -> list[Any]:
         # A zombie has no environment: it has ended, and its parent may never ask for it.
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                processes.append(process)
-    return processes
+                processes += [process, *process.children(recursive=True)]
+    return list(dict.fromkeys(processes))
 
 
 def keep_logs(temp: Path, logs: Path) -> None:
