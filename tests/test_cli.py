@@ -202,6 +202,10 @@ WRONG = [
     ("recipe=grpo recipe.normalise=token", "recipe.normalise=token: renamed, now recipe.normalize"),
     ("recipe=rm +recipe.centre=1", "recipe.centre=1: renamed, now recipe.center"),
     ("rollout=vllm rollout.block_size=16", "rollout.block_size=16: wanted a multiple of 32 with"),
+    (
+        "model.attention=flash",
+        "model.attention=flash: wanted torch or auto: flash-attn computes in bfloat16 and float16",
+    ),
     ("rollout.engine=vllm", "rollout.block_size=16: wanted a multiple of 32 with rollout.engine=v"),
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
     ("cluster.address=127.0.0.1:9", "cluster.address=127.0.0.1:9: wanted a running Ray cluster"),

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config import (
     WARM_START,
+    Attention,
     Config,
     ConfigError,
     Engine,
@@ -191,6 +192,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_train_layout(model, config.trainer.layout)
     check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     check_lora(model, config.actor.lora, "actor.lora")
+    _check_attention(config.model, model)
     if config.rollout.engine is Engine.vllm:
         _check_vllm_model(config.model, model)
         _check_vllm_layout(config)
@@ -207,6 +209,18 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     return data
 
 
+def _check_attention(config: ModelConfig, model: Any) -> None:
+    """Raise for flash-attn by name that cannot attend with this model; ranks check the rest."""
+    from hybridrl.engines.train.engine import TORCH_DTYPES
+    from hybridrl.models.packed_attention import flash_obstacle
+    from hybridrl.models.parallel import head_size
+
+    if config.attention is Attention.flash:
+        dtype = TORCH_DTYPES[config.compute_dtype]
+        if obstacle := flash_obstacle(dtype, head_size(model)):
+            raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
+
+
 def _check_vllm_layout(config: Config) -> None:
     from hybridrl.layout.grouping import TrainAxes
     from hybridrl.layout.switching import check_ascending
@@ -218,7 +232,9 @@ def _check_vllm_layout(config: Config) -> None:
 
 def _check_vllm_model(config: ModelConfig, model: Any) -> None:
     """Raise for a model of the Hugging Face config `model` that the installed vLLM cannot run."""
-    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    from hybridrl.models.parallel import head_size
+
+    width = head_size(model)
     if config.path is None:
         check_vllm_takes(width, "model.tiny.head_dim", config.tiny.head_dim)
     else:

@@ -10,7 +10,6 @@ the model's call. Two implementations:
   length, no padding and no mask over the row.
 """
 
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,18 +55,48 @@ def make_packing(
     return Packing(implementation, blocks, ends.to(device), lengths[-1])
 
 
-def choose_attention(wanted: Attention, device: torch.device) -> Attention:
-    """The implementation to use: flash if it is installed and `device` is a GPU, else torch.
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_SIZES = range(8, 257, 8)
 
-    Raises ConfigError if flash is asked for and cannot run.
+
+def flash_obstacle(
+    dtype: torch.dtype, head_size: int, device: torch.device | None = None
+) -> str | None:
+    """Why flash-attn cannot attend with heads of `head_size` in `dtype` on `device`; else None.
+
+    Without a device only the model is considered, so a driver can ask before ranks exist. With one,
+    the package is imported: one built for another torch, and flash-attn-4 alone (which has the same
+    name and other functions), are there and cannot be used.
     """
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    usable = has_flash and device.type == "cuda"
-    if wanted is Attention.flash and not usable:
-        missing = "flash-attn is not installed" if not has_flash else "there is no GPU"
-        raise ConfigError("model.attention", "flash", f"torch or auto here: {missing}")
-    chosen = Attention.flash if usable and wanted is not Attention.torch else Attention.torch
-    logger.info("packed attention on %s: %s", device, chosen.value)
+    if dtype not in FLASH_DTYPES:
+        return f"flash-attn computes in bfloat16 and float16, not {str(dtype).partition('.')[2]}"
+    if head_size not in FLASH_HEAD_SIZES:
+        return f"flash-attn takes heads of 8 to 256 in steps of 8, not {head_size}"
+    if device is None:
+        return None
+    if device.type != "cuda":
+        return "there is no GPU"
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except Exception as error:  # an undefined symbol is an ImportError, a missing driver another
+        return f"flash-attn cannot be imported: {' '.join(str(error).split())}"
+    return None
+
+
+def choose_attention(
+    wanted: Attention, device: torch.device, dtype: torch.dtype, head_size: int
+) -> Attention:
+    """The implementation to use: flash where its kernels can run, else torch.
+
+    `dtype` is the format of queries and keys, `head_size` their width. Raises ConfigError if flash
+    is asked for and cannot run.
+    """
+    obstacle = flash_obstacle(dtype, head_size, device)
+    if wanted is Attention.flash and obstacle:
+        raise ConfigError("model.attention", "flash", f"torch or auto here: {obstacle}")
+    chosen = Attention.torch if wanted is Attention.torch or obstacle else Attention.flash
+    reason = f" ({obstacle})" if obstacle and device.type == "cuda" else ""
+    logger.info("packed attention on %s: %s%s", device, chosen.value, reason)
     return chosen
 
 

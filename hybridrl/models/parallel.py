@@ -44,6 +44,12 @@ def tp_style(config: PretrainedConfig, module: str) -> str | None:
     return None
 
 
+def head_size(config: PretrainedConfig) -> int:
+    """The width of an attention head."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size)
+
+
 def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list[Parameter]:
     """Every parameter once, in the model's order; tied weights under their first name.
 
@@ -53,7 +59,7 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
     model = meta_model(config)
     prefix = f"{model.base_model_prefix}."
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = head_size(config)
     parameters = []
     for name, tensor in model.named_parameters():
         inner = name.removeprefix(prefix)

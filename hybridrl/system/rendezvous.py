@@ -26,5 +26,8 @@ def join_group(rank: int, size: int, store: Any) -> Any:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        # Before the first attention. On sm_90 and above torch prefers cuDNN's attention, which
+        # plans anew (25 ms and more) for each length of keys: in decoding, at every step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return device

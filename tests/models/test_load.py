@@ -1,3 +1,6 @@
+import sys
+from functools import partial
+
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, PhimoeConfig
@@ -60,7 +63,47 @@ def test_attention_raises_on_what_it_does_not_compute(attention, description):
             attention(torch.nn.Linear(1, 1), *tensors, None, scaling=1.0, **description, **keyword)
 
 
-def test_flash_is_refused_without_a_gpu():
-    with pytest.raises(ConfigError, match=r"model\.attention=flash"):
-        choose_attention(Attention.flash, torch.device("cpu"))
-    assert choose_attention(Attention.auto, torch.device("cpu")) is Attention.torch
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("package", "device", "dtype", "head_size", "obstacle"),
+    [
+        ("whole", GPU, torch.bfloat16, 64, None),
+        ("whole", GPU, torch.float16, 256, None),
+        ("whole", CPU, torch.bfloat16, 64, "there is no GPU"),
+        ("whole", GPU, torch.float32, 64, "in bfloat16 and float16, not float32"),
+        ("whole", GPU, torch.bfloat16, 288, "heads of 8 to 256 in steps of 8, not 288"),
+        ("whole", GPU, torch.bfloat16, 36, "heads of 8 to 256 in steps of 8, not 36"),
+        ("none", GPU, torch.bfloat16, 64, "cannot be imported: import of flash_attn halted"),
+        ("other torch", GPU, torch.bfloat16, 64, "cannot be imported: undefined symbol: _ZN3c10"),
+        ("flash-attn-4", GPU, torch.bfloat16, 64, "cannot be imported: cannot import name"),
+    ],
+)
+def test_flash_runs_where_its_kernels_can(
+    package, device, dtype, head_size, obstacle, tmp_path, monkeypatch, caplog
+):
+    """`auto` falls back and logs the reason; `flash` is refused with it."""
+    code = {
+        "whole": "def flash_attn_varlen_func(): ...",
+        "other torch": "raise ImportError('undefined symbol: _ZN3c10')",
+        "flash-attn-4": "",
+    }
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    if package == "none":
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
+    else:
+        (tmp_path / "flash_attn").mkdir()
+        (tmp_path / "flash_attn" / "__init__.py").write_text(code[package])
+        monkeypatch.syspath_prepend(tmp_path)
+    caplog.set_level("INFO", logger="hybridrl")
+    choose = partial(choose_attention, device=device, dtype=dtype, head_size=head_size)
+    assert choose(Attention.torch) is Attention.torch
+    if obstacle is None:
+        assert choose(Attention.auto) is choose(Attention.flash) is Attention.flash
+        return
+    assert choose(Attention.auto) is Attention.torch
+    assert (obstacle in caplog.messages[-1]) == (device is GPU)
+    with pytest.raises(ConfigError, match=f"^model.attention=flash: wanted .*{obstacle}"):
+        choose(Attention.flash)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)

@@ -22,6 +22,7 @@ from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_local
 from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.parallel import head_size
 from hybridrl.models.shard import GenParallel, StageLink, local_model
 
 Head = Callable[[torch.Tensor, PackedBatch, Sequence[TrainSequence]], torch.Tensor]
@@ -84,7 +85,7 @@ class ScoreEngine:
         # How it scores.
         self.config, self.parallel = model_config, parallel
         self.dtype, self.device, self.temperature = dtype, device, temperature
-        self.attention = choose_attention(attention, device)
+        self.attention = choose_attention(attention, device, dtype, head_size(model_config))
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
         self.classifier = classifier
         self._link = StageLink(parallel)

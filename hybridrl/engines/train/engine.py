@@ -39,6 +39,7 @@ from hybridrl.engines.train.weights import ModelShards
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.load import load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.parallel import head_size
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last
@@ -96,11 +97,12 @@ class TrainEngine(ModelShards):
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
         self.trainer, self.device, self.gives_values = trainer, device, gives_values
         compute = TORCH_DTYPES[model.compute_dtype]
-        self.attention = choose_attention(model.attention, device)
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
 
         # The whole model on every rank, and its adapters.
         self.model = self._load(model_path, key)
+        size = head_size(self.model.config)
+        self.attention = choose_attention(model.attention, device, compute, size)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
         self.lora = lora if lora is not None and lora.rank else None

@@ -27,6 +27,7 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.models.parallel import head_size
 
 VOCAB_MULTIPLE = ENGINES[Engine.vllm].vocab_multiple
 """vLLM pads the rows of a vocabulary, of all tp ranks together, to a multiple of this."""
@@ -409,5 +410,4 @@ def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: 
     """
     layers = stages_of_layers(config.num_hidden_layers, mesh.extent("pp")).count(stage)
     heads = max(1, config.num_key_value_heads // mesh.extent("tp"))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return layers * 2 * heads * head_dim * dtype.itemsize
+    return layers * 2 * heads * head_size(config) * dtype.itemsize
