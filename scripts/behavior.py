@@ -21,7 +21,7 @@ SHORT += ["eval.num_prompts=64", "telemetry.report=false", "telemetry.tensorboar
 REFERENCE = ["recipe=grpo", "recipe.kl_coef=0.01"]
 SCHEDULES = {name: [f"schedule={name}", *REFERENCE] for name in ("serial", "fused", "partial")}
 # Decided by the clock, or by measured costs.
-TIMES = ("time", "_s", "bubble_share", "_share", "_per_s", "samples/moved", "migrated", "_bytes")
+TIMES = ("time", "_s", "bubble_share", "_per_s", "migrated", "_bytes")
 
 
 def runs() -> dict[str, list[str]]:

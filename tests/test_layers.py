@@ -1,4 +1,4 @@
-"""The house's floor plan: who may import whom, and how long files and functions may be.
+"""The floor plan: who may import whom, and how long files and functions may be.
 
 Imports are read with `ast`, those inside functions too: a lazy import is still an import. The
 exceptions are listed, so that a new one is a decision.

@@ -1,4 +1,8 @@
-"""Typed configuration: one dataclass a group, composed by Hydra, checked before anything starts."""
+"""Typed configuration: one dataclass a group, composed by Hydra, checked before anything starts.
+
+Start from `Config` (below: all groups, and the order of their checks), `compose.py` (overrides to
+a `Config`, errors to one line) and `bounds.py` (`bounded` fields).
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -75,7 +75,7 @@ class RolloutConfig:
     """Samples that decode at the same time on an instance."""
     block_size: int = bounded(16, least=1)
     """Tokens per block of the paged KV cache."""
-    kv_cache_tokens: int = 0
+    kv_cache_tokens: int = bounded(0, least=0)
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""

@@ -59,7 +59,7 @@ class TrainerConfig:
     """Most tokens of one forward and backward pass on a rank."""
     activation_checkpointing: bool = False
     """Recompute every decoder layer in the backward pass instead of keeping its activations."""
-    max_bad_steps: int = 3
+    max_bad_steps: int = bounded(3, least=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)
     """Checkpoint every so many steps; 0 saves at the end only."""

@@ -1,4 +1,8 @@
-"""Datasets, templates and the stream of prompts."""
+"""Datasets, templates and the stream of prompts.
+
+Start from `load_data` (`load.py`: sources to items), `Item` (`prompts.py`: a prompt's tokens and
+its row) and `PromptStream` (`load.py`: the endless order that training reads).
+"""
 
 from hybridrl.data.load import Data, PromptStream, load_data
 from hybridrl.data.prompts import Item, end_token_id

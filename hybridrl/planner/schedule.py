@@ -108,7 +108,7 @@ def what_if(
     named = [
         replay(setting, SerialScheduleConfig()),
         _named(outcomes[0], "fused, not gathered"),
-        _named(fused, "fused, as modelled"),
+        _named(fused, "fused, as modeled"),
         _named(best, f"fused, best of {len(outcomes)}"),
     ]
     return [*named, replay(setting, setting.partial)]

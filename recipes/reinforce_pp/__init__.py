@@ -39,7 +39,7 @@ def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
     samples, stale = add_old_log_probs(flow, samples, cfg)
     reward = "reward"
     if cfg.group_baseline:
-        reward = "centerd_reward"
+        reward = "centered_reward"
         centered = partial(advantages.group_relative, std_normalize=False)
         samples = samples.by_group(centered, ("reward",), (reward,))
     against = "log_probs"

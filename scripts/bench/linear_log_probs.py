@@ -1,7 +1,7 @@
 """Log-probabilities from hidden states, forward and backward: seconds and peak memory.
 
 On a GPU against Liger's fused linear cross entropy, in bf16 at the sizes of real heads; on a CPU
-against materialised logits, in float32. Both sides give the gradients of the hidden states and of
+against materialized logits, in float32. Both sides give the gradients of the hidden states and of
 the head. Prints one JSON object a line, as `run.py`. docs/kernels.md describes the kernels.
 """
 
@@ -29,7 +29,7 @@ def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> t
 
 
 def logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """By materialised logits, in float32 as trainers take them."""
+    """By materialized logits, in float32 as trainers take them."""
     return torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets)
 
 

@@ -1,0 +1,1 @@
+"""Generation on one rank: start from `RolloutEngine` in `interface.py`."""

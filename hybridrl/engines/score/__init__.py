@@ -1,0 +1,1 @@
+"""Forward passes inside an instance: start from `ScoreEngine` in `engine.py`."""

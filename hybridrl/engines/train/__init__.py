@@ -1,0 +1,1 @@
+"""Training on one rank: start from `TrainEngine` in `engine.py`."""

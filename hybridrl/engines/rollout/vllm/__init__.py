@@ -1,0 +1,1 @@
+"""vLLM in the ranks' own processes: start from `VLLMEngine` in `engine.py`."""
