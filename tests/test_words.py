@@ -18,8 +18,9 @@ REPLACED = {
     "Knowledge", "Gathering", "EarlyStages", "Overlap", "Dataflow", "Carried", "Placed", "Trained",
     "Holder", "Died", "DEATH_S", "Stopped", "TrainingStopped", "Cluster", "ClusterError",
     "RankWorker", "PoolWorker", "ValueWorker", "place_of", "take_whole", "take_parked",
-    "gen_place", "normalise", "std_normalise", "centre", "reference_decay", "atom", "at_end",
-    "asking", "lends", "go_on_from",
+    "gen_place", "Job", "Span", "State", "Limits", "Memory", "beside", "lend", "_take_up",
+    "carried", "leftovers", "normalise", "std_normalise", "centre", "reference_decay", "atom",
+    "at_end", "asking", "lends", "go_on_from",
 }  # fmt: skip
 
 # Names that say nothing of what they hold.

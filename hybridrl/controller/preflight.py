@@ -26,7 +26,12 @@ from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.placement import check_placement
-from hybridrl.controller.preflight_models import check_role_models, judges_of, resolve_model_path
+from hybridrl.controller.preflight_models import (
+    check_role_models,
+    judges_of,
+    resolve_model_path,
+    resolve_role_paths,
+)
 from hybridrl.data import Data, load_data
 from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_takes
 from hybridrl.flow import Graph, Recipe
@@ -206,6 +211,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     )
     _check_kv_cache(config.rollout, data)
     check_role_models(config, graph, model_path, tokenizer)
+    resolve_role_paths(config, graph)
     return data
 
 

@@ -1,7 +1,7 @@
 """Checks of the models of a recipe's roles before a run starts a process.
 
-Each check raises `ConfigError`, which names the key to change, and settles a path that is a
-directory to an absolute one.
+Each check raises `ConfigError`, which names the key to change, and changes nothing;
+`resolve_role_paths` follows them.
 """
 
 import re
@@ -27,13 +27,27 @@ def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: 
             _check_no_text(graph, role)
             from hybridrl.rewards.model import check_reward_model
 
-            judge.model = check_reward_model(config, actor_path, tokenizer, role)
+            check_reward_model(config, actor_path, tokenizer, role)
     for role in VALUE_MODELS:
         if role in graph.learned:
             _check_value_model(config, role, actor_path, tokenizer)
     if "teacher" in graph.roles and config.teacher.path is not None:
+        path = resolve_model_path(config.teacher.path, "teacher.path")
+        _check_teacher(config, path, actor_path, tokenizer)
+
+
+def resolve_role_paths(config: Config, graph: Graph) -> None:
+    """Make the paths of the roles' models absolute where they are directories: ranks read them."""
+    for role in judges_of(config, graph):
+        judge = config.judge_of(role)
+        if judge.kind is RewardKind.model and Path(str(judge.model)).is_dir():
+            judge.model = str(Path(str(judge.model)).resolve())
+    for role in VALUE_MODELS:
+        settings = config.value_model_of(role)
+        if role in graph.learned and settings.path is not None:
+            settings.path = resolve_model_path(settings.path, f"{VALUE_MODELS[role]}.path")
+    if "teacher" in graph.roles and config.teacher.path is not None:
         config.teacher.path = resolve_model_path(config.teacher.path, "teacher.path")
-        _check_teacher(config, config.teacher.path, actor_path, tokenizer)
 
 
 def judges_of(config: Config, graph: Graph) -> list[str]:
@@ -99,9 +113,7 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
 
     settings, name = config.value_model_of(role), VALUE_MODELS[role]
     key = f"{name}.path"
-    if settings.path is not None:
-        settings.path = resolve_model_path(settings.path, key)
-    path = settings.path or actor_path
+    path = actor_path if settings.path is None else resolve_model_path(settings.path, key)
     model = load_value_config(path, key)
     _check_supported(model, path, key)
     check_family(model, key)

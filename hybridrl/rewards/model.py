@@ -20,11 +20,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def check_reward_model(
     config: Config, actor_path: str, tokenizer: PreTrainedTokenizerBase, role: str = "reward"
-) -> str:
-    """The path of the model that judges as `role`, absolute if it is a directory.
+) -> None:
+    """Raise ConfigError for a model that cannot judge as `role`.
 
-    Raises ConfigError unless it is a sequence classifier with one label that reads the actor's
-    tokens, up to the longest sample, in the generation layout.
+    It must be a sequence classifier with one label that reads the actor's tokens, up to the longest
+    sample, in the generation layout.
     """
     path, key = str(config.judge_of(role).model), f"{role}.model"
 
@@ -49,7 +49,6 @@ def check_reward_model(
     if model.num_labels != 1:
         raise refused(f"a classifier with one label (num_labels is {model.num_labels})")
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
-    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def check_reads_samples(

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, ConfigError, RewardConfig, RewardKind, TinyModelConfig
+from hybridrl.controller.preflight_models import resolve_role_paths
+from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 from hybridrl.rewards import RewardPool, validate_reward
 from hybridrl.rewards.model import check_reward_model, make_reward_model
@@ -53,7 +55,11 @@ def test_accepts_its_own(
     actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(reward.parent)
-    assert check_reward_model(config_of("reward"), actor, tokenizer) == str(reward)
+    config = config_of("reward")
+    check_reward_model(config, actor, tokenizer)
+    assert config.reward.model == "reward"  # a check changes nothing
+    resolve_role_paths(config, Flow().graph)
+    assert config.reward.model == str(reward)
     for file in reward.glob("tokenizer*"):
         file.unlink()
     check_reward_model(config_of(reward), actor, tokenizer)  # without one there is none to compare
