@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -156,6 +157,24 @@ poison = make("poison", NaNLoss())
 lonely = make("lonely", OneRankRaises())
 engineless = make("engineless", OneEngineRaises())
 """
+
+
+@contextlib.contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """What commands install within is gone after it: processes started later inherit it."""
+    kept = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number in (n for n in kept if signal.getsignal(n) != kept[n]):
+            signal.signal(number, kept[number])
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers() -> Iterator[None]:
+    """Each test leaves them as they were."""
+    with signal_handlers_kept():
+        yield
 
 
 @pytest.fixture(scope="session")

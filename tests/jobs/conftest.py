@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from whole_runs import signal_handlers_kept
 
 from hybridrl import cli
 from hybridrl.jobs import commands
@@ -143,15 +143,12 @@ class Jobs:
     def here(self, *args: str) -> "subprocess.CompletedProcess[str]":
         """`hybridrl ARGS` in this process, which has imported what takes seconds."""
         out, err, code = io.StringIO(), io.StringIO(), 0
-        kept = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        with streams[0], streams[1], signal_handlers_kept():
             try:
                 cli.main(args)
             except SystemExit as ended:
                 code = int(ended.code or 0)
-            finally:
-                for number in (n for n in kept if signal.getsignal(n) != kept[n]):
-                    signal.signal(number, kept[number])
         return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
     def state(self, job: str) -> str:
