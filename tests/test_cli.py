@@ -142,7 +142,11 @@ WRONG = [
     ("recipe.target=recipes.py:plain", "recipe.target=recipes.py:plain: wanted a function mark"),
     ("recipe.target=recipes.py:unfinished", "recipe=unfinished: wanted settings that make a "),
     ("recipe.target=recipes.py:raises", "recipe.target=recipes.py:raises: wanted a recipe that"),
-    ("cluster.ranks=0", "cluster.ranks=0: wanted 1 or more"),
+    ("cluster.ranks=-1", "cluster.ranks=-1: wanted 0 or more"),
+    (
+        "cluster.device=cuda",
+        "cluster.device=cuda: wanted auto or cpu: torch finds no",
+    ),
     ("cluster.ranks=100000", "cluster.ranks=100000: wanted at most "),
     ("trainer.layout.tp=3", "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = c"),
     ("trainer.layout.fsdp=4", "trainer.layout=1 x 1 x 4 x 1: wanted pp x replicas x fsdp x tp"),

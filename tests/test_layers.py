@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": CORE,
     "checkpoint": CORE | {"telemetry"},
     "workers": WORKERS,
-    "compat": {"config", "telemetry", "workers"},
+    "compat": {"config", "system", "telemetry", "workers"},
     "runtime": RUNTIME,
     "controller": RUNTIME | {"runtime", "planner"},
     "jobs": RUNTIME | {"runtime", "controller"},

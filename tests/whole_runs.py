@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 
-from hybridrl.config import Config, TinyModelConfig
+from hybridrl.config import ClusterKind, Config, TinyModelConfig
 from hybridrl.config.compose import register, to_config
 from hybridrl.controller import run as controller_run
 from hybridrl.controller.run_records import FetchTexts, RunRecords
@@ -208,7 +208,12 @@ def make_config() -> Callable[..., Config]:
         register()
         GlobalHydra.instance().clear()
         with initialize_config_module("hybridrl.conf", version_base="1.3"):
-            return to_config(compose("train", overrides=[str(override) for override in overrides]))
+            config = to_config(
+                compose("train", overrides=[str(override) for override in overrides])
+            )
+        if config.cluster.kind is not ClusterKind.slurm:
+            config.resolve_device(0, "a machine without GPUs")
+        return config
 
     return make
 

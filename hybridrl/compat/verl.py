@@ -5,10 +5,14 @@ imports it lazily. docs/controller.md says which parts of verl are used.
 """
 
 import logging
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config import Device
+from hybridrl.system.devices import local_index
 from hybridrl.telemetry.log import logged
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
 
@@ -17,17 +21,28 @@ logger = logging.getLogger(__name__)
 _CONCURRENT = "concurrent"  # Ray's concurrency group of methods that run concurrently
 
 
-def has_gpu() -> bool:
-    """Whether this machine has a CUDA device."""
-    import torch
-
-    return bool(torch.cuda.is_available())
+_SEES_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
-def environment() -> dict[str, str]:
-    """Variables that verl reads at import; they must be set in the driver and in every worker."""
-    if has_gpu():
-        return {"VERL_USE_EXTERNAL_PLUGINS": "none"}
+@dataclass(frozen=True)
+class Bundle:
+    """The resources of one rank: bundle `index` of a placement group, on `node` at `address`."""
+
+    address: str
+    node: str
+    index: int
+    group: Any
+
+
+def environment(device: Device) -> dict[str, str]:
+    """Variables that verl reads at import; they must be set in the driver and in every worker.
+
+    Ranks on GPUs see all GPUs of their node, so that they can map each other's memory: vLLM's
+    all-reduce and torch's symmetric memory do.
+    """
+    if device is Device.cuda:
+        # Told, not found: the driver's machine may have no GPU.
+        return {"VERL_PLATFORM": "nvidia", "VERL_USE_EXTERNAL_PLUGINS": "none", _SEES_ALL: "1"}
     return {
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "hybridrl.compat.verl_platform",
@@ -81,6 +96,10 @@ def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any)
     from verl.single_controller.base.decorator import register
 
     def init(self: Any) -> None:
+        if os.environ.pop(_SEES_ALL, None):  # verl would take the GPU's name for its index
+            assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            os.environ["LOCAL_RANK"] = str(local_index(assigned, visible))
         Worker.__init__(self)
         self.worker = make(self.rank, self.world_size, *args, **kwargs)
 
@@ -95,24 +114,37 @@ def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def worker_group(
-    worker: type, placement_groups: list[Any], use_gpu: bool, env: dict[str, str]
+    worker: type, bundles: Sequence[Bundle], device: Device, env: dict[str, str]
 ) -> Any:
-    """Start one actor per bundle of placement groups that are ready; returns a RayWorkerGroup.
+    """Start the actor of every rank on its bundle; returns a RayWorkerGroup.
 
-    Ranks go through one group after the other, in the order of their nodes' addresses.
+    verl would number ranks by bundle, and start a process just to look up the first one's address.
     """
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
+    free = iter(bundles)
+
+    class Placed(RayClassWithInitArgs):
+        def __call__(self, *_: Any, **options: Any) -> Any:
+            bundle, known = next(free), {"placement_group", "placement_group_bundle_idx"}
+            others = {name: value for name, value in options.items() if name not in known}
+            return super().__call__(bundle.group, bundle.index, **others)
+
+    class Group(RayWorkerGroup):
+        def _get_master_addr_port(self, *_: Any, **__: Any) -> None:
+            # The port is not used: the first rank binds a free one and tells it.
+            self._master_addr, self._master_port = bundles[0].address, "0"
+
+    use_gpu = device is Device.cuda
     # max_colocate_count is the CPUs that verl would ask for per bundle; one actor hosts all roles.
-    sizes = [group.bundle_count for group in placement_groups]
+    groups = list({id(bundle.group): bundle.group for bundle in bundles}.values())
+    sizes = [group.bundle_count for group in groups]
     pool = RayResourcePool(sizes, use_gpu=use_gpu, max_colocate_count=1)
-    pool.pgs = placement_groups
-    return RayWorkerGroup(
+    pool.pgs = groups
+    return Group(
         resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(
-            ray.remote(concurrency_groups={_CONCURRENT: 1})(worker)
-        ),
+        ray_cls_with_init=Placed(ray.remote(concurrency_groups={_CONCURRENT: 1})(worker)),
         device_name="cuda" if use_gpu else "cpu",
         use_gpu=use_gpu,
         bin_pack=False,

@@ -12,6 +12,7 @@ from hybridrl.config.cluster import (
     ClusterConfig,
     ClusterKind,
     Container,
+    Device,
     Placement,
     PoolsConfig,
 )
@@ -102,9 +103,14 @@ class Config:
         check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
         self.check_groups()
-        self.resolve()
-        self.check_ranks()
+        self.cluster.resolve()
+        if self.cluster.requeue and not self.trainer.resumes:
+            self.trainer.resume = "auto"
         self.check_schedule()
+        self.cluster.check_request()
+        if self.cluster.ranks:
+            self._resolve_layouts()
+            self._check_layouts()
 
     def check_groups(self) -> None:
         """Raise ConfigError for a group of settings that cannot work, whatever the others are."""
@@ -115,18 +121,25 @@ class Config:
         self.trainer.check()
         self.warm_start.optim.check("warm_start.optim")
 
-    def resolve(self) -> None:
-        """Fill in the values that follow from others: ranks, sizes of axes, `trainer.resume`."""
+    def resolve_device(self, gpus: int, owner: str) -> None:
+        """Fill in `cluster.device`, `cluster.ranks` and the layouts that follow from them.
+
+        `owner` (this machine, say) has `gpus` GPUs. Raises ConfigError where that does not suffice.
+        """
+        self.cluster.resolve_device(gpus, owner)
+        self._resolve_layouts()
+        self._check_layouts()
+
+    def _resolve_layouts(self) -> None:
+        """Fill in the sizes of pools and axes, once the number of ranks is known."""
         self.cluster.resolve()
         self.trainer.layout.resolve(self.ranks_of("actor"))
         for role in VALUE_MODELS:
             self.value_model_of(role).layout.resolve(self.ranks_of(self.value_pool))
-        if self.cluster.requeue and not self.trainer.resumes:
-            self.trainer.resume = "auto"
 
-    def check_ranks(self) -> None:
-        """Raise ConfigError for ranks that cannot be, or layouts that do not fit them."""
-        self.cluster.check()
+    def _check_layouts(self) -> None:
+        """Raise ConfigError for pools and layouts that do not fit the ranks."""
+        self.cluster.check_pools()
         ranks, ranks_key = self.ranks_of("actor"), self.cluster.pool_key("actor")
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
@@ -219,6 +232,7 @@ __all__ = [
     "DType",
     "DataConfig",
     "Deterministic",
+    "Device",
     "Engine",
     "EvalConfig",
     "FusedScheduleConfig",

@@ -14,6 +14,14 @@ class Placement(Enum):
     split = "split"  # value models, and judges that are models, on a second pool of ranks
 
 
+class Device(Enum):
+    """What ranks compute on."""
+
+    auto = "auto"  # GPUs where the nodes have any
+    cpu = "cpu"
+    cuda = "cuda"  # one GPU for each rank
+
+
 class ClusterKind(Enum):
     """Where the ranks' machines come from."""
 
@@ -21,6 +29,9 @@ class ClusterKind(Enum):
     slurm = "slurm"  # the nodes of a Slurm allocation
     ray = "ray"  # a standing Ray cluster that runs jobs: hybridrl submit
     processes = "processes"  # this machine without Ray, to debug: rank 0 is the driver itself
+
+
+CPU_RANKS = 2  # of a run that names no number
 
 
 class Container(Enum):
@@ -61,8 +72,10 @@ class ClusterConfig:
 
     kind: ClusterKind = ClusterKind.local
     """Where the ranks are; chosen by `cluster=local`, `slurm`, `ray` or `processes`."""
-    ranks: int = 2
-    """Worker processes; one per accelerator, or any number on CPU. 0: one per GPU of all nodes."""
+    ranks: int = bounded(0, least=0)
+    """Worker processes: at most one per GPU, any number on CPUs. 0: one per GPU, or 2 on CPUs."""
+    device: Device = Device.auto
+    """What the ranks compute on; `auto`: GPUs where the nodes have any."""
     placement: Placement = Placement.colocate
     """How roles map to ranks."""
     pools: PoolsConfig = field(default_factory=PoolsConfig)
@@ -73,6 +86,8 @@ class ClusterConfig:
     """A running Ray cluster to join; null starts one for the run and ends it with it."""
     start_timeout_s: float = bounded(120.0, above=0)
     """Seconds to wait for the nodes to join, and for the ranks to come up."""
+    timeout_s: float = bounded(1800.0, above=0)
+    """Seconds after which a collective among ranks that has not ended ends the run."""
     nodes: int = bounded(1, least=1)
     """Nodes; the ranks are spread evenly over them, those of a node one after the other."""
     gpus_per_node: int = bounded(0, least=0)
@@ -113,20 +128,39 @@ class ClusterConfig:
     """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
 
     def resolve(self) -> None:
-        """Fill in the number of ranks of a Slurm job, and the sizes of the pools."""
-        if self.kind is ClusterKind.slurm and not self.ranks:
-            self.ranks = self.nodes * self.gpus_per_node
-        if self.placement is Placement.split:
+        """Fill in device and ranks of a Slurm job, which its request says, and sizes of pools."""
+        if self.kind is ClusterKind.slurm:
+            self.ranks = self.ranks or self.nodes * self.gpus_per_node
+            if self.device is Device.auto:
+                self.device = Device.cuda if self.gpus_per_node else Device.cpu
+        if self.placement is Placement.split and self.ranks:
             self.pools.resolve(self.ranks)
 
-    def check(self) -> None:
-        """Raise ConfigError for settings that do not fit each other, once they are resolved."""
+    def resolve_device(self, gpus: int, owner: str) -> None:
+        """Fill in device and ranks, where `owner` (this machine, say) has `gpus` GPUs.
+
+        Raises ConfigError for ranks on GPUs that are not there.
+        """
+        if self.device is Device.cuda and not gpus:
+            allowed = f"auto or cpu: torch finds no GPU on {owner}"
+            raise ConfigError("cluster.device", self.device.value, allowed)
+        if self.device is Device.auto:
+            self.device = Device.cuda if gpus else Device.cpu
+        on_gpus = self.device is Device.cuda
+        if on_gpus and self.ranks > gpus:
+            allowed = f"at most {gpus} (the GPUs of {owner}), or cluster.device=cpu with it"
+            raise ConfigError("cluster.ranks", self.ranks, allowed)
+        self.ranks = self.ranks or (gpus if on_gpus else CPU_RANKS)
+
+    def check_request(self) -> None:
+        """Raise ConfigError for settings that this kind of cluster excludes."""
         if self.kind is ClusterKind.slurm:
             self._check_slurm()
         else:
             self._check_local()
-        if self.ranks < 1:
-            raise ConfigError("cluster.ranks", self.ranks, "1 or more")
+
+    def check_pools(self) -> None:
+        """Raise ConfigError for pools that do not make up the ranks, once these are known."""
         if self.placement is Placement.split:
             self.pools.check(self.ranks)
         elif self.pools != PoolsConfig():
@@ -177,6 +211,9 @@ class ClusterConfig:
             allowed = "the GPUs of each node, or cluster.ranks for a job on CPUs"
             raise ConfigError("cluster.gpus_per_node", 0, allowed)
         gpus = self.nodes * self.gpus_per_node
+        if (self.device is Device.cuda) is not bool(gpus):
+            allowed = f"auto with cluster.gpus_per_node={self.gpus_per_node}"
+            raise ConfigError("cluster.device", self.device.value, allowed)
         if self.ranks % self.nodes:
             raise ConfigError(
                 "cluster.ranks", self.ranks, f"a multiple of cluster.nodes={self.nodes}"

@@ -37,6 +37,7 @@ from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 
 
@@ -63,6 +64,7 @@ def prepare(config: Config) -> PreparedRun:
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
+    resolve_device(config)
     check_ranks(config.cluster)
     check_placement(config, graph)
     _check_on_policy(config, graph)

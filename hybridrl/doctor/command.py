@@ -18,9 +18,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterConfig, Config, ConfigError
+from hybridrl.config import ClusterConfig, Config, ConfigError, Device
 from hybridrl.doctor.checks import Facts, Finding, Needs, Severity, diagnose
 from hybridrl.doctor.measure import Link, Probe, gpu_problem, measure_disk
+from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
 from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES
@@ -60,12 +61,14 @@ def examine(config: Config, directory: Path) -> Report:
 
     If the ranks do not start, the reason is a finding, and only this machine's facts are judged.
     """
+    resolve_device(config)
     needs, cluster = needs_of(config), config.cluster
     trouble: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
         try:
             check_ranks(cluster)
-            with ray_runtime(cluster, verl.environment(), Path(folder) / "logs") as ray:
+            logs = Path(folder) / "logs"
+            with ray_runtime(cluster, verl.environment(cluster.device), logs) as ray:
                 facts = gather(ray, cluster, Path(folder))
         except (RayStartError, ConfigError, TimeoutError) as error:
             what, fix = "the ranks do not come up", "see the reason, and the findings below"
@@ -94,7 +97,7 @@ def needs_of(config: Config) -> Needs:
     return Needs(
         ranks_per_node=cluster.ranks_per_node,
         threads_per_rank=cluster.threads_per_rank,
-        wants_gpus=cluster.gpus_per_node > 0,
+        wants_gpus=cluster.device is Device.cuda,
         rank_memory=RANK_BYTES,
         object_store=OBJECT_STORE_BYTES,
         train_bytes=16 * parameters // (train.pp * train.fsdp * train.tp),
@@ -159,15 +162,13 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
 def _probes(ray: Any, cluster: ClusterConfig) -> list[Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    use_gpu = verl.has_gpu()
     strategies = [
-        PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        for group in ranks_placement(ray, cluster, use_gpu)
-        for index in range(group.bundle_count)
+        PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
+        for bundle in ranks_placement(ray, cluster)
     ]
-    probe = ray.remote(num_cpus=1, num_gpus=int(use_gpu))(Probe)
+    probe = ray.remote(num_cpus=1, num_gpus=int(cluster.device is Device.cuda))(Probe)
     return [
-        probe.options(scheduling_strategy=strategy).remote(rank, len(strategies))
+        probe.options(scheduling_strategy=strategy).remote(rank, len(strategies), cluster)
         for rank, strategy in enumerate(strategies)
     ]
 

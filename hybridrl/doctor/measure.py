@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from hybridrl.config import ClusterConfig
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
 
@@ -138,12 +139,12 @@ def _file_system(folder: Path) -> str:
 class Probe:
     """One rank of a measurement: it reads its node's facts, joins the others, and measures links.
 
-    Ranks of a run join in the same way (`ActorWorker.listen`, `setup`), over gloo, or NCCL if there
-    are GPUs.
+    Ranks of a run join in the same way (`ActorWorker.listen`, `setup`), over gloo, or NCCL if they
+    are on GPUs.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, cluster: ClusterConfig) -> None:
+        self.rank, self.size, self.cluster = rank, size, cluster
         self._store: Any = None
         self._device = "cpu"
 
@@ -185,7 +186,7 @@ class Probe:
 
         torch.set_num_threads(1)
         store = self._store or open_store(host, port, listens=False)
-        self._device = join_group(self.rank, self.size, store).type
+        self._device = join_group(self.rank, self.size, store, host, self.cluster).type
 
     def measure(self) -> list[Link]:
         """All-reduces of several sizes, then a message from each rank to the next and back.

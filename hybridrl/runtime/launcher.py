@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridrl.config import ClusterConfig
 from hybridrl.workers.data_plane import DataPlane
 
 WORKER_DEATH_TIMEOUT_S = 2.0
@@ -15,6 +16,11 @@ WORKER_DEATH_TIMEOUT_S = 2.0
 
 POLL_S = 1.0
 """Seconds that `Launcher.wait` blocks: between two calls the driver checks whether to end."""
+
+
+def rank_environment(config: ClusterConfig) -> dict[str, str]:
+    """Variables of every rank."""
+    return {"OMP_NUM_THREADS": str(config.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class CallFailed(RuntimeError):

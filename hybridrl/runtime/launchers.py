@@ -23,7 +23,7 @@ def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
             yield plain
     else:
         logger.debug("Ray: starting, or joining a cluster")
-        with ray_runtime(config, verl.environment(), logs) as ray:
+        with ray_runtime(config, verl.environment(config.device), logs) as ray:
             logger.info("Ray is up, at %s", ray.get_runtime_context().gcs_address)
             yield RayLauncher(ray, config)
         logger.info("Ray has ended")

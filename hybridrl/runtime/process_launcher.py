@@ -27,7 +27,12 @@ from typing import Any, Self
 import psutil
 
 from hybridrl.config import ClusterConfig
-from hybridrl.runtime.launcher import POLL_S, WORKER_DEATH_TIMEOUT_S, CallFailed
+from hybridrl.runtime.launcher import (
+    POLL_S,
+    WORKER_DEATH_TIMEOUT_S,
+    CallFailed,
+    rank_environment,
+)
 from hybridrl.telemetry.log import as_rank, logged
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods
@@ -72,11 +77,7 @@ class ProcessLauncher:
         self._ranks: list[_DriverRank | _ChildRank] = []
 
     def __enter__(self) -> Self:
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",  # where rank 0 listens
-            "OMP_NUM_THREADS": str(self.config.threads_per_rank),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        os.environ |= rank_environment(self.config) | {"MASTER_ADDR": "127.0.0.1"}  # rank 0's
         return self
 
     def __exit__(

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ClusterConfig, ClusterKind, ConfigError
+from hybridrl.compat.verl import Bundle
+from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
 from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES, RANK
@@ -25,22 +26,17 @@ _CONNECT_S = 5.0
 
 
 def check_ranks(config: ClusterConfig) -> None:
-    """Raise `ConfigError` for more ranks than this machine can hold, before anything starts.
+    """Raise `ConfigError` for more ranks than this machine's memory holds, before they start.
 
-    A local run needs an accelerator per rank; without any, ranks are processes, which may share
-    cores but not memory. `ranks_placement` checks a joined cluster, Slurm its own jobs.
+    Ranks on CPUs may share cores, but not memory. `ranks_placement` checks a joined cluster, Slurm
+    its own jobs, and `resolve_device` has counted GPUs.
     """
-    import torch
-
     if config.address is not None or config.kind is ClusterKind.slurm:
         return
-    if torch.cuda.is_available():
-        most, why = torch.cuda.device_count(), "the GPUs of this machine"
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        most = max(1, int(memory // RANK_BYTES))
-        why = f"at {RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = max(1, int(memory // RANK_BYTES))
     if config.ranks > most:
+        why = f"at {RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"
         raise ConfigError("cluster.ranks", config.ranks, f"at most {most} ({why})")
 
 
@@ -236,15 +232,13 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError("cluster.address", address, f"a running Ray cluster ({error})")
 
 
-def ranks_placement(ray: Any, config: ClusterConfig, use_gpu: bool) -> list[Any]:
-    """Placement groups with one bundle per rank; ConfigError names the available resources.
+def ranks_placement(ray: Any, config: ClusterConfig) -> list[Bundle]:
+    """A bundle for each rank; those of a node are neighbors, nodes are in their addresses' order.
 
-    One group for each node of a Slurm job, so that the ranks of a node are neighbors; else one for
-    all ranks.
+    ConfigError names the available resources where they do not suffice. A Slurm job has a placement
+    group for each node. Elsewhere Ray spreads one over as few nodes as it can, in no order.
     """
-    if config.gpus_per_node and not use_gpu:
-        allowed = "0, or nodes whose GPUs torch can use: torch.cuda.is_available() is false here"
-        raise ConfigError("cluster.gpus_per_node", config.gpus_per_node, allowed)
+    use_gpu = config.device is Device.cuda
     resource = "GPU" if use_gpu else "CPU"
     available = ray.cluster_resources().get(resource, 0)
     if available < config.ranks:
@@ -268,4 +262,10 @@ def ranks_placement(ray: Any, config: ClusterConfig, use_gpu: bool) -> list[Any]
             f"{resource}s that are free within cluster.start_timeout_s={config.start_timeout_s:g}"
             f" (free now: {free:g} of {available:g})",
         ) from None
-    return groups
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    bundles = [
+        Bundle(addresses[node], node, index, group)
+        for group in groups
+        for index, node in ray.util.placement_group_table(group)["bundles_to_node_id"].items()
+    ]
+    return sorted(bundles, key=lambda bundle: (bundle.address, bundle.node, bundle.index))

@@ -8,7 +8,12 @@ from typing import Any
 
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig
-from hybridrl.runtime.launcher import POLL_S, WORKER_DEATH_TIMEOUT_S, CallFailed
+from hybridrl.runtime.launcher import (
+    POLL_S,
+    WORKER_DEATH_TIMEOUT_S,
+    CallFailed,
+    rank_environment,
+)
 from hybridrl.runtime.ray_cluster import ranks_placement
 from hybridrl.runtime.ray_data_plane import RayDataPlane
 from hybridrl.workers.data_plane import DataPlane
@@ -25,15 +30,12 @@ class RayLauncher:
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
         """See `Launcher`."""
-        use_gpu = verl.has_gpu()
         logger.debug("placing %d ranks", self.config.ranks)
-        placements = ranks_placement(self.ray, self.config, use_gpu)
-        env = verl.environment() | {
-            "OMP_NUM_THREADS": str(self.config.threads_per_rank),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        bundles = ranks_placement(self.ray, self.config)
+        env = rank_environment(self.config) | verl.environment(self.config.device)
         logger.debug("starting the ranks' actors")
-        return verl.worker_group(verl.worker_class(worker, make, *args), placements, use_gpu, env)
+        worker_class = verl.worker_class(worker, make, *args)
+        return verl.worker_group(worker_class, bundles, self.config.device, env)
 
     def subgroup(self, group: Any, ranks: Sequence[int]) -> Any:
         """See `Launcher`."""

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
-from hybridrl.system.rendezvous import join_group, open_store
+from hybridrl.system.rendezvous import address_here, join_group, open_store
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency
@@ -112,7 +111,7 @@ class BaseWorker:
         This process binds the port at once: a port that is looked up first and bound later may
         belong to another job by then.
         """
-        host = _address_here(os.environ["MASTER_ADDR"])
+        host = address_here(os.environ["MASTER_ADDR"])
         self._store = open_store(host, 0, listens=True)
         return self._reply((host, self._store.port))
 
@@ -132,7 +131,7 @@ class BaseWorker:
         transformers_logging.disable_progress_bar()
         torch.set_num_threads(self.config.cluster.threads_per_rank)
         store = self._store or open_store(host, port, listens=False)
-        self.device = join_group(self.rank, self.size, store)
+        self.device = join_group(self.rank, self.size, store, host, self.config.cluster)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         return {
             "pid": os.getpid(),
@@ -314,15 +313,6 @@ class BaseWorker:
         spans, self._spans = tuple(self._spans), []
         memory, self._memory = tuple(self._memory), []
         return Reply(value, spans, memory)
-
-
-def _address_here(first: str) -> str:
-    """This machine's address on the way to `first`, the one of the run's rank 0."""
-    family, kind, _, _, address = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # nothing is sent
-        probe.connect(address)
-        host: str = probe.getsockname()[0]
-    return host
 
 
 def _log_file() -> str:

@@ -27,7 +27,7 @@ import torch
 from lines import line, show, take_turns
 
 from hybridrl.compat import verl as compat
-from hybridrl.config import ClusterConfig
+from hybridrl.config import ClusterConfig, Device
 from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
 from hybridrl.runtime.ray_data_plane import RayDataPlane
@@ -171,7 +171,7 @@ def verl_worker(num_bytes: int) -> type:
 def groups(num_bytes: int) -> Iterator[tuple[Any, Any, list[Any], Any]]:
     """Ray, our group, plain actors and verl's group: `RANKS` ranks with `num_bytes` each."""
     cluster = ClusterConfig(ranks=RANKS)
-    env = compat.environment()
+    env = compat.environment(Device.cpu)
     with (
         tempfile.TemporaryDirectory() as logs,
         ray_runtime(ClusterConfig(ranks=4 * RANKS), env, Path(logs)) as ray,
@@ -182,7 +182,7 @@ def groups(num_bytes: int) -> Iterator[tuple[Any, Any, list[Any], Any]]:
             verl_worker(num_bytes),
         )
         ours, verl = (
-            compat.worker_group(kind, ranks_placement(ray, cluster, False), False, worker_env)
+            compat.worker_group(kind, ranks_placement(ray, cluster), Device.cpu, worker_env)
             for kind in kinds
         )
         actor = ray.remote(num_cpus=0)(RayWorker)

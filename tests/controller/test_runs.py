@@ -251,4 +251,4 @@ def test_ranks_that_find_no_place_in_time(cluster: str) -> None:
         others = ray.util.placement_group([{"CPU": 3}])
         ray.get(others.ready())
         with pytest.raises(ConfigError, match=r"cluster.ranks=2: .* \(free now: 1 of 4\)"):
-            ranks_placement(ray, config, use_gpu=False)
+            ranks_placement(ray, config)

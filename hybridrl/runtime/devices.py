@@ -1,0 +1,26 @@
+"""The GPUs of a run: asked of the cluster that will run it, not of the driver's machine."""
+
+from pathlib import Path
+
+from hybridrl.config import ClusterKind, Config, Device
+from hybridrl.runtime.ray_cluster import ray_runtime
+from hybridrl.system.devices import local_gpus
+
+
+def resolve_device(config: Config) -> None:
+    """Fill in `cluster.device`, `cluster.ranks` and the layouts that follow from them.
+
+    The GPUs are those of this machine, or of the Ray cluster to join. A Slurm job's are in its
+    request. Raises ConfigError where they do not suffice.
+    """
+    cluster = config.cluster
+    if cluster.kind is ClusterKind.slurm:
+        return
+    if cluster.device is Device.cpu:
+        config.resolve_device(0, "this machine")
+    elif cluster.address is None:
+        config.resolve_device(local_gpus(), "this machine")
+    else:
+        with ray_runtime(cluster, {}, logs=Path()) as ray:  # of a joined cluster no logs are kept
+            gpus = int(ray.cluster_resources().get("GPU", 0))
+        config.resolve_device(gpus, f"the cluster at {cluster.address}")
