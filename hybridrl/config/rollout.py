@@ -18,8 +18,12 @@ class Engine(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFeatures:
-    """Abilities of a rollout engine: callers ask for these, not for its name."""
+    """Abilities of a rollout engine, and its class: callers ask for these, not for its name."""
 
+    engine: str
+    """Dotted path of the class, which builds itself from `EngineParts`."""
+    checks: str = "hybridrl.engines.rollout.available:EngineChecks"
+    """Dotted path of its checks before a run starts; this one passes whatever it is asked."""
     exports_kv: bool
     """Whether it hands out the keys and values of a sample."""
     deterministic: bool
@@ -38,9 +42,15 @@ class EngineFeatures:
 
 ENGINES = {
     Engine.native: EngineFeatures(
-        exports_kv=True, deterministic=True, shares_weights=True, caches_last_token=False
+        engine="hybridrl.engines.rollout.native:NativeEngine",
+        exports_kv=True,
+        deterministic=True,
+        shares_weights=True,
+        caches_last_token=False,
     ),
     Engine.vllm: EngineFeatures(
+        engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
+        checks="hybridrl.engines.rollout.available:VLLMChecks",
         exports_kv=False,
         deterministic=False,  # the other samples of a batch change a sample's last bits
         shares_weights=False,  # they are packed for itself
@@ -50,6 +60,7 @@ ENGINES = {
         block_multiple=32,  # of its CPU attention; the GPU ones take multiples of 16
     ),
 }
+"""Every engine: its line here, `conf/rollout/NAME.yaml`, its class."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,5 +104,5 @@ class RolloutConfig:
 
     @property
     def features(self) -> EngineFeatures:
-        """The abilities of the engine."""
+        """The abilities of the engine, and its class."""
         return ENGINES[self.engine]

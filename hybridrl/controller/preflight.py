@@ -16,7 +16,6 @@ from hybridrl.config import (
     Attention,
     Config,
     ConfigError,
-    Engine,
     ModelConfig,
     RolloutConfig,
     ScheduleConfig,
@@ -33,7 +32,7 @@ from hybridrl.controller.preflight_models import (
     resolve_role_paths,
 )
 from hybridrl.data import Data, load_data
-from hybridrl.engines.rollout.available import check_vllm_installed, check_vllm_takes
+from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
@@ -68,8 +67,7 @@ def prepare(config: Config) -> PreparedRun:
     check_ranks(config.cluster)
     check_placement(config, graph)
     _check_on_policy(config, graph)
-    if config.rollout.engine is Engine.vllm:
-        check_vllm_installed()
+    engine_checks(config.rollout).check_installed()
     for role in judges_of(config, graph):
         validate_reward(config.judge_of(role), config.data.sources, role)
     _writable(run_dir)
@@ -200,9 +198,9 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     check_lora(model, config.actor.lora, "actor.lora")
     _check_attention(config.model, model)
-    if config.rollout.engine is Engine.vllm:
-        _check_vllm_model(config.model, model)
-        _check_vllm_layout(config)
+    engine_checks(config.rollout).check_model(config.model, model)
+    if config.rollout.features.ascending:
+        _check_gen_order(config)
     stop_strings(tokenizer, config.rollout.stop)
     data = load_data(
         config.data,
@@ -229,29 +227,14 @@ def _check_attention(config: ModelConfig, model: Any) -> None:
             raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
 
 
-def _check_vllm_layout(config: Config) -> None:
+def _check_gen_order(config: Config) -> None:
+    """Raise for an order of ranks in generation that the rollout engine cannot have."""
     from hybridrl.layout.grouping import TrainAxes
     from hybridrl.layout.switching import check_ascending
 
     train, gen = config.trainer.layout, config.rollout.layout
     axes = TrainAxes(train.pp, train.replicas, train.fsdp, train.tp)
     check_ascending(axes, gen.pp, gen.tp, gen.grouping)
-
-
-def _check_vllm_model(config: ModelConfig, model: Any) -> None:
-    """Raise for a model of the Hugging Face config `model` that the installed vLLM cannot run."""
-    from hybridrl.models.parallel import head_size
-
-    width = head_size(model)
-    if config.path is None:
-        check_vllm_takes(width, "model.tiny.head_dim", config.tiny.head_dim)
-    else:
-        check_vllm_takes(width, "model.path", config.path)
-    if model.model_type.startswith("qwen") and len(set(model.layer_types)) > 1:
-        allowed = (
-            "a Qwen model whose layers are alike: vLLM knows no sliding window in some of them"
-        )
-        raise ConfigError("model.path", config.path, allowed)
 
 
 def _check_kv_cache(rollout: RolloutConfig, data: Data) -> None:

