@@ -1,6 +1,7 @@
 """When and where each sample's next subtask runs: a dataclass and an entry for each schedule."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
@@ -61,6 +62,15 @@ class ScheduleConfig:
         `allowed` says which engine that is.
         """
 
+    @property
+    def fixed_threshold(self) -> int | None:
+        """The migration threshold, where there is one and it is set."""
+        return None
+
+    def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
+        """The same at each migration threshold; none without `migrates_tail`."""
+        return ()
+
 
 @dataclass(kw_only=True, slots=True)
 class SerialScheduleConfig(ScheduleConfig):
@@ -94,6 +104,15 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
         """Raise ConfigError where a sample is to travel with its keys and values."""
         if self.migration is Migration.kv:
             raise ConfigError("schedule.migration", "kv", f"auto or recompute {allowed}")
+
+    @property
+    def fixed_threshold(self) -> int | None:
+        """The migration threshold, where it is set."""
+        return self.migration_threshold
+
+    def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
+        """The same at each migration threshold."""
+        return [replace(self, migration_threshold=threshold) for threshold in thresholds]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,6 +151,8 @@ class ScheduleEntry:
     """Dotted path of the class in `flow`, which builds itself from `settings`."""
     moves_samples: bool = False
     """Whether a sample may change instance before the step's last one is finished."""
+    migrates_tail: bool = False
+    """Whether the last samples are gathered on few instances, at a threshold."""
     may_be_stale: bool = False
     """Whether it may train on samples that older weights made."""
 
@@ -145,6 +166,7 @@ SCHEDULES = {
         settings=FusedScheduleConfig,
         schedule="hybridrl.flow.schedules.fused:FusedSchedule",
         moves_samples=True,
+        migrates_tail=True,
     ),
     ScheduleKind.partial: ScheduleEntry(
         settings=PartialScheduleConfig,

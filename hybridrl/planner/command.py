@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from hybridrl.config import ConfigError, PartialScheduleConfig
+from hybridrl.config import ConfigError, ScheduleConfig
+from hybridrl.config.schedule import SCHEDULES
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import read_roofline, samples_held
 from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
@@ -51,7 +53,7 @@ _NUMBERS: dict[str, float] = {
 }
 _FRACTIONS = ("over_provision", "verifier_s")
 _MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens", "verifier_s")
-_PARTIAL = ("over_provision", "max_staleness")
+_SCHEDULE = ("over_provision", "max_staleness")  # settings of whichever schedule has them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,14 +121,23 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     if "num_instances" not in facts:
         raise ConfigError("--instances", "", "how many, since the costs do not say")
     group_size = options["group_size"] or workload.group_size
-    partial = PartialScheduleConfig(
-        **{name: options[name] for name in _PARTIAL if options[name] is not None}
-    )
-    if partial.over_provision > 1 + partial.max_staleness:
-        allowed = f"1 to 1 + --max-staleness={partial.max_staleness}"
-        raise ConfigError("--over-provision", partial.over_provision, allowed)
-    setting = Setting(**facts, partial=partial, workload=workload, group_size=group_size)
+    settings = {name: options[name] for name in _SCHEDULE if options[name] is not None}
+    schedules = tuple(_schedule(entry.settings, settings) for entry in SCHEDULES.values())
+    setting = Setting(**facts, schedules=schedules, workload=workload, group_size=group_size)
     return setting, _measured(run)
+
+
+def _schedule(kind: type[ScheduleConfig], settings: dict[str, Any]) -> ScheduleConfig:
+    """The schedule with those of the settings that it has. Raises `ConfigError` by the option."""
+    own = {field.name for field in fields(kind)}
+    schedule = kind(**{name: value for name, value in settings.items() if name in own})
+    try:
+        schedule.check()
+    except ConfigError as error:
+        option = _option(error.key.removeprefix("schedule."))
+        allowed = re.sub(r"schedule\.(\w+)", lambda key: _option(key[1]), error.allowed)
+        raise ConfigError(option, error.value, allowed) from None
+    return schedule
 
 
 def _option(name: str) -> str:

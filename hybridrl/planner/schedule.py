@@ -2,20 +2,15 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import (
-    ConfigError,
-    FusedScheduleConfig,
-    PartialScheduleConfig,
-    ScheduleConfig,
-    SerialScheduleConfig,
-)
+from hybridrl.config import ConfigError, ScheduleConfig
 from hybridrl.config.loss import Loss
+from hybridrl.config.schedule import SCHEDULES
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, PromptsStage, Stage, UpdateStage
@@ -26,6 +21,11 @@ from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Workload
 
 _UNBOUNDED = 2**31
+
+
+def default_schedules() -> tuple[ScheduleConfig, ...]:
+    """Every registered schedule, with the settings that it starts with."""
+    return tuple(entry.settings(kind=kind) for kind, entry in SCHEDULES.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,8 @@ class Setting:
     verifier_s: float = 0.0
     scopes: Mapping[str, Scope] = field(default_factory=dict)
     """The scope of stages by name; others run on an instance."""
-    partial: PartialScheduleConfig = field(default_factory=PartialScheduleConfig)
+    schedules: tuple[ScheduleConfig, ...] = field(default_factory=default_schedules)
+    """The schedules to compare; the first is the baseline of the others."""
     workload: Workload
     group_size: int
 
@@ -93,25 +94,42 @@ class Outcome:
 def what_if(
     setting: Setting, on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Outcome]:
-    """Every schedule; fused without migration, at the modeled and at the best threshold.
+    """Every schedule; one that migrates the tail without, at the modeled and the best threshold.
 
     The best is searched among powers of two, halves between them, and the modeled threshold.
     `on_progress` gets the replays done and their total.
     """
-    fused = replay(setting, FusedScheduleConfig())
-    tried = sorted({0, *_thresholds(setting.num_samples), fused.threshold or 0})
-    outcomes = []
-    for done, threshold in enumerate(tried, 1):
-        on_progress(done, len(tried) + 3)
-        outcomes.append(replay(setting, FusedScheduleConfig(migration_threshold=threshold)))
-    best = min(outcomes, key=lambda outcome: outcome.front_s)
-    named = [
-        replay(setting, SerialScheduleConfig()),
-        _named(outcomes[0], "fused, not gathered"),
-        _named(fused, "fused, as modeled"),
-        _named(best, f"fused, best of {len(outcomes)}"),
+    # as they are
+    alone = [(config, replay(setting, config)) for config in setting.schedules]
+    # at every threshold
+    searches = {
+        outcome.schedule: config.at_thresholds(
+            sorted({0, *_thresholds(setting.num_samples), outcome.threshold or 0})
+        )
+        for config, outcome in alone
+        if config.entry.migrates_tail
+    }
+    total = len(alone) + sum(map(len, searches.values()))
+    done, outcomes = 0, []
+    for _, outcome in alone:
+        tried = []
+        for config in searches.get(outcome.schedule, ()):
+            done += 1
+            on_progress(done, total)
+            tried.append(replay(setting, config))
+        outcomes += _summary(outcome, tried) if tried else [outcome]
+    return outcomes
+
+
+def _summary(modeled: Outcome, tried: Sequence[Outcome]) -> list[Outcome]:
+    """Without migration (the first that was tried), at the modeled and at the best threshold."""
+    name = modeled.schedule
+    best = min(tried, key=lambda outcome: outcome.front_s)
+    return [
+        _named(tried[0], f"{name}, not gathered"),
+        _named(modeled, f"{name}, as modeled"),
+        _named(best, f"{name}, best of {len(tried)}"),
     ]
-    return [*named, replay(setting, setting.partial)]
 
 
 def lower_bound(setting: Setting) -> float:
@@ -168,8 +186,8 @@ def replay(setting: Setting, config: ScheduleConfig) -> Outcome:
         steps.append(_measure(setting, executor, result, executor.clock.now() - start))
     steady = steps[1:] or steps
     chosen = None
-    if isinstance(config, FusedScheduleConfig):
-        chosen = config.migration_threshold
+    if config.entry.migrates_tail:
+        chosen = config.fixed_threshold
         if chosen is None:
             chosen = round(fmean(step["threshold"] for step in steady))
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}

@@ -301,7 +301,7 @@ def test_no_schedule_beats_the_bound(
 
 def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:
     case = setting(LogNormal(40, 0.9, 600), steps=6)
-    serial, partial = replay(case, SerialScheduleConfig()), replay(case, case.partial)
+    serial, partial = replay(case, SerialScheduleConfig()), replay(case, PartialScheduleConfig())
     assert partial.front_s < serial.front_s
     assert 0 < partial.off_policy < 1
 
@@ -577,7 +577,10 @@ def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
         ("--lengths=lmsys --instances=0", "--instances=0: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --verifier-s=-1", "--verifier-s=-1: wanted a number, 0 or more"),
         ("--lengths=lmsys --steps", "option=argument --steps: expected one argument"),
-        ("--lengths=lmsys --over-provision=9", "--over-provision=9.0: wanted 1 to 1 +"),
+        (
+            "--lengths=lmsys --over-provision=9",
+            "--over-provision=9.0: wanted 1 to 1 + --max-staleness",
+        ),
         ("--lengths=lmsys --costs=gpu:model=65b,gpus=1", "wanted accelerators that hold"),
         ("--lengths=lmsys --costs=/none", "--costs=/none: wanted a run's directory"),
         ("--paper --steps=2", "--paper=--paper --steps=2: wanted nothing else"),
