@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hybridrl.config import Config, ConfigError, RewardKind
-from hybridrl.flow.graph import Graph, MapStage, Stage
+from hybridrl.flow.graph import Graph, MapStage, Stage, StageMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def with_parts(graph: Graph, config: Config) -> Graph:
 
 def _stages(stage: Stage, config: Config) -> list[Stage]:
     role = stage.role
-    if stage.method != "score" or role is None or config.judges_of(role) == (role,):
+    if stage.method is not StageMethod.SCORE or role is None or config.judges_of(role) == (role,):
         return [stage]
     if len(stage.scalars) > 2:
         allowed = f"one verifier: the recipe reads the text that is judged ({stage.scalars[2]})"

@@ -2,7 +2,7 @@
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, Placement
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import Graph, MapStage, Stage
+from hybridrl.flow.graph import Graph, MapStage, Stage, StageMethod
 
 HOME = "actor"
 """The pool where samples live; its ranks are the first."""
@@ -21,7 +21,7 @@ def _is_critics(stage: Stage, config: Config) -> bool:
     role = stage.role
     if role is None:
         return False
-    if stage.method == "score":
+    if stage.method is StageMethod.SCORE:
         return config.is_neural(role)
     return role in VALUE_MODELS
 
@@ -36,12 +36,12 @@ def scope_of(stage: Stage, config: Config) -> Scope:
         return Scope.POOL
     if isinstance(stage, MapStage):
         return Scope.RANK
-    if stage.method == "score":
+    if stage.method is StageMethod.SCORE:
         assert stage.role is not None
         return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
     rollout = config.rollout
     shared = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype
-    if stage.method == "log_probs" and (stage.role != "actor" or shared):
+    if stage.method is StageMethod.LOG_PROBS and (stage.role != "actor" or shared):
         return Scope.INSTANCE
     return Scope.WORLD
 

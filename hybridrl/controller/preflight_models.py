@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
 from hybridrl.flow import Graph
+from hybridrl.flow.graph import StageMethod
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -100,7 +101,7 @@ def _check_weights(path: Path, key: str) -> None:
 
 def _check_no_text(graph: Graph, role: str) -> None:
     for stage in graph.stages.values():
-        if stage.role == role and stage.method == "score" and len(stage.scalars) > 2:
+        if stage.role == role and stage.method is StageMethod.SCORE and len(stage.scalars) > 2:
             allowed = f"a verifier: the recipe reads the text that is judged ({stage.scalars[2]})"
             raise ConfigError(f"{role}.kind", RewardKind.model.value, allowed)
 

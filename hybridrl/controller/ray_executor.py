@@ -26,6 +26,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
+from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
 from hybridrl.workers.rank_calls import Reference
@@ -41,7 +42,7 @@ class Abandoned(Exception):
 class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
-    `on_switch` is called at every weight switch with one accounting per rank. An instance of
+    `on_switch` is called at every weight switch with its cost on each rank. An instance of
     several ranks gets every call on all of them; their answers become one event. A rank that dies
     ends the run (`WorkerError`), since its training shard is gone, so there is never a
     `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
@@ -56,7 +57,7 @@ class RayExecutor:
         self,
         group: WorkerGroup,
         config: Config,
-        on_switch: Callable[[list[dict[str, Any]]], None],
+        on_switch: Callable[[list[SwitchStats]], None],
     ) -> None:
         self.group, self.config, self.on_switch = group, config, on_switch
         self.clock: Clock = WallClock()
@@ -107,10 +108,9 @@ class RayExecutor:
         logger.debug("phase %s: all ranks change", phase.value)
         answers = self.group.enter(phase, self._check_stop_requested)
         logger.debug("phase %s: all ranks have changed", phase.value)
-        self.version = answers[0]["version"]
-        reports = [answer["switch"] for answer in answers]
-        if any(reports):
-            self.on_switch(reports)
+        self.version = answers[0].version
+        if switches := [answer.switch for answer in answers if answer.switch is not None]:
+            self.on_switch(switches)
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Start a bounded generation call on an instance."""

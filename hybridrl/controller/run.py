@@ -174,8 +174,7 @@ class Run:
         self.group = WorkerGroup(
             launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
         )
-        described = self.group.setup()[0]
-        telemetry.event("ranks", **described)
+        telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(machine) for machine in self.group.machines()])
         self.executor = RayExecutor(self.group, config, self.records.on_switch)
         # prompts, and held-out evaluation
@@ -272,8 +271,8 @@ class Run:
         }
         logger.info("making the roles of phase %s", phase.name)
         graphs = graphs_of(graph, self.config)
-        for role, described in self.group.begin(graphs, training, publishes).items():
-            self.telemetry.event("role", role=role, **described)
+        for role, description in self.group.begin(graphs, training, publishes).items():
+            self.telemetry.event("role", role=role, **asdict(description))
 
     def _make_schedule(self, phase: RunPhase) -> Schedule:
         """The schedule of a phase whose roles are there; where it was, if the run resumes in it."""

@@ -11,6 +11,7 @@ from typing import Any
 from hybridrl.flow.ledger import DropReason
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
+from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
@@ -43,31 +44,25 @@ class RunRecords:
         """A rank has measured its memory."""
         self.telemetry.memory(rank_lane(rank), memory.when, memory.held)
 
-    def on_switch(self, reports: list[dict[str, Any]]) -> None:
+    def on_switch(self, switches: Sequence[SwitchStats]) -> None:
         """All ranks have switched weights.
 
         Bytes are summed over the ranks; of times and of extra memory the worst rank counts.
         """
-        received = [int(report["bytes_received"]) for report in reports]
-        worst = {
-            key: max(report[name] for report in reports)
-            for key, name in (
-                ("pack_s", "seconds_pack"),
-                ("wait_s", "seconds_wait"),
-                ("copy_s", "seconds_copy"),
-                ("scratch_bytes", "scratch_bytes"),
-                ("held_bytes", "bytes_held"),
-            )
-        }
+        received = [int(switch.bytes_received) for switch in switches]
         self.telemetry.event(
             "switch",
             step=self.current_step(),
             bytes=sum(received),
-            bytes_theory=sum(int(report["bytes_theory"]) for report in reports),
+            bytes_theory=sum(int(switch.bytes_theory) for switch in switches),
             bytes_most=max(received),
-            seconds=max(report["seconds"] for report in reports),
-            **worst,
-            path=reports[0]["path"],
+            seconds=max(switch.seconds for switch in switches),
+            pack_s=max(switch.seconds_pack for switch in switches),
+            wait_s=max(switch.seconds_wait for switch in switches),
+            copy_s=max(switch.seconds_copy for switch in switches),
+            scratch_bytes=max(switch.scratch_bytes for switch in switches),
+            held_bytes=max(switch.bytes_held for switch in switches),
+            path=switches[0].path,
         )
 
     # -- steps ---------------------------------------------------------------------------------

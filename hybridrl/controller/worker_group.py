@@ -16,6 +16,7 @@ from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
@@ -159,24 +160,22 @@ class WorkerGroup:
 
     # -- whole group, blocking -----------------------------------------------------------------
 
-    def setup(self) -> list[dict[str, Any]]:
-        """Process group and weights on every rank; answers with the values that each logs."""
-        calls: list[Reference[dict[str, Any]]] = []
+    def setup(self) -> list[RankDescription]:
+        """Process group and weights on every rank; answers with a description of each."""
+        calls: list[Reference[RankDescription]] = []
         for pool in self.pools.values():
             (listening,) = self._ranks[pool.ranks[0]].same(BaseWorker.listen)
             host, port = self.value_of(pool.ranks[0], listening)
             calls += pool.calls.same(BaseWorker.setup, host, port)
         answers = self.gather(calls)
-        for rank, answer in enumerate(answers):
-            logger.info("rank %d is up on %s, pid %d", rank, answer["node"], answer["pid"])
+        processes = [answer.process for answer in answers]
+        for rank, process in enumerate(processes):
+            logger.info("rank %d is up on %s, pid %d", rank, process.node, process.pid)
         self._locations = [
-            (
-                f"{answer['node']} (pid {answer['pid']})",
-                self.launcher.log(answer["log"], self._logs),
-            )
-            for answer in answers
+            (f"{process.node} (pid {process.pid})", self.launcher.log(process.log, self._logs))
+            for process in processes
         ]
-        instance_of = [answers[rank]["instance"] for rank in self.home.ranks]
+        instance_of = [actor.instance for answer in answers if (actor := answer.actor)]
         self.instances = [
             [rank for rank in self.home.ranks if instance_of[rank] == instance]
             for instance in range(1 + max(instance_of))
@@ -190,13 +189,13 @@ class WorkerGroup:
 
     def begin(
         self, graphs: Mapping[str, Graph], training: Mapping[str, Training], publishes: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, ModelDescription]:
         """Make a recipe's roles on the ranks, with fresh optimizers for those of `training`.
 
-        `graphs` is by pool. Answers with values to log of new critics, by name. With `publishes`
-        ranks put their results into the data plane at once: others will want them.
+        `graphs` is by pool. Answers with a description of each new critic, by name. With
+        `publishes` ranks put their results into the data plane at once: others will want them.
         """
-        reports: dict[str, Any] = {}
+        descriptions: dict[str, ModelDescription] = {}
         for name, pool in self.pools.items():
             graph, weights = graphs[name], tuple[Any, ...]()
             used = ["actor", "reward"] if pool is self.home else []
@@ -208,11 +207,11 @@ class WorkerGroup:
                 weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
             calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
-            reports |= self.gather(calls, pool.ranks[0])[0]
-        return reports
+            descriptions |= self.gather(calls, pool.ranks[0])[0]
+        return descriptions
 
-    def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[dict[str, Any]]:
-        """Change phase where samples live; answers with each rank's weight-switch accounting."""
+    def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[EnteredPhase]:
+        """Change phase where samples live; answers with each rank's cost of the weight switch."""
         return self.gather(self.home.calls.same(ActorWorker.enter, phase), meanwhile=meanwhile)
 
     def save(self, path: str, resume: str | None) -> "dict[str, Progress]":

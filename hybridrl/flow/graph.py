@@ -2,9 +2,22 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
 from hybridrl.config.loss import Loss
+
+CopyUpdate = Literal["frozen", "ewma"]
+"""What becomes of a copy of a role's weights: as at the start, or averaged after every update."""
+
+
+class StageMethod(Enum):
+    """The computation of a role that a per-sample stage runs."""
+
+    LOG_PROBS = "log_probs"  # of the response's tokens
+    VALUES = "values"  # of the response's tokens
+    SCORE = "score"  # by a judge of the config: a verifier, or a model that stays
+    LEARNED_SCORE = "learned_score"  # by the reward model that the recipe trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +34,7 @@ class Stage:
     name: str
     upstream: tuple[str, ...] = ()
     role: str | None = None
-    method: str | None = None
+    method: StageMethod | None = None
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
@@ -84,7 +97,7 @@ class GenerateStage(SourceStage):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeStage(Stage):
-    """Per sample: a role's `method` (log_probs, values, score, learned_score)."""
+    """Per sample: a role's `method`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +195,7 @@ class Copy:
 
     name: str
     of: str
-    update: str = "frozen"
+    update: CopyUpdate = "frozen"
     decay: float = 0.0
 
 
@@ -205,7 +218,7 @@ class Graph:
     @property
     def learned(self) -> tuple[str, ...]:
         """Every role that is trained, or whose weights are read where training has them."""
-        methods = ("values", "learned_score")
+        methods = (StageMethod.VALUES, StageMethod.LEARNED_SCORE)
         stages = self.stages.values()
         learned = (s for s in stages if isinstance(s, UpdateStage) or s.method in methods)
         return tuple(dict.fromkeys(s.role for s in learned if s.role))
@@ -213,7 +226,7 @@ class Graph:
     @property
     def judges(self) -> tuple[str, ...]:
         """Every role that judges responses, in order of first use."""
-        judges = (s.role for s in self.stages.values() if s.role and s.method == "score")
+        judges = (s.role for s in self.stages.values() if s.role and s.method is StageMethod.SCORE)
         return tuple(dict.fromkeys(judges))
 
     @property

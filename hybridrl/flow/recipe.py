@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hybridrl.flow.graph import AnswersStage, CollectStage, Copy, Graph, PromptsStage
+from hybridrl.flow.graph import AnswersStage, CollectStage, Copy, CopyUpdate, Graph, PromptsStage
 from hybridrl.flow.roles import (
     ActorHandle,
     CriticHandle,
@@ -118,7 +118,12 @@ class Flow:
         return Teacher("teacher")
 
     def copy(
-        self, of: RoleHandle, *, update: str = "frozen", decay: float = 0.0, name: str | None = None
+        self,
+        of: RoleHandle,
+        *,
+        update: CopyUpdate = "frozen",
+        decay: float = 0.0,
+        name: str | None = None,
     ) -> WeightCopy:
         """A second set of a role's weights: `frozen` at the start, or an `ewma` of every update.
 

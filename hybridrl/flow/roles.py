@@ -13,6 +13,7 @@ from hybridrl.flow.graph import (
     GenerateStage,
     SamplingOverrides,
     SourceStage,
+    StageMethod,
     UpdateStage,
 )
 from hybridrl.flow.stream import Prompts, Stream
@@ -97,7 +98,7 @@ class Scorer(RoleHandle):
 
     def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the tensor `<role>_log_probs` [response_tokens] (or `name`)."""
-        return _compute(stream, self.role, "log_probs", name or f"{self.role}_log_probs")
+        return _compute(stream, self.role, StageMethod.LOG_PROBS, name or f"{self.role}_log_probs")
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class ActorHandle(Scorer, Trainable):
 
     def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the tensor `old_log_probs` [response_tokens] (or `name`), before any update."""
-        return _compute(stream, self.role, "log_probs", name or "old_log_probs")
+        return _compute(stream, self.role, StageMethod.LOG_PROBS, name or "old_log_probs")
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class CriticHandle(Trainable):
 
     def values(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the tensor `values` (`cost_values`, or `name`) [response_tokens]."""
-        return _compute(stream, self.role, "values", name or self.field)
+        return _compute(stream, self.role, StageMethod.VALUES, name or self.field)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Judge(RoleHandle):
                 name=stream.stage_name(field),
                 upstream=(stream.stage,),
                 role=self.role,
-                method="score",
+                method=StageMethod.SCORE,
                 inputs=("tokens",),
                 outputs=scalars,
                 scalars=scalars,
@@ -253,7 +254,7 @@ class Reward(Judge, Trainable):
                 name=stream.stage_name(field),
                 upstream=(stream.stage,),
                 role=self.role,
-                method="learned_score",
+                method=StageMethod.LEARNED_SCORE,
                 inputs=("tokens",),
                 outputs=(field,),
                 scalars=(field,),
@@ -275,7 +276,7 @@ def source(prompts: Prompts, stage: SourceStage) -> Stream:
     )
 
 
-def _compute(stream: Stream, role: str, method: str, field: str) -> Stream:
+def _compute(stream: Stream, role: str, method: StageMethod, field: str) -> Stream:
     return stream.then(
         ComputeStage(
             name=stream.stage_name(field),

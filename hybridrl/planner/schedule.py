@@ -13,7 +13,15 @@ from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Scope
-from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, PromptsStage, Stage, UpdateStage
+from hybridrl.flow.graph import (
+    ComputeStage,
+    GenerateStage,
+    Graph,
+    PromptsStage,
+    Stage,
+    StageMethod,
+    UpdateStage,
+)
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
@@ -249,11 +257,11 @@ def simulated_graph(costs: Costs, group_size: int) -> Graph:
     )
     last, fields = "generate", ["tokens"]
     if "reward" not in costs.token_s:
-        graph.add(_forward("reward", last, "score", ("reward", "reward_status")))
+        graph.add(_forward("reward", last, StageMethod.SCORE, ("reward", "reward_status")))
         last = "reward"
         fields.append("reward")
     for name in costs.token_s:
-        graph.add(_forward(name, last, "log_probs", ()))
+        graph.add(_forward(name, last, StageMethod.LOG_PROBS, ()))
         last = name
         fields.append(name)
     graph.add(
@@ -276,7 +284,7 @@ class _Simulated(Loss[Any]):
         raise AssertionError("a simulated update computes nothing")
 
 
-def _forward(name: str, upstream: str, method: str, scalars: tuple[str, ...]) -> Stage:
+def _forward(name: str, upstream: str, method: StageMethod, scalars: tuple[str, ...]) -> Stage:
     return ComputeStage(
         name=name,
         upstream=(upstream,),

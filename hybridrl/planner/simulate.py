@@ -27,7 +27,7 @@ from hybridrl.flow.executor import (
     UpdateDone,
     Work,
 )
-from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
+from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
@@ -283,7 +283,7 @@ class SimulatedExecutor:
                 seconds = self.costs.compute(
                     stage.name, sum(sample.tokens for sample in rank_samples)
                 )
-                if stage.method == "score":
+                if stage.method is StageMethod.SCORE:
                     seconds += self.verifier_s
                 event = self._computed(stage, rank_samples, seconds=seconds)
                 self._push(self.clock.now() + seconds, event)

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.shard import GenParallel
+from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
@@ -187,19 +188,18 @@ class Actor:
             switch.load(present, self.device)
             switch.switch(present, lambda fill: fill(parameters), self.device)
 
-    def describe(self) -> dict[str, Any]:
-        """Values that the run logs about the actor; `instance` is this rank's rollout instance."""
-        axes = self.train_engine.dims.axes
-        return {
-            "parameters": self.train_engine.num_parameters,
-            "trained_parameters": self.train_engine.num_trained,
-            "attention": self.train_engine.attention.value,
-            "device": str(self.device),
-            "train_layout": asdict(axes),
-            "gen_layout": dict(self.switch_plan.plan.dst.mesh.axes),
-            "gen_grouping": self.switch_plan.grouping.value,
-            "instance": self.instance,
-        }
+    def describe(self) -> ActorDescription:
+        """The actor on this rank."""
+        return ActorDescription(
+            parameters=self.train_engine.num_parameters,
+            trained_parameters=self.train_engine.num_trained,
+            attention=self.train_engine.attention.value,
+            device=str(self.device),
+            train_layout=self.train_engine.dims.axes,
+            gen_layout=dict(self.switch_plan.plan.dst.mesh.axes),
+            gen_grouping=self.switch_plan.grouping.value,
+            instance=self.instance,
+        )
 
     def close(self) -> None:
         """End the rollout engine."""
@@ -213,17 +213,16 @@ class Actor:
 
     # -- weight switch -----------------------------------------------------------------------
 
-    def switch_weights(self, woken: bool) -> dict[str, Any]:
+    def switch_weights(self, woken: bool) -> SwitchStats | None:
         """Move the newest weights to the rollout engine, unless it has them. Collective.
 
-        An engine that has just `woken` has none. Answers with the switch's accounting, empty where
-        nothing moved.
+        An engine that has just `woken` has none. Gives the switch's cost, None where nothing moved.
         """
         if not woken and self.generating_version == self.train_engine.version:
-            return {}
-        accounting = asdict(self._move_weights())
+            return None
+        stats = self._move_weights()
         self.generating_version = self.train_engine.version
-        return accounting
+        return stats
 
     # -- generation --------------------------------------------------------------------------
 

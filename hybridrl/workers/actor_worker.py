@@ -25,6 +25,7 @@ from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.actor import Actor, ParkedSample, grown
+from hybridrl.workers.answers import EnteredPhase, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
@@ -61,12 +62,9 @@ class ActorWorker(BaseWorker):
     # -- life --------------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
-        """Join the process group, whose first rank listens on `port` of `host`; load the actor.
-
-        Answers with values to log.
-        """
-        described = self._join(host, port)
+    def setup(self, host: str, port: int) -> Reply[RankDescription]:
+        """Join the process group, whose first rank listens on `port` of `host`; load the actor."""
+        process = self._join(host, port)
         with self._span("load"):
             model = (self.config, self.model_path, self.tokenizer, self.store, self.device)
             self.actor = actor = Actor(*model)
@@ -77,7 +75,7 @@ class ActorWorker(BaseWorker):
                 self.scorers["actor"] = old_policy
             for name in self.config.judges_of("reward"):  # of evaluation, in every recipe
                 self._add_judge(name)
-        return self._reply({**described, **actor.describe()})
+        return self._reply(RankDescription(process=process, actor=actor.describe()))
 
     def _actor_weights(
         self, references: Sequence[Any]
@@ -125,9 +123,9 @@ class ActorWorker(BaseWorker):
     # -- generation --------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def enter(self, phase: Phase) -> Reply[dict[str, Any]]:
-        """Change phase; into GENERATE this is the weight switch. Answers with its accounting."""
-        accounting: dict[str, Any] = {}
+    def enter(self, phase: Phase) -> Reply[EnteredPhase]:
+        """Change phase; into GENERATE this is the weight switch. Answers with its cost."""
+        switch = None
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
             if phase is Phase.TRAIN:
                 self.residency.enter_training()
@@ -135,8 +133,8 @@ class ActorWorker(BaseWorker):
                 if self.residency.status is DeviceStatus.TRAINING:
                     self._refresh_averages()
                 with self.residency.entering_generation(self.actor.train_engine) as woken:
-                    accounting = self.actor.switch_weights(woken)
-        return self._reply({"version": self.actor.generating_version, "switch": accounting})
+                    switch = self.actor.switch_weights(woken)
+        return self._reply(EnteredPhase(version=self.actor.generating_version, switch=switch))
 
     @dispatch(Dispatch.SAME)
     def advance(

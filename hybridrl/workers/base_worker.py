@@ -20,12 +20,13 @@ from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import Computed
-from hybridrl.flow.graph import Graph, Stage, UpdateStage
+from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import address_here, join_group, open_store
 from hybridrl.telemetry.trace import TimeSpan
+from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
@@ -116,28 +117,18 @@ class BaseWorker:
         return self._reply((host, self._store.port))
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
-        """Join the process group, whose first rank listens on `port` of `host`; load the models.
-
-        Answers with values to log.
-        """
+    def setup(self, host: str, port: int) -> Reply[RankDescription]:
+        """Join the process group, whose first rank listens on `port` of `host`; load the models."""
         raise NotImplementedError
 
-    def _join(self, host: str, port: int) -> dict[str, Any]:
-        """Join the process group, whose first rank listens on `port` of `host`.
-
-        Gives values of the process to log.
-        """
+    def _join(self, host: str, port: int) -> ProcessDescription:
+        """Join the process group, whose first rank listens on `port` of `host`."""
         transformers_logging.disable_progress_bar()
         torch.set_num_threads(self.config.cluster.threads_per_rank)
         store = self._store or open_store(host, port, listens=False)
         self.device = join_group(self.rank, self.size, store, host, self.config.cluster)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-        return {
-            "pid": os.getpid(),
-            "node": node_name(),
-            "log": _log_file(),
-        }
+        return ProcessDescription(pid=os.getpid(), node=node_name(), log=_log_file())
 
     @dispatch(Dispatch.SAME)
     def machine(self) -> Reply[NodeInfo]:
@@ -151,7 +142,7 @@ class BaseWorker:
         training: dict[str, Training],
         publishes: bool,
         weights: tuple[Any, ...] = (),
-    ) -> Reply[dict[str, Any]]:
+    ) -> Reply[dict[str, ModelDescription]]:
         """Make the roles that a recipe needs; those of `training` start with a fresh optimizer.
 
         `graph` has the stages of this pool. A frozen copy, and a value model without its own path,
@@ -246,7 +237,7 @@ class BaseWorker:
         assert stage.role is not None
         start = time.perf_counter()
         with self._span(stage.name, len(ids)):
-            if stage.method == "score":
+            if stage.method is StageMethod.SCORE:
                 scorer = self.scorers[stage.role]
                 self.residency.activate(scorer)
                 scalars, tensors = scorer.compute(stage, ids)

@@ -15,6 +15,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
+from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
@@ -33,12 +34,9 @@ class CriticWorker(BaseWorker):
     """
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply[dict[str, Any]]:
-        """Join the process group, whose first rank listens on `port` of `host`.
-
-        Answers with values to log.
-        """
-        described = self._join(host, port)
+    def setup(self, host: str, port: int) -> Reply[RankDescription]:
+        """Join the process group, whose first rank listens on `port` of `host`."""
+        process = self._join(host, port)
         self.residency = DeviceResidency(self.device, self._on_reading)
         self.build = RoleFactory(
             self.config, self.model_path, self.tokenizer, self.store, self.device
@@ -46,7 +44,7 @@ class CriticWorker(BaseWorker):
         with self._span("load"):
             for name in self.config.judges_of("reward"):  # of evaluation, in every recipe
                 self._add_judge(name)
-        return self._reply(described)
+        return self._reply(RankDescription(process=process))
 
     @cached_property
     def _parallel(self) -> GenParallel:

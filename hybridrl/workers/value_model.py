@@ -1,8 +1,7 @@
 """A model with a value head on one rank: a training shard without a rollout engine."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +10,7 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.workers.answers import ModelDescription
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.training import UpdateShare, train
@@ -39,14 +39,13 @@ class ValueModel:
             key=f"{VALUE_MODELS[role]}.path",
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Values that the run logs about it."""
-        axes = self.train_engine.dims.axes
-        return {
-            "parameters": self.train_engine.num_parameters,
-            "trained_parameters": self.train_engine.num_trained,
-            "train_layout": asdict(axes),
-        }
+    def describe(self) -> ModelDescription:
+        """Its size and its layout."""
+        return ModelDescription(
+            parameters=self.train_engine.num_parameters,
+            trained_parameters=self.train_engine.num_trained,
+            train_layout=self.train_engine.dims.axes,
+        )
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""

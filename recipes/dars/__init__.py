@@ -18,6 +18,12 @@ class Rebalancing(Enum):
     hardness_weighted = "hardness_weighted"  # more, the harder it is
 
 
+_BUDGETS = {
+    Rebalancing.equal_treatment: budgets.equal_treatment,
+    Rebalancing.hardness_weighted: budgets.hardness_weighted,
+}
+
+
 @dataclass(kw_only=True, slots=True)
 class DARSConfig(RolloutCorrection):
     """Settings of DARS."""
@@ -42,7 +48,7 @@ def dars(flow: Flow, cfg: DARSConfig) -> None:
     """Sample, sample hard prompts again, and compare within the joint groups."""
     samples = flow.actor.generate(flow.prompts, num_samples=cfg.group_size)
     samples = flow.reward.score(samples)
-    rebalance = getattr(budgets, cfg.rebalancing.value)
+    rebalance = _BUDGETS[cfg.rebalancing]
     samples = samples.by_batch(
         partial(rebalance, max_samples=cfg.max_samples), ("reward",), ("more",), grouped=True
     )

@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.controller.placement import scope_of
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import ComputeStage, MapStage
+from hybridrl.flow.graph import ComputeStage, MapStage, StageMethod
 
 VLLM = "rollout=vllm"
 BF16 = "rollout.dtype=bfloat16"
@@ -25,7 +25,9 @@ BF16 = "rollout.dtype=bfloat16"
     ],
 )
 def test_scope(role, method, overrides, scope, make_config):
-    stage = ComputeStage(name="stage", inputs=("tokens",), outputs=("x",), role=role, method=method)
+    stage = ComputeStage(
+        name="stage", inputs=("tokens",), outputs=("x",), role=role, method=StageMethod(method)
+    )
     assert scope_of(stage, make_config(*overrides, "run.dir=out")) is scope
 
 

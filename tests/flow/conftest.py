@@ -26,7 +26,7 @@ from hybridrl.flow.executor import (
     UpdateDone,
     WorkerDied,
 )
-from hybridrl.flow.graph import MapStage, Stage
+from hybridrl.flow.graph import MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
@@ -100,7 +100,7 @@ class VirtualExecutor:
         return rank
 
     def scope(self, stage: Stage) -> Scope:
-        usual = {"score": Scope.RANK, "values": Scope.WORLD}
+        usual = {StageMethod.SCORE: Scope.RANK, StageMethod.VALUES: Scope.WORLD}
         if isinstance(stage, MapStage):
             return Scope.RANK
         return self.scopes.get(stage.role) or usual.get(stage.method, Scope.INSTANCE)
@@ -218,7 +218,7 @@ class VirtualExecutor:
             assert rank in (None, s.rank), "not where it lies"
         made = self._run(stage, samples, instance)
         self._on.update(made.ids)
-        hangs = stage.method == "score" and any(self.hangs(s.id) for s in samples)
+        hangs = stage.method is StageMethod.SCORE and any(self.hangs(s.id) for s in samples)
         self._push(made, 1000.0 if hangs else 1.0)
 
     def wait(self) -> list[Event]:
@@ -349,7 +349,7 @@ class VirtualExecutor:
             assert self.entered[-1:] == [Phase.GENERATE], "the generation weights are not there"
         if self.given:
             return {name: self.given(sample.id, name) for name in stage.outputs}
-        if stage.method == "score":
+        if stage.method is StageMethod.SCORE:
             value, status = stage.scalars
             return dict(zip((value, status), self.reward_of(sample.id), strict=True))
         draw = random.Random(f"{sample.id} {stage.name}")

@@ -30,7 +30,7 @@ from hybridrl.flow.executor import (
     Submit,
     UpdateDone,
 )
-from hybridrl.flow.graph import ComputeStage
+from hybridrl.flow.graph import ComputeStage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.planner import published
@@ -49,8 +49,8 @@ from hybridrl.planner.workload import LMSYS, Group, LogNormal, Shape, Workload, 
 
 A, B, C = SampleId(0), SampleId(1), SampleId(2)
 LENGTHS = {A: 3, B: 5, C: 9}
-SCORE = ComputeStage(name="judge", method="score", outputs=("reward",))
-FORWARD = ComputeStage(name="reference", method="log_probs", outputs=("reference",))
+SCORE = ComputeStage(name="judge", method=StageMethod.SCORE, outputs=("reward",))
+FORWARD = ComputeStage(name="reference", method=StageMethod.LOG_PROBS, outputs=("reference",))
 
 
 def executor(costs: Costs, num_instances: int = 2, **options: Any) -> SimulatedExecutor:
@@ -190,7 +190,7 @@ def test_verifiers_run_beside_the_instance() -> None:
 def test_a_sharded_role_takes_all_instances() -> None:
     costs = Costs(step_s=1.0, token_s={"critic": 0.1})
     simulated = executor(costs, scopes={"critic": Scope.WORLD})
-    stage = ComputeStage(name="critic", method="values", outputs=("values",))
+    stage = ComputeStage(name="critic", method=StageMethod.VALUES, outputs=("values",))
     simulated.compute(stage, [Sample(id=A, rank=0, prompt_tokens=10, response_tokens=10)])
     simulated.wait()
     assert simulated.clock.now() == pytest.approx(1.0)

@@ -77,8 +77,9 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
         actor.train_engine.update(sequences(dist.get_rank()), CrossEntropyLoss())
         with residency.entering_generation(actor.train_engine) as woken:
             report = actor.switch_weights(woken)
-        found["moved"].append(report["bytes_received"])
-        found["theory"].append(report["bytes_theory"])
+        assert report is not None
+        found["moved"].append(report.bytes_received)
+        found["theory"].append(report.bytes_theory)
         generated = old_policy.engine.log_probs(everything)
         trained = actor.train_engine.log_probs(everything)
         pairs = zip(generated, trained, strict=True)

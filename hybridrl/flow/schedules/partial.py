@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from hybridrl.config import ParkedKV, PartialScheduleConfig, ScheduleConfig
 from hybridrl.flow.executor import Executor, Parked
-from hybridrl.flow.graph import Graph, SourceStage, UpdateStage
+from hybridrl.flow.graph import Graph, SourceStage, StageMethod, UpdateStage
 from hybridrl.flow.ledger import Drop, DropReason, SampleStatus
 from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
@@ -341,7 +341,7 @@ def check_partial(graph: Graph) -> None:
     single = {
         field: stage.name
         for stage in graph.stages.values()
-        if stage.role == "actor" and stage.method == "log_probs"
+        if stage.role == "actor" and stage.method is StageMethod.LOG_PROBS
         for field in stage.outputs
     }
     for update in updates:

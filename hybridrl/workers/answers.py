@@ -1,0 +1,59 @@
+"""What ranks answer when they come up, make a role, or change phase."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.weight_switch import SwitchStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessDescription:
+    """A rank's process: its node, and the file of its log (empty where that is not known)."""
+
+    pid: int
+    node: str
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """A trained model: its parameters, and the axes over which they are sharded."""
+
+    parameters: int
+    trained_parameters: int
+    train_layout: TrainAxes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorDescription:
+    """The actor: parameters, layouts of training and generation, this rank's instance."""
+
+    parameters: int
+    trained_parameters: int
+    attention: str
+    device: str
+    train_layout: TrainAxes
+    gen_layout: dict[str, int]
+    gen_grouping: str
+    instance: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDescription:
+    """A rank that is up; ranks of other pools have no actor."""
+
+    process: ProcessDescription
+    actor: ActorDescription | None = None
+
+    def record(self) -> dict[str, Any]:
+        """All of it in one dict, for the run's records."""
+        return asdict(self.process) | (asdict(self.actor) if self.actor else {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnteredPhase:
+    """A rank in its new phase: the weights' version, and the switch's cost if weights moved."""
+
+    version: int
+    switch: SwitchStats | None = None
