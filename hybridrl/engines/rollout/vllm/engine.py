@@ -5,7 +5,6 @@ decides alike. The ranks communicate in the collectives of the forward pass. vLL
 `external_launcher`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,18 @@ from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.interface import EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.stops import StopStrings
-from hybridrl.engines.rollout.vllm.groups import end_groups, groups_of, set_environment
-from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi, uniform_cache
-from hybridrl.engines.rollout.vllm.sizes import cache_arguments, device_share, kv_bytes_per_token
+from hybridrl.engines.rollout.vllm.groups import end_groups, set_environment
+from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi
+from hybridrl.engines.rollout.vllm.sizes import device_share, kv_bytes_per_token
+from hybridrl.engines.rollout.vllm.start import (
+    engine_arguments,
+    make_intermediate_tensors,
+    start_engine,
+)
 from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
@@ -79,74 +84,70 @@ class VLLMEngine:
         gpu_memory_utilization: float = _GPU_SHARE,
     ) -> None:
         check_positions(max_sequence, model_config.max_position_embeddings)
-        mesh = layout.mesh
-        pp, tp = mesh.extent("pp"), mesh.extent("tp")
-
-        # vLLM reads the environment when it is imported.
-        stages = stages_of_layers(model_config.num_hidden_layers, pp)
-        set_environment([stages.count(stage) for stage in range(pp)])
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        from hybridrl.engines.rollout.vllm import sampling
-        from hybridrl.engines.rollout.vllm.weights import VLLMWeights
-
-        self._sampling = sampling
         self._rank, self._dtype = dist.get_rank(), dtype
         self._stops, self._bucket_bytes = stops, bucket_bytes
-
-        # The engine: its cache, its arguments, its groups.
-        blocks = math.ceil(kv_cache_tokens / block_size)
-        if device.type == "cpu" and not blocks:
-            blocks = max_running * math.ceil(max_sequence / block_size)
+        mesh = layout.mesh
         stage = mesh.coordinates(self._rank)["pp"]
         self._kv_bytes_per_token = kv_bytes_per_token(model_config, mesh, stage, dtype)
-        arguments = EngineArgs(
-            model=model_path,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype=str(dtype).removeprefix("torch."),
-            seed=0,
-            max_num_seqs=max_running,
-            tensor_parallel_size=tp,
-            pipeline_parallel_size=pp,
-            distributed_executor_backend="external_launcher",
-            **cache_arguments(blocks, block_size, self._kv_bytes_per_token, max_sequence),
+
+        self._import_vllm(stages_of_layers(model_config.num_hidden_layers, mesh.extent("pp")))
+        arguments = engine_arguments(
+            model_path,
+            mesh,
+            dtype=dtype,
+            device=device,
+            max_running=max_running,
+            block_size=block_size,
+            kv_cache_tokens=kv_cache_tokens,
+            max_sequence=max_sequence,
+            bytes_per_token=self._kv_bytes_per_token,
             gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=True,
-            disable_hybrid_kv_cache_manager=True,
-            enable_sleep_mode=device.type == "cuda",
-            enforce_eager=device.type == "cpu",
-            async_scheduling=False,
-            disable_log_stats=True,
-            generation_config="vllm",
-            logits_processors=[sampling.StreamSampler],
+            sampler=self._sampling.StreamSampler,
         )
-        rng = torch.random.fork_rng(_devices(device))
-        with groups_of(mesh), uniform_cache(block_size), rng:
-            self._engine = LLMEngine.from_engine_args(arguments)
+        self._start(arguments, mesh, block_size, device)
+        self._reach_weights(layout, device)
+        self._open_queue(model_config.vocab_size, max_sequence, block_size)
+
+    def _import_vllm(self, stages: Sequence[int]) -> None:
+        """Import vLLM, which reads its environment then; `stages` is the stage of each layer."""
+        set_environment([stages.count(stage) for stage in range(1 + max(stages))])
+        from hybridrl.engines.rollout.vllm import sampling
+
+        self._sampling = sampling
+
+    def _start(
+        self, arguments: dict[str, Any], mesh: Mesh, block_size: int, device: torch.device
+    ) -> None:
+        """Start vLLM's engine, and get hold of its scheduler, its cache and this rank's worker."""
+        self._engine = start_engine(arguments, mesh, block_size, device)
         self._core = self._engine.engine_core.engine_core
         # Under pp vLLM would split the requests over batches. They would not overlap: a rank is
         # done with a batch when all stages are.
         self._core.step_fn = self._core.step
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
-        worker = self._core.model_executor.driver_worker.worker
-        runner, model = worker.model_runner, worker.get_model()
-        if pp > 1:
-            _make_intermediate_tensors(runner, model, dtype, device)
+        self._worker = self._core.model_executor.driver_worker.worker
+        if mesh.extent("pp") > 1:
+            runner, model = self._worker.model_runner, self._worker.get_model()
+            make_intermediate_tensors(runner, model, self._dtype, device)
 
-        # The weight switch, and what sleep frees.
+    def _reach_weights(self, layout: Layout, device: torch.device) -> None:
+        """Find the weights that a switch fills, and the memory that sleep frees."""
+        from hybridrl.engines.rollout.vllm.weights import VLLMWeights
+
         self._names = tuple(layout.rules)
         shapes = {name: LocalTensor(layout.local(name, self._rank)).shape for name in layout.rules}
-        self._weights = VLLMWeights(model, shapes, dtype)
-        on_gpu = device.type == "cuda"
-        self._memory: MemoryApi = DeviceMemory(worker) if on_gpu else HostMemory(runner.kv_caches)
+        self._weights = VLLMWeights(self._worker.get_model(), shapes, self._dtype)
+        caches = self._worker.model_runner.kv_caches
+        self._memory: MemoryApi = (
+            DeviceMemory(self._worker) if device.type == "cuda" else HostMemory(caches)
+        )
         self._switch: tuple[Plan, WeightSwitch | LayerwiseSwitch] | None = None
         self._asleep, self._has_cache = False, True
 
-        # Requests, and counters of `stats`.
+    def _open_queue(self, vocab_size: int, max_sequence: int, block_size: int) -> None:
+        """Limits of requests, those that are unfinished, and the counters of `stats`."""
         self._limits = AdmissionLimits(
-            vocab_size=model_config.vocab_size,
+            vocab_size=vocab_size,
             max_sequence=max_sequence,
             block_size=block_size,
             num_blocks=self._pool.num_gpu_blocks - 1,
@@ -389,18 +390,3 @@ _COUNTERS = (
     "shared_prompt_tokens",
     "num_preempted",
 )
-
-
-def _devices(device: torch.device) -> list[torch.device]:
-    """The devices whose random state vLLM sets."""
-    return [device] if device.type == "cuda" else []
-
-
-def _make_intermediate_tensors(
-    runner: Any, model: Any, dtype: torch.dtype, device: torch.device
-) -> None:
-    """What a stage receives, which vLLM makes in a warm-up that its CPU worker leaves out."""
-    if runner.intermediate_tensors is None:
-        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=dtype, device=device
-        )

@@ -1,0 +1,79 @@
+"""Starting vLLM's engine in this process: its arguments, and what a stage receives."""
+
+import math
+from typing import Any
+
+import torch
+
+from hybridrl.engines.rollout.vllm.groups import groups_of
+from hybridrl.engines.rollout.vllm.memory import uniform_cache
+from hybridrl.engines.rollout.vllm.sizes import cache_arguments
+from hybridrl.layout.mesh import Mesh
+
+
+def engine_arguments(
+    model_path: str,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_running: int,
+    block_size: int,
+    kv_cache_tokens: int,
+    max_sequence: int,
+    bytes_per_token: int,
+    gpu_memory_utilization: float,
+    sampler: type,
+) -> dict[str, Any]:
+    """vLLM's `EngineArgs`; `sampler` is its logits processor that draws every token."""
+    on_gpu = device.type == "cuda"
+    blocks = math.ceil(kv_cache_tokens / block_size)
+    if not on_gpu and not blocks:
+        blocks = max_running * math.ceil(max_sequence / block_size)
+    return {
+        # the model, with random weights
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": 0,
+        # ranks: each is a process that exists
+        "tensor_parallel_size": mesh.extent("tp"),
+        "pipeline_parallel_size": mesh.extent("pp"),
+        "distributed_executor_backend": "external_launcher",
+        # the cache
+        **cache_arguments(blocks, block_size, bytes_per_token, max_sequence),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enable_prefix_caching": True,
+        "disable_hybrid_kv_cache_manager": True,
+        "enable_sleep_mode": on_gpu,
+        # a step
+        "max_num_seqs": max_running,
+        "enforce_eager": not on_gpu,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "logits_processors": [sampler],
+    }
+
+
+def start_engine(
+    arguments: dict[str, Any], mesh: Mesh, block_size: int, device: torch.device
+) -> Any:
+    """vLLM's engine on the groups of `mesh`; all its ranks call it. Random state is kept."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    devices = [device] if device.type == "cuda" else []
+    with groups_of(mesh), uniform_cache(block_size), torch.random.fork_rng(devices):
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def make_intermediate_tensors(
+    runner: Any, model: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """What a stage receives, which vLLM makes in a warm-up that its CPU worker leaves out."""
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=dtype, device=device
+        )
