@@ -1,5 +1,7 @@
 """Held-out evaluation: greedy accuracy and pass@k, through the same schedule as training."""
 
+import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import comb
@@ -11,6 +13,48 @@ from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import Sample
+from hybridrl.telemetry.run import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class HeldOutEvaluation:
+    """The held-out evaluation of a run: at most one a step, each recorded.
+
+    `last` has the step and the metrics of the latest, `before` the metrics before the recipe's
+    first step. Both are part of a checkpoint. `graph` is None where nothing can be evaluated.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        graph: Graph | None,
+        items: Sequence[Item],
+        executor: RayExecutor,
+        telemetry: Telemetry,
+        record: Callable[[Sequence[Sample]], None],
+    ) -> None:
+        """`record` gets the samples to show, as in `evaluate`."""
+        self.config, self.graph, self.items = config, graph, items
+        self.executor, self.telemetry, self.record = executor, telemetry, record
+        self.last: tuple[int, dict[str, float]] = (-1, {})
+        self.before: dict[str, float] = {}
+
+    def at(self, step: int) -> dict[str, float]:
+        """Metrics at the run's present `step`; none where nothing can be evaluated."""
+        if self.graph is None:
+            return {}
+        if self.last[0] == step:
+            return self.last[1]
+        self.telemetry.stage("evaluating")
+        logger.info("evaluation begins at step %d", step)
+        start = time.time()
+        metrics = evaluate(self.config, self.graph, self.executor, self.items, step, self.record)
+        self.telemetry.log(step, metrics)
+        self.telemetry.event("evaluation", step=step, seconds=time.time() - start, **metrics)
+        logger.info("evaluation ended")
+        self.last = (step, metrics)
+        return metrics
 
 
 def evaluation_graph(recipe: Graph, num_samples: int) -> Graph | None:

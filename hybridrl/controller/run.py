@@ -1,6 +1,6 @@
-"""A run from its config to its end: ranks up, warm start, the recipe, evaluation, stopping.
+"""A run from its config to its end: ranks up, warm start, the recipe, stopping and resuming.
 
-Its records: `run_records.py`.
+Its phases: `run_phases.py`. Its evaluation: `evaluate.py`. Its records: `run_records.py`.
 """
 
 import contextlib
@@ -8,25 +8,24 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
-from hybridrl.config import Config, OptimConfig, ScheduleConfig, SerialScheduleConfig, TrainerConfig
+from hybridrl.config import Config
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin, find_origin
 from hybridrl.controller.composite_reward import with_parts
-from hybridrl.controller.evaluate import evaluate, evaluation_graph
+from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graph
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
+from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.controller.run_records import RunRecords
-from hybridrl.controller.schedule_factory import make_schedule, samples_held
+from hybridrl.controller.schedule_factory import make_schedule, replay_setting
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import PromptStream
-from hybridrl.flow import Graph
 from hybridrl.flow.executor import Sampling
-from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.runtime.errors import RayStartError
@@ -35,7 +34,6 @@ from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
 from hybridrl.telemetry.log import driver_log
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.workers.training import Training
 
 __all__ = ["RayStartError", "TrainingDiverged", "WorkerError", "evaluate_only", "train"]
 
@@ -70,7 +68,7 @@ def evaluate_only(config: Config) -> dict[str, Any]:
     with _running(config, prepared, Origin()) as run:
         if "actor" not in prepared.graph.learned:
             run.begin_recipe()  # for the model that it trains
-        metrics = run.evaluate()
+        metrics = run.evaluation.at(run.step)
     return {**metrics, "run": config.run.dir}
 
 
@@ -128,28 +126,6 @@ def _logged_end() -> Iterator[None]:
     logger.info("the run has finished")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPhase:
-    """The warm start or the recipe, and its steps. Steps count over the whole run.
-
-    `name` is that of the records and of the checkpoints: `warm_start` or `rl`. `optim` is the
-    actor's optimizer, `first_step` the number of steps before the phase.
-    """
-
-    name: str
-    schedule: ScheduleConfig
-    graph: Graph
-    first_step: int
-    num_steps: int
-    prompts_per_step: int
-    optim: OptimConfig
-
-    @property
-    def last_step(self) -> int:
-        """The number of steps when the phase has ended."""
-        return self.first_step + self.num_steps
-
-
 class Run:
     """The parts of a run. `step` counts optimizer iterations over warm start and recipe.
 
@@ -180,9 +156,14 @@ class Run:
         # prompts, and held-out evaluation
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
         evaluation = evaluation_graph(prepared.graph, config.eval.num_samples)
-        self.evaluation = evaluation and with_parts(evaluation, config)
-        self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last time: step, metrics
-        self._before: dict[str, float] = {}  # of the evaluation before the recipe
+        self.evaluation = HeldOutEvaluation(
+            config,
+            evaluation and with_parts(evaluation, config),
+            prepared.data.eval,
+            self.executor,
+            telemetry,
+            lambda samples: self.records.record_evaluated(samples, self.group.texts),
+        )
         # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
         self.checkpoints = Checkpoints(config, origin, self.group, telemetry)
@@ -193,7 +174,7 @@ class Run:
 
     def warm_start(self) -> None:
         """The supervised phase, where the config asks for one."""
-        phase = self._warm_start_phase()
+        phase = warm_start_phase(self.config, self.prepared)
         if phase is None:
             return
         folder, point = self.run_dir / "warm_start", self.origin.point
@@ -215,62 +196,35 @@ class Run:
 
     def begin_recipe(self) -> None:
         """Make the recipe's roles; a frozen copy is of this moment."""
-        phase = self._recipe_phase()
+        phase = recipe_phase(self.config, self.prepared)
         self._begin_roles(phase)
         self._restore_roles(phase)
 
+    def evaluate_before(self) -> dict[str, float]:
+        """Held-out metrics before the recipe's first step; a resumed run has them."""
+        if not self._resumes_in("rl"):
+            self.evaluation.before = self.evaluation.at(self.step)
+        return self.evaluation.before
+
     def run_recipe(self) -> dict[str, float]:
         """The recipe's own steps, and the final model; answers with the last evaluation."""
-        phase = self._recipe_phase()
+        phase = recipe_phase(self.config, self.prepared)
         schedule = self._make_schedule(phase)
         with self._stop_deferred():
             self._run_steps(phase, schedule)
-            after = self.evaluate()
+            after = self.evaluation.at(self.step)
             final = self.run_dir / "final"
             self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
         return after
-
-    def _warm_start_phase(self) -> RunPhase | None:
-        warm, graph = self.config.warm_start, self.prepared.warm_start
-        if graph is None:
-            return None
-        return RunPhase(
-            name="warm_start",
-            schedule=SerialScheduleConfig(),
-            graph=graph,
-            first_step=0,
-            num_steps=self.config.warm_start_steps,
-            prompts_per_step=warm.prompts_per_step,
-            optim=warm.optim,
-        )
-
-    def _recipe_phase(self) -> RunPhase:
-        trainer = self.config.trainer
-        return RunPhase(
-            name="rl",
-            schedule=self.config.schedule,
-            graph=self.prepared.graph,
-            first_step=self.config.warm_start_steps,
-            num_steps=trainer.steps,
-            prompts_per_step=trainer.prompts_per_step,
-            optim=trainer.optim,
-        )
 
     def _begin_roles(self, phase: RunPhase) -> None:
         """Make the roles of a phase, with fresh optimizers."""
         graph = phase.graph
         moves = phase.schedule.entry.moves_samples and self.executor.has_passes(graph)
         publishes = moves or self.executor.copies_to_other_pool(graph)
-        training = {
-            role: Training(
-                phase.optim if role == "actor" else self.config.value_model_of(role).optim,
-                total_updates(graph, role, phase.num_steps, self.config.trainer),
-            )
-            for role in dict.fromkeys(["actor", *graph.learned])
-        }
         logger.info("making the roles of phase %s", phase.name)
-        graphs = graphs_of(graph, self.config)
+        graphs, training = graphs_of(graph, self.config), training_of(phase, self.config)
         for role, description in self.group.begin(graphs, training, publishes).items():
             self.telemetry.event("role", role=role, **asdict(description))
 
@@ -316,7 +270,9 @@ class Run:
             logger.info("step %d ended after %.3f s", self.step, seconds)
             metrics = self.records.record_step(result, seconds, self.group.texts)
             self._check_finite(metrics)
-            self._record_costs(schedule)
+            if costs := schedule.meter.costs():
+                setting = replay_setting(self.config, self.executor, phase.graph)
+                self.telemetry.costs({"costs": costs.to_json(), **setting})
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)
@@ -350,24 +306,6 @@ class Run:
                 f" {self.step}; the parameters are those before them"
             )
 
-    def _record_costs(self, schedule: Schedule) -> None:
-        """Record measured costs of work, and the settings that the planner replays the run with."""
-        costs = schedule.meter.costs()
-        if not costs:
-            return
-        stages = schedule.graph.stages.values()
-        computes = [stage for stage in stages if isinstance(stage, ComputeStage)]
-        self.telemetry.costs(
-            {
-                "costs": costs.to_json(),
-                "scopes": {stage.name: self.executor.scope(stage).value for stage in computes},
-                "num_instances": len(self.executor.instances),
-                "max_held": samples_held(self.config),
-                "decode_steps": self.config.rollout.decode_steps,
-                "chunk_tokens": self.config.trainer.max_tokens_per_micro_batch,
-            }
-        )
-
     def _evaluate_and_save(self, phase: RunPhase, schedule: Schedule) -> None:
         """After a step of a phase that continues."""
         accuracy, save_every = self._evaluate_due(phase), self.config.trainer.save_every
@@ -380,7 +318,7 @@ class Run:
         """Accuracy after a step of a phase that continues, where that is wanted."""
         every = self.config.eval.every
         if phase.name == "rl" and every and (self.step - phase.first_step) % every == 0:
-            return self.evaluate().get("eval_accuracy")
+            return self.evaluation.at(self.step).get("eval_accuracy")
         return None
 
     def _close(self, schedule: Schedule) -> None:
@@ -420,9 +358,9 @@ class Run:
             "phase": phase.name,
             "prompts": self.prompts.position,
             "bad_steps": self.bad_steps,
-            "evaluated": self._evaluated,
+            "evaluated": self.evaluation.last,
             "records": self.telemetry.sizes(),
-            "before": self._before,
+            "before": self.evaluation.before,
             "recipe": schedule.graph.state_dict(),
             "schedule": schedule.state_dict(),
         }
@@ -435,7 +373,8 @@ class Run:
             self.telemetry.note(f"damaged, passed over: {wrong}")
         self.telemetry.note(f"continuing after step {state['step']}, from {point.folder}")
         self.step, self.bad_steps = state["step"], state["bad_steps"]
-        self._evaluated, self._before = tuple(state["evaluated"]), state["before"]
+        self.evaluation.last = tuple(state["evaluated"])
+        self.evaluation.before = state["before"]
         self.prompts.seek(state["prompts"])
 
     def _resumes_in(self, phase: str) -> Point | None:
@@ -447,45 +386,3 @@ class Run:
         """Have the ranks' roles load the checkpoint, if it is of `phase`."""
         if point := self._resumes_in(phase.name):
             self.checkpoints.load(point)
-
-    # -- evaluation ----------------------------------------------------------------------------
-
-    def evaluate_before(self) -> dict[str, float]:
-        """Held-out metrics before the recipe's first step; a resumed run has them."""
-        if not self._resumes_in("rl"):
-            self._before = self.evaluate()
-        return self._before
-
-    def evaluate(self) -> dict[str, float]:
-        """Held-out metrics, recorded at the present step; none where nothing can be evaluated."""
-        if self.evaluation is None:
-            return {}
-        if self._evaluated[0] == self.step:
-            return self._evaluated[1]
-        self.telemetry.stage("evaluating")
-        logger.info("evaluation begins at step %d", self.step)
-        start = time.time()
-        metrics = evaluate(
-            self.config,
-            self.evaluation,
-            self.executor,
-            self.prepared.data.eval,
-            self.step,
-            lambda samples: self.records.record_evaluated(samples, self.group.texts),
-        )
-        self.telemetry.log(self.step, metrics)
-        self.telemetry.event("evaluation", step=self.step, seconds=time.time() - start, **metrics)
-        logger.info("evaluation ended")
-        self._evaluated = (self.step, metrics)
-        return metrics
-
-
-def total_updates(graph: Graph, role: str, steps: int, trainer: TrainerConfig) -> int:
-    """Optimizer steps of `role` in so many steps of `graph`."""
-    total = 0
-    for stage in graph.stages.values():
-        if isinstance(stage, UpdateStage) and stage.role == role:
-            passes = stage.epochs or trainer.epochs
-            per_step = passes * (stage.mini_batches or trainer.mini_batches)
-            total += per_step * max(0, steps - stage.after)
-    return total

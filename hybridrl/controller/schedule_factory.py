@@ -1,11 +1,13 @@
 """The schedule that a config asks for."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from hybridrl.config import Config, ScheduleConfig
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Executor, Sampling
+from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules.base import (
     Prompt,
@@ -40,6 +42,18 @@ def make_schedule(
         exports_kv=rollout.features.exports_kv,
     )
     return schedule_class(schedule).build(parts, schedule)
+
+
+def replay_setting(config: Config, executor: Executor, graph: Graph) -> dict[str, Any]:
+    """What the planner needs, besides measured costs, to replay a run of `graph`."""
+    computes = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
+    return {
+        "scopes": {stage.name: executor.scope(stage).value for stage in computes},
+        "num_instances": len(executor.instances),
+        "max_held": samples_held(config),
+        "decode_steps": config.rollout.decode_steps,
+        "chunk_tokens": config.trainer.max_tokens_per_micro_batch,
+    }
 
 
 def key_of(item: Item) -> PromptKey:
