@@ -125,13 +125,13 @@ def worker_group(
 
     free = iter(bundles)
 
-    class Placed(RayClassWithInitArgs):
+    class OnBundles(RayClassWithInitArgs):
         def __call__(self, *_: Any, **options: Any) -> Any:
             bundle, known = next(free), {"placement_group", "placement_group_bundle_idx"}
             others = {name: value for name, value in options.items() if name not in known}
             return super().__call__(bundle.group, bundle.index, **others)
 
-    class Group(RayWorkerGroup):
+    class GroupWithAddress(RayWorkerGroup):
         def _get_master_addr_port(self, *_: Any, **__: Any) -> None:
             # The port is not used: the first rank binds a free one and tells it.
             self._master_addr, self._master_port = bundles[0].address, "0"
@@ -142,9 +142,9 @@ def worker_group(
     sizes = [group.bundle_count for group in groups]
     pool = RayResourcePool(sizes, use_gpu=use_gpu, max_colocate_count=1)
     pool.pgs = groups
-    return Group(
+    return GroupWithAddress(
         resource_pool=pool,
-        ray_cls_with_init=Placed(ray.remote(concurrency_groups={_CONCURRENT: 1})(worker)),
+        ray_cls_with_init=OnBundles(ray.remote(concurrency_groups={_CONCURRENT: 1})(worker)),
         device_name="cuda" if use_gpu else "cpu",
         use_gpu=use_gpu,
         bin_pack=False,

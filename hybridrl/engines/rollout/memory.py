@@ -1,39 +1,104 @@
-"""The share of a device's memory that vLLM may use, given all other users during generation."""
+"""The memory that a rollout engine may use on a device, given all other users of it."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
 from hybridrl.config import ConfigError
+from hybridrl.engines.rollout.interface import EngineParts
+from hybridrl.layout.layout import stages_of_layers
+from hybridrl.layout.mesh import Mesh
+from hybridrl.models.parallel import head_size
 
 GIB = 2**30
 _MARGIN = 0.02  # of the device: fragmentation of a caching allocator
 _MIN_MARGIN = GIB // 2
 _DIGITS = 4  # of the share; it is rounded down
+_MORE_TP = "more ranks in rollout.layout.tp need less on each"
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """`utilization` is vLLM's `gpu_memory_utilization`; `explanation` is a line for the log."""
+class MemoryLeft:
+    """`left` bytes of a device of `total` for generation; `explanation` is a text for the log."""
 
-    utilization: float
+    left: int
+    total: int
     explanation: str
 
 
-def plan_memory(total: int, used: int, resident: Mapping[str, int], needed: int) -> MemoryPlan:
-    """The memory that remains for vLLM, as a share of the device. Sizes are bytes of one device.
+def memory_left(total: int, used: int, resident: Mapping[str, int]) -> MemoryLeft:
+    """The memory that remains for a rollout engine. Sizes are bytes of one device.
 
     `total` is the device's size. `used` is in use now by users that `resident` does not name: other
     processes, CUDA contexts, NCCL. It is total - free - reserved, by `torch.cuda.mem_get_info` and
     `memory_reserved`, once the caches are empty. `resident` names this process's own memory during
     generation, present now or not: training state that is not offloaded, the two buckets of a
     weight switch. Weights of forward-only roles do not count: an instance frees its KV cache before
-    it loads one. `needed` is the minimum for vLLM: the rank's weights, activations, the KV cache of
-    one sample.
+    it loads one.
 
-        share = (total - used - sum(resident) - margin) / total
+        left = total - used - sum(resident) - margin
 
-    with a margin of 2 percent of the device, at least 0.5 GiB; rounded down to four digits.
+    with a margin of 2 percent of the device, at least 0.5 GiB. It can be negative.
+    """
+    assert 0 <= used <= total, f"{used} of {total} bytes in use"
+    assert all(size >= 0 for size in resident.values()), resident
+    margin = max(_MIN_MARGIN, math.ceil(total * _MARGIN))
+    parts = {"others": used, **resident, "margin": margin}
+    left = total - sum(parts.values())
+    sums = ", ".join(f"{_gib(size)} {name}" for name, size in parts.items() if size)
+    return MemoryLeft(left, total, f"{_gib(max(left, 0))} of {_gib(total)} are left after {sums}")
+
+
+def device_memory_left(parts: EngineParts) -> MemoryLeft:
+    """`memory_left` of this rank's GPU, once torch's caches are empty and training is offloaded."""
+    free, total = torch.cuda.mem_get_info(parts.device)
+    kept = torch.cuda.memory_reserved(parts.device)
+    buckets = 2 * parts.bucket_bytes
+    resident = {"memory that training keeps": kept, "buckets of the weight switch": buckets}
+    return memory_left(total, total - free - kept, resident)
+
+
+def rank_weight_bytes(parts: EngineParts) -> int:
+    """Bytes of this rank's generation weights."""
+    layout, rank = parts.switch.plan.dst, dist.get_rank()
+    elements = sum(box.size for name in layout.rules for box in layout.local(name, rank))
+    return elements * parts.dtype.itemsize
+
+
+def rank_token_bytes(parts: EngineParts) -> int:
+    """Bytes of a token's keys and values on this rank."""
+    mesh = parts.switch.plan.dst.mesh
+    stage = mesh.coordinates(dist.get_rank())["pp"]
+    return kv_bytes_per_token(parts.model_config, mesh, stage, parts.dtype)
+
+
+def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values on a rank of a pipeline stage.
+
+    With more tp ranks than heads several ranks hold the same one.
+    """
+    layers = stages_of_layers(config.num_hidden_layers, mesh.extent("pp")).count(stage)
+    heads = max(1, config.num_key_value_heads // mesh.extent("tp"))
+    return layers * 2 * heads * head_size(config) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMShare:
+    """`utilization` is vLLM's `gpu_memory_utilization`; `explanation` is a line for the log."""
+
+    utilization: float
+    explanation: str
+
+
+def vllm_share(memory: MemoryLeft, needed: int) -> VLLMShare:
+    """What is left, as a share of the device: rounded down to four digits.
+
+    `needed` is the minimum for vLLM, in bytes: the rank's weights, activations, the KV cache of one
+    sample.
 
     **The share of vLLM 0.30** covers total * share bytes: its weights, buffers of attention
     backends and libraries, the peak of a profiled forward pass, its CUDA graphs (estimated, unless
@@ -59,23 +124,36 @@ def plan_memory(total: int, used: int, resident: Mapping[str, int], needed: int)
 
     Example: of 80 GiB, 1.5 are in use and buckets need 2 GiB: (80 - 1.5 - 2 - 1.6) / 80 = 0.936.
     """
-    assert 0 <= used <= total, f"{used} of {total} bytes in use"
     assert needed >= 0, needed
-    assert all(size >= 0 for size in resident.values()), resident
-    margin = max(_MIN_MARGIN, math.ceil(total * _MARGIN))
-    parts = {"others": used, **resident, "margin": margin}
-    left = total - sum(parts.values())
-    sums = ", ".join(f"{_gib(size)} {name}" for name, size in parts.items() if size)
+    left, total = memory.left, memory.total
     if left < max(needed, total / 10**_DIGITS):  # a share of 0 is none
-        raise ConfigError(
-            "rollout.engine",
-            "vllm",
-            f"{_gib(needed)} of the device for it, and {_gib(max(left, 0))} of {_gib(total)} are"
-            f" left after {sums}; more ranks in rollout.layout.tp need less on each",
-        )
+        allowed = f"{_gib(needed)} of the device for it, and {memory.explanation}; {_MORE_TP}"
+        raise ConfigError("rollout.engine", "vllm", allowed)
     share = math.floor(left / total * 10**_DIGITS) / 10**_DIGITS
-    line = f"{share:.{_DIGITS}f} of {_gib(total)}: {_gib(left)} are left after {sums}"
-    return MemoryPlan(share, line)
+    return VLLMShare(share, f"{share:.{_DIGITS}f}: {memory.explanation}")
+
+
+def native_cache_tokens(
+    memory: MemoryLeft, needed: int, token: int, *, wanted: int, most: int, longest: int
+) -> int:
+    """Tokens of the native engine's KV cache on a GPU, in what its weights and arrays leave.
+
+    `needed` bytes are for weights and the arrays of a step, `token` bytes hold one token. `wanted`
+    is `rollout.kv_cache_tokens`; 0 takes as much as fits, `most` at the most. Raises ConfigError
+    (`rollout.kv_cache_tokens`) where `wanted`, or a sample of `longest` tokens, does not fit.
+    """
+    fits = max(0, memory.left - needed) // token
+    if fits >= max(wanted, longest):
+        return wanted or min(fits, most)
+    reason = f"{_gib(needed)} for weights and arrays, {token / 2**10:.1f} KiB a token"
+    if fits >= longest:
+        allowed = f"at most {fits}: {memory.explanation} ({reason})"
+    else:
+        allowed = (
+            f"room for a sample of {longest} tokens, and {max(fits, 0)} fit: {memory.explanation}"
+            f" ({reason}); {_MORE_TP}, a smaller rollout.max_new_tokens, or rollout.dtype=bfloat16"
+        )
+    raise ConfigError("rollout.kv_cache_tokens", wanted, allowed)
 
 
 def _gib(size: int) -> str:

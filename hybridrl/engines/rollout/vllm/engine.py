@@ -17,10 +17,11 @@ from transformers import PretrainedConfig
 from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.interface import EngineParts, Output, Request, Stats
+from hybridrl.engines.rollout.memory import kv_bytes_per_token
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, set_environment
 from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi
-from hybridrl.engines.rollout.vllm.sizes import device_share, kv_bytes_per_token
+from hybridrl.engines.rollout.vllm.sizes import device_share
 from hybridrl.engines.rollout.vllm.start import (
     engine_arguments,
     make_intermediate_tensors,

@@ -3,15 +3,13 @@
 import logging
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from transformers import PretrainedConfig
-
 from hybridrl.engines.rollout.interface import EngineParts
-from hybridrl.engines.rollout.memory import plan_memory
-from hybridrl.layout.layout import stages_of_layers
-from hybridrl.layout.mesh import Mesh
-from hybridrl.models.parallel import head_size
+from hybridrl.engines.rollout.memory import (
+    device_memory_left,
+    rank_token_bytes,
+    rank_weight_bytes,
+    vllm_share,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,33 +30,9 @@ def cache_arguments(
     }
 
 
-def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values on a rank of a pipeline stage.
-
-    With more tp ranks than heads several ranks hold the same one.
-    """
-    layers = stages_of_layers(config.num_hidden_layers, mesh.extent("pp")).count(stage)
-    heads = max(1, config.num_key_value_heads // mesh.extent("tp"))
-    return layers * 2 * heads * head_size(config) * dtype.itemsize
-
-
 def device_share(parts: EngineParts) -> float:
     """vLLM's share of the GPU, while training and forward-only roles are offloaded."""
-    free, total = torch.cuda.mem_get_info(parts.device)
-    layout, rank = parts.switch.plan.dst, dist.get_rank()
-    # Needed: the rank's weights, and the cache of one sample.
-    weights = sum(box.size for name in layout.rules for box in layout.local(name, rank))
-    stage = layout.mesh.coordinates(rank)["pp"]
-    per_token = kv_bytes_per_token(parts.model_config, layout.mesh, stage, parts.dtype)
-    needed = weights * parts.dtype.itemsize + parts.max_sequence * per_token
-    # In use: this process's memory, that of others.
-    resident = torch.cuda.memory_reserved(parts.device)
-    buckets = 2 * parts.bucket_bytes
-    plan = plan_memory(
-        total,
-        total - free - resident,
-        {"memory that training keeps": resident, "buckets of the weight switch": buckets},
-        needed,
-    )
-    logger.warning("vLLM's gpu_memory_utilization: %s", plan.explanation)
-    return plan.utilization
+    sample = parts.max_sequence * rank_token_bytes(parts)
+    share = vllm_share(device_memory_left(parts), rank_weight_bytes(parts) + sample)
+    logger.warning("vLLM's gpu_memory_utilization: %s", share.explanation)
+    return share.utilization
