@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hybridrl.config import Config, ConfigError, PipelineSchedule
+from hybridrl.config import ClusterKind, Config, ConfigError, PipelineSchedule
 from hybridrl.system import signals
 
 if TYPE_CHECKING:
@@ -183,6 +183,8 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     from hybridrl.models.shape import model_shape
     from hybridrl.planner.layout import report
 
+    if config.cluster.kind is not ClusterKind.slurm:
+        config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
     train, gen = config.trainer.layout, config.rollout.layout
     shape = model_shape(config.model)
     check_train_layout(shape, train)
@@ -199,7 +201,7 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
         stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
         ascending=config.rollout.features.ascending,
     )
-    itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
+    itemsize = config.rollout.dtype.itemsize
     seconds = time.perf_counter() - started
     return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
 
@@ -258,7 +260,7 @@ def _doctor(args: list[str]) -> None:
     """Examine the machines of a run and print the problems found."""
     from rich.console import Console
 
-    from hybridrl.config import ClusterKind, compose
+    from hybridrl.config import compose
     from hybridrl.doctor import command
     from hybridrl.jobs import commands
     from hybridrl.runtime.errors import JobError

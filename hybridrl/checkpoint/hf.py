@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.folder import replace
 from hybridrl.config import DType
-from hybridrl.engines.train.engine import TORCH_DTYPES, TrainEngine
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.telemetry.log import logged
 
 logger = logging.getLogger(__name__)

@@ -108,6 +108,7 @@ class Config:
             self.trainer.resume = "auto"
         self.check_schedule()
         self.cluster.check_request()
+        self._resolve_dtypes()
         if self.cluster.ranks:
             self._resolve_layouts()
             self._check_layouts()
@@ -122,13 +123,21 @@ class Config:
         self.warm_start.optim.check("warm_start.optim")
 
     def resolve_device(self, gpus: int, owner: str) -> None:
-        """Fill in `cluster.device`, `cluster.ranks` and the layouts that follow from them.
+        """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
 
         `owner` (this machine, say) has `gpus` GPUs. Raises ConfigError where that does not suffice.
         """
         self.cluster.resolve_device(gpus, owner)
+        self._resolve_dtypes()
         self._resolve_layouts()
         self._check_layouts()
+
+    def _resolve_dtypes(self) -> None:
+        """Fill in the formats of training and generation, once the device is known."""
+        if self.cluster.device is not Device.auto:
+            self.model.compute_dtype = self.model.compute_dtype.on(self.cluster.device.value)
+            if self.rollout.dtype is DType.auto:
+                self.rollout.dtype = self.model.compute_dtype
 
     def _resolve_layouts(self) -> None:
         """Fill in the sizes of pools and axes, once the number of ranks is known."""

@@ -11,8 +11,20 @@ from hybridrl.config.errors import ConfigError
 class DType(Enum):
     """Floating-point formats of a computation."""
 
+    auto = "auto"  # of the model: bfloat16 on GPUs, else float32; of generation: the model's
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+    def on(self, device: str) -> "DType":
+        """The format on a device of type cpu or cuda."""
+        if self is not DType.auto:
+            return self
+        return DType.bfloat16 if device == "cuda" else DType.float32
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return {DType.float32: 4, DType.bfloat16: 2}[self]
 
 
 class Attention(Enum):
@@ -53,8 +65,9 @@ class ModelConfig:
     """A Hugging Face directory or hub name; null makes the tiny model below."""
     shape: dict[str, Any] = field(default_factory=dict)
     """A Hugging Face config in place of a model; `hybridrl plan` needs no weights."""
-    compute_dtype: DType = DType.float32
-    """Format of the forward and backward pass; the master weights are always float32."""
+    compute_dtype: DType = DType.auto
+    """Format of the forward and backward pass; the master weights are always float32. `auto`:
+    bfloat16 on GPUs, float32 on CPUs."""
     attention: Attention = Attention.auto
     """Attention of the packed training pass."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)

@@ -69,8 +69,8 @@ class RolloutConfig:
 
     engine: Engine = Engine.native
     """Which engine; `rollout=native` and `rollout=vllm` set it, and the keys that it needs."""
-    dtype: DType = DType.float32
-    """Format of the generation weights."""
+    dtype: DType = DType.auto
+    """Format of the generation weights; `auto`: that of `model.compute_dtype`."""
     max_new_tokens: int = bounded(24, least=1)
     """Longest response, in tokens."""
     temperature: float = bounded(1.0, least=0, allowed="0 (greedy) or above")

@@ -217,7 +217,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
 
 def _check_attention(config: ModelConfig, model: Any) -> None:
     """Raise for flash-attn by name that cannot attend with this model; ranks check the rest."""
-    from hybridrl.engines.train.engine import TORCH_DTYPES
+    from hybridrl.models.load import TORCH_DTYPES
     from hybridrl.models.packed_attention import flash_obstacle
     from hybridrl.models.parallel import head_size
 

@@ -93,7 +93,7 @@ def needs_of(config: Config) -> Needs:
     cluster, train, gen = config.cluster, config.trainer.layout, config.rollout.layout
     shape = model_shape(config.model)
     parameters = sum(math.prod(parameter.shape) for parameter in model_parameters(shape))
-    itemsize = {"float32": 4, "bfloat16": 2}[config.rollout.dtype.value]
+    itemsize = config.rollout.dtype.itemsize
     return Needs(
         ranks_per_node=cluster.ranks_per_node,
         threads_per_rank=cluster.threads_per_rank,

@@ -14,7 +14,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, DType
+
+TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
 _ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

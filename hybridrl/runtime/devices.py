@@ -8,7 +8,7 @@ from hybridrl.system.devices import local_gpus
 
 
 def resolve_device(config: Config) -> None:
-    """Fill in `cluster.device`, `cluster.ranks` and the layouts that follow from them.
+    """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
 
     The GPUs are those of this machine, or of the Ray cluster to join. A Slurm job's are in its
     request. Raises ConfigError where they do not suffice.

@@ -34,6 +34,7 @@ from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.adapters import pair_of
+from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
@@ -123,7 +124,7 @@ class Actor:
         """The switch of the adapters, with the base weights loaded; None without adapters."""
         if self.train_engine.lora is None:
             return None
-        kind: torch.dtype = getattr(torch, self.config.rollout.dtype.value)
+        kind = TORCH_DTYPES[self.config.rollout.dtype]
         switch = self._adapter_switch(self.switch_plan.plan, kind)
         switch.load(self.train_engine.named_shards(), self.device)
         return switch
@@ -175,7 +176,7 @@ class Actor:
             self.switch_plan.plan.dst.mesh,
             self.train_engine.model.config.num_hidden_layers,
         )
-        kind: torch.dtype = getattr(torch, dtype.value)
+        kind = TORCH_DTYPES[dtype]
         move = plan(self.switch_plan.plan.src, layout)
         present: Mapping[str, torch.Tensor] = self.train_engine.named_shards()
         if shards is not None:

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, DType
+from hybridrl.config import Config
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import SampleId
+from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 from hybridrl.rewards.model import check_tokenizer
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
 
 T = TypeVar("T")
-_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
 
 class InstanceScorer:
@@ -92,7 +92,7 @@ class ReferenceScorer(InstanceScorer):
         engine = ScoreEngine(
             AutoConfig.from_pretrained(model_path),
             parallel,
-            dtype=_DTYPES[config.model.compute_dtype],
+            dtype=TORCH_DTYPES[config.model.compute_dtype],
             device=device,
             temperature=config.rollout.temperature or 1.0,
             **_passes(config, deterministic),
@@ -130,7 +130,7 @@ class OldPolicyScorer(InstanceScorer):
             model.config,
             parallel,
             model=model,
-            dtype=_DTYPES[config.rollout.dtype],
+            dtype=TORCH_DTYPES[config.rollout.dtype],
             device=device,
             temperature=config.rollout.temperature or 1.0,
             **_passes(config, deterministic),
@@ -168,7 +168,7 @@ class NeuralReward(InstanceScorer):
         engine = ScoreEngine(
             AutoConfig.from_pretrained(model_path),
             parallel,
-            dtype=_DTYPES[config.model.compute_dtype],
+            dtype=TORCH_DTYPES[config.model.compute_dtype],
             device=device,
             classifier=True,
             **_passes(config, deterministic),

@@ -17,6 +17,7 @@ from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.config import (
     ClusterConfig,
     Config,
+    Device,
     ModelConfig,
     OptimConfig,
     TinyModelConfig,
@@ -77,7 +78,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     config = Config(
         model=ModelConfig(tiny=TINY),
-        cluster=ClusterConfig(ranks=size),
+        cluster=ClusterConfig(ranks=size, device=Device.cpu),
         critic=ValueModelConfig(layout=TrainLayoutConfig(**layout)),
     )
     worker = ActorWorker(rank, size, config, model, mock.Mock(get=list))
@@ -122,7 +123,7 @@ def test_critics_beside_the_actor(
     """They start as the warmed-up actor with a head of zero, and learn; one has the device."""
     make_tiny_model(tmp_path / "model", TINY, seed=0)
     first, second = ranks(2, live, str(tmp_path / "model"), tmp_path, layout)
-    assert first["made"]["critic"]["train_layout"]["tp"] == layout.get("tp", 1)
+    assert first["made"]["critic"].train_layout.tp == layout.get("tp", 1)
     assert first["made"].keys() == {"critic", "cost_critic"}
     for found in (first, second):
         assert found["values"].tolist() == [0.0] * 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from hybridrl.config import Config, DataConfig, ModelConfig
+from hybridrl.config import ClusterConfig, Config, DataConfig, Device, ModelConfig
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
@@ -20,7 +20,8 @@ def test_sequences_end_with_the_models_positions() -> None:
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=48,
     )  # fmt: skip
     config = Config(
-        model=ModelConfig(path="unused"), data=DataConfig(max_prompt_tokens=32), run={"dir": "."}  # type: ignore[arg-type]
+        model=ModelConfig(path="unused"), data=DataConfig(max_prompt_tokens=32),
+        cluster=ClusterConfig(device=Device.cpu),
     )  # fmt: skip
     config.rollout.max_new_tokens, config.rollout.max_running = 40, 1
     switch = plan_switch(model_parameters(model), TrainAxes(), 1, 1)

@@ -14,6 +14,7 @@ from hybridrl.config import (
     ActorConfig,
     ClusterConfig,
     Config,
+    Device,
     DType,
     LoraConfig,
     ModelConfig,
@@ -53,7 +54,7 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
         actor=ActorConfig(lora=LoraConfig(rank=3, alpha=12)),
         trainer=TrainerConfig(optim=OptimConfig(lr=0.02), layout=TrainLayoutConfig(**train)),
         rollout=RolloutConfig(max_running=4, layout=RolloutLayoutConfig(**gen)),
-        cluster=ClusterConfig(ranks=dist.get_world_size()),
+        cluster=ClusterConfig(ranks=dist.get_world_size(), device=Device.cpu),
     )
     tokenizer = AutoTokenizer.from_pretrained(path)
     store, cpu = SampleStore(), torch.device("cpu")

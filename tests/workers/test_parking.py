@@ -15,6 +15,7 @@ from hybridrl.config import (
     ClusterConfig,
     Config,
     DataConfig,
+    Device,
     ModelConfig,
     RolloutConfig,
     RolloutLayoutConfig,
@@ -82,7 +83,7 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
     size = dist.get_world_size()
     config = Config(
         model=ModelConfig(tiny=TINY),
-        cluster=ClusterConfig(ranks=size),
+        cluster=ClusterConfig(ranks=size, device=Device.cpu),
         data=DataConfig(max_prompt_tokens=8),
         rollout=RolloutConfig(max_new_tokens=24, layout=RolloutLayoutConfig(tp=tp, pp=pp)),
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hybridrl.config import Config, DataConfig, ModelConfig, TinyModelConfig
+from hybridrl.config import ClusterConfig, Config, DataConfig, Device, ModelConfig, TinyModelConfig
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
@@ -84,7 +84,8 @@ def expected(paths: tuple[str, str]) -> dict[int, tuple[list[float], float]]:
 
 def config_of(paths: tuple[str, str]) -> Config:
     config = Config(
-        model=ModelConfig(path=paths[0]), data=DataConfig(), run={"dir": "."}  # type: ignore[arg-type]
+        model=ModelConfig(path=paths[0]), data=DataConfig(),
+        cluster=ClusterConfig(device=Device.cpu),
     )  # fmt: skip
     config.rollout.temperature = 0.7
     config.trainer.max_tokens_per_micro_batch = 30

@@ -16,6 +16,7 @@ from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.switching import Switch
 from hybridrl.layout.weight_switch import SwitchStats, Tensors
+from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 
 
@@ -153,8 +154,7 @@ class EngineParts:
     @property
     def dtype(self) -> torch.dtype:
         """Format of the generation weights."""
-        dtype: torch.dtype = getattr(torch, self.rollout.dtype.value)
-        return dtype
+        return TORCH_DTYPES[self.rollout.dtype]
 
     @property
     def bucket_bytes(self) -> int:

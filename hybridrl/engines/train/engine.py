@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
-from hybridrl.config import DType, LoraConfig, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, TrainerConfig
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
@@ -37,15 +37,13 @@ from hybridrl.engines.train.packed import (
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.weights import ModelShards
 from hybridrl.models.adapters import add_adapters
-from hybridrl.models.load import load_causal_lm, load_value_model
+from hybridrl.models.load import TORCH_DTYPES, load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.parallel import head_size
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last
 (at most 4 GiB a rank): one all-gather and one reduce-scatter an update, not one a micro-batch."""
-
-TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class TrainEngine(ModelShards):
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
         self.trainer, self.device, self.gives_values = trainer, device, gives_values
-        compute = TORCH_DTYPES[model.compute_dtype]
+        compute = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
 
         # The whole model on every rank, and its adapters.
