@@ -146,6 +146,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         "step_s": seconds,
         "dropped": float(len(reasons)),
         "filtered": float(sum(reason in by_choice for reason in reasons)),
+        "join_dropped": float(reasons.count(DropReason.JOIN)),
         "aborted": float(reasons.count(DropReason.ABORTED)),
         "migrated": result.metrics.get("samples/migrated", 0.0),
     }

@@ -112,6 +112,10 @@ class Ledger:
         self._records: dict[SampleId, SampleRecord] = {}
         self._in_order_of_use: dict[SampleId, Sample] = {}
         self._num_unfinished = 0
+        self.num_dispatched = 0
+        """Samples that `dispatch` has been given so far, whatever became of them."""
+        self.num_step_failed = 0
+        """Samples that steps have left by failing, so far."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -140,6 +144,7 @@ class Ledger:
         for sample in samples:
             assert sample.id not in self._records, f"sample {sample.id} was dispatched twice"
             self._records[sample.id] = SampleRecord(sample, status)
+            self.num_dispatched += 1
             self._num_unfinished += status in _UNFINISHED
 
     def move(self, id: SampleId, status: SampleStatus) -> None:
@@ -211,7 +216,9 @@ class Ledger:
         Samples left by a step that failed are dropped.
         """
         gone = [id for id in self._records if id not in pending]
-        self.drop((id for id in gone if self.status(id) not in (_USED, _DROPPED)), STEP_FAILED)
+        failed = [id for id in gone if self.status(id) not in (_USED, _DROPPED)]
+        self.drop(failed, STEP_FAILED)
+        self.num_step_failed += len(failed)
         for id in gone:
             del self._records[id]
         self._in_order_of_use.clear()

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from hybridrl.controller.run_records import step_metrics
+from hybridrl.flow.ledger import Drop, DropReason
+from hybridrl.flow.sample import SampleId
+from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
 
 KINDS = {
@@ -79,8 +83,18 @@ def test_dropped_is_the_sum_over_all_reasons(
     (line,) = [x for x in read_lines(run.dir / "metrics.jsonl") if "dropped" in x]
     assert line["dropped"] == line["samples/dropped"] == len(step.dropped) > 0
     assert line["filtered"] == len(step.dropped)
-    assert line["aborted"] == 0
+    assert line["aborted"] == line["join_dropped"] == 0
     assert line["samples/used"] + line["dropped"] == len(step.dispatched)
+
+
+def test_every_reason_to_drop_has_a_metric() -> None:
+    """But for a run's end, which is an event, and a failed step, which has no metrics."""
+    reasons = [r for r in DropReason if r not in (DropReason.RUN_ENDED, DropReason.STEP_FAILED)]
+    dropped = {SampleId(i): Drop(reason, "why") for i, reason in enumerate(reasons)}
+    metrics = step_metrics(StepResult(1, (), (), dropped, {}, ()), 1.0)
+    assert metrics["dropped"] == len(reasons)
+    assert (metrics["filtered"], metrics["join_dropped"], metrics["aborted"]) == (3, 1, 1)
+    assert metrics["dropped"] == sum(metrics[k] for k in ("filtered", "join_dropped", "aborted"))
 
 
 # The log

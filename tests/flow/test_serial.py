@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
-from hybridrl.flow.executor import Sampling
+from hybridrl.flow.executor import Phase, Sampling
+from hybridrl.flow.ledger import Ledger
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
 
@@ -184,6 +185,38 @@ def test_a_schedule_that_miscounts_its_samples_is_caught(virtual_executor):
     schedule._pending_ids = lambda: {SampleId(10_000)}  # never dispatched
     with pytest.raises(AssertionError, match="0 samples were pending and 8 dispatched"):
         schedule.run_step(0)
+
+
+def test_a_sample_that_the_ledger_loses_is_caught(virtual_executor, monkeypatch):
+    settle = Ledger.settle
+
+    def lose_one(self, pending=()):
+        self._records.popitem()
+        return settle(self, pending)
+
+    monkeypatch.setattr(Ledger, "settle", lose_one)
+    schedule = make(virtual_executor(reward_of=lambda id: (1.0, "ok")), {})
+    with pytest.raises(AssertionError, match="8 dispatched, but 0 used, 7 dropped, 0 are pending"):
+        schedule.run_step(0)
+
+
+def test_samples_of_a_failed_step_are_counted(virtual_executor):
+    executor = virtual_executor(reward_of=lambda id: (float(id.k), "ok"))
+    schedule, enter = make(executor, {}), executor.enter
+
+    def fail(phase):
+        if phase is Phase.TRAIN:
+            raise RuntimeError("no memory")
+        enter(phase)
+
+    assert schedule.run_step(0).metrics["samples/step_failed"] == 0
+    executor.enter = fail
+    with pytest.raises(RuntimeError, match="no memory"):
+        schedule.run_step(1)
+    executor.enter = enter
+    result = schedule.run_step(2)
+    assert result.metrics["samples/step_failed"] == 8
+    assert (len(result.samples), len(result.dropped)) == (8, 0)
 
 
 def test_stages_have_spans_in_order(virtual_executor):

@@ -68,6 +68,7 @@ def rl_metrics(rng: random.Random, step: int) -> dict[str, float]:
         "clip_fraction_high": abs(rng.gauss(0.004, 0.002)),
         "dropped": 16,
         "filtered": 16,
+        "join_dropped": 0,
         "aborted": 0,
         "reward_error": 1 if step == 17 else 0,
         "reward_timeout": 0,

@@ -147,12 +147,13 @@ class Schedule(ABC):
         """
         self.release()
         num_before = len(self._ledger.samples)  # pending since earlier steps
+        dispatched_before = self._ledger.num_dispatched
         self._begin_step(step)
         batch = self._run_rounds() if self._take else self._pull(self.settings.prompts_per_step)
         self._run_stages([s for s in self._order if s.name not in batch], batch)
         pending = self._pending_ids()
         used, dropped = self._ledger.settle(pending)
-        num_dispatched = len(self._ledger.samples) - num_before
+        num_dispatched = self._ledger.num_dispatched - dispatched_before
         assert num_before + num_dispatched == len(used) + len(dropped) + len(pending), (
             f"step {step}: {num_before} samples were pending and {num_dispatched} dispatched, but"
             f" {len(used)} used, {len(dropped)} dropped, {len(pending)} are pending"
@@ -396,6 +397,7 @@ class Schedule(ABC):
             **self._metrics,
             "samples/used": float(len(used)),
             "samples/dropped": float(num_dropped),
+            "samples/step_failed": float(self._ledger.num_step_failed),
             "samples/prompts": float(len(self._pulled)),
             "samples/tokens": float(sum(sample.tokens for sample in used)),
         }
