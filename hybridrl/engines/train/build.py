@@ -1,4 +1,4 @@
-"""From a whole model to this rank's part: pipeline chunks, then tensor parallel, then FSDP2."""
+"""From a whole model to this rank's part: pipeline, tensor parallel, checkpointing, FSDP2."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ def build(
     *,
     temperature: float,
     compute: torch.dtype,
+    checkpointing: bool,
     keep_unsharded: bool,
     gen_tp: int = 1,
 ) -> Parts:
@@ -120,20 +121,14 @@ def build(
     layers = config.num_hidden_layers
     layout = train_layout(all_parameters, axes, dims.stage_of_layer(layers), gen_tp)
 
-    # Pipeline chunks; the vocabulary is padded before, so that tp divides its rows.
+    # The order matters: the vocabulary is padded while it is whole, so that tp divides its rows,
+    # and FSDP comes last, since it shards what tp has left, around the modules that are called.
     pad_vocabulary(model, axes.tp)
     chunks = _cut_into_chunks(model, dims)
-
-    # Tensor parallel before FSDP, which shards what tp has left on the rank.
-    tp_group = None
-    if axes.tp > 1:
-        for chunk in chunks:
-            apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
-        tp_group = dims.mesh.get_group("tp")
-
-    # FSDP last, around the modules that are called.
-    root_class = StageModel if dims.num_chunks > 1 else PackedModel
-    roots = [root_class(chunk, temperature, tp_group) for chunk in chunks]
+    _apply_tp(chunks, dims)
+    if checkpointing:
+        _apply_checkpointing(chunks)
+    roots = _wrap(chunks, dims, temperature)
     by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in all_parameters}
     dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
@@ -149,6 +144,27 @@ def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:
     chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
     hollow(model)
     return chunks
+
+
+def _apply_tp(chunks: Sequence[Chunk], dims: TrainDims) -> None:
+    """Split the linear layers of each chunk over the tp ranks, and tokens where that is wanted."""
+    if dims.axes.tp == 1:
+        return
+    for chunk in chunks:
+        apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
+
+
+def _apply_checkpointing(chunks: Sequence[Chunk]) -> None:
+    """Recompute each layer's activations in the backward pass."""
+    for chunk in chunks:
+        chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[PackedModel]:
+    """The modules that are called, one a chunk."""
+    root_class = StageModel if dims.num_chunks > 1 else PackedModel
+    tp_group = dims.mesh.get_group("tp") if dims.axes.tp > 1 else None
+    return [root_class(chunk, temperature, tp_group) for chunk in chunks]
 
 
 def _apply_fsdp(

@@ -6,7 +6,6 @@ Every method is collective: all ranks call it in the same order.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +19,8 @@ from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, TrainerConfig
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
+from hybridrl.engines.train.comparison import distance_metrics
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import (
     TrainSequence,
@@ -30,11 +29,10 @@ from hybridrl.engines.train.interface import (
 from hybridrl.engines.train.optim import make_optimizer
 from hybridrl.engines.train.packed import (
     PackedBatch,
-    pack,
     scored_fields,
-    scored_positions,
 )
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
+from hybridrl.engines.train.replica import Replica
 from hybridrl.engines.train.weights import ModelShards
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.load import TORCH_DTYPES, load_causal_lm, load_value_model
@@ -44,16 +42,6 @@ from hybridrl.models.parallel import head_size
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last
 (at most 4 GiB a rank): one all-gather and one reduce-scatter an update, not one a micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Totals of one update over all ranks: they weight tokens and keep collectives in step."""
-
-    micro_batches: int
-    tokens: int
-    sequences: int
-    longest: int
 
 
 class TrainEngine(ModelShards):
@@ -110,23 +98,29 @@ class TrainEngine(ModelShards):
             self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-        # This rank's part: pipeline chunks, tensor parallel, FSDP.
+        # This rank's part: pipeline chunks, tensor parallel, checkpointing, FSDP.
         parts = build(
             self.model,
             self.dims,
             temperature=temperature,
             compute=compute,
+            checkpointing=trainer.activation_checkpointing,
             keep_unsharded=self._keep_unsharded,
             gen_tp=gen_tp,
         )
         super().__init__(parts, self.dims, device, self.lora)
         self._dropouts = self._disable_dropout()
-        if trainer.activation_checkpointing:
-            self._checkpoint_activations()
 
-        # What trains it: groups of ranks, the pipeline, the optimizer.
-        self._replica = self.dims.mesh["pp", "tp"]._flatten("pp_tp").get_group()
+        # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
         self.pipeline = self._make_pipeline(compute)
+        self._replica = Replica(
+            self.dims,
+            self.pipeline,
+            self.attention,
+            device,
+            trainer.max_tokens_per_micro_batch,
+            self.model.config.num_hidden_layers,
+        )
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
         self.reset_optimizer(trainer.optim, steps)
@@ -140,11 +134,6 @@ class TrainEngine(ModelShards):
         """All dropouts, switched off; an update switches them on."""
         modules = [module for root in self.roots for module in root.modules()]
         return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
-
-    def _checkpoint_activations(self) -> None:
-        """Recompute each layer's activations in the backward pass."""
-        for chunk in self.chunks:
-            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
         """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
@@ -222,12 +211,12 @@ class TrainEngine(ModelShards):
 
     def _score(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
         """The model's score of every response token."""
-        pooled, own_slice = self._pool(sequences)
+        pooled, own_slice = self._replica.gather(sequences)
         scores = [torch.zeros(0)] * len(pooled)
-        parts = [[i] for i in range(len(pooled))] if alone else self._parts(pooled)
+        parts = [[i] for i in range(len(pooled))] if alone else self._replica.split(pooled)
         (num_micro_batches,) = self._reduce([len(parts)], dist.ReduceOp.MAX)
-        parts = self._same_number(pooled, parts, num_micro_batches)
-        batches = self._packed(pooled, parts)
+        parts = self._replica.same_number(pooled, parts, num_micro_batches)
+        batches = self._replica.pack(pooled, parts)
         if self.pipeline is None:
             (root,) = self.roots
             for indices, batch in zip(parts, batches, strict=True):
@@ -242,7 +231,7 @@ class TrainEngine(ModelShards):
                 return torch.zeros(1)
 
             self.pipeline.score(batches, finish)
-            scores = self._from_last_stage(scores)
+            scores = self._replica.from_last_stage(scores)
         self._reshard()
         return scores[own_slice]
 
@@ -253,69 +242,6 @@ class TrainEngine(ModelShards):
         for position, value in zip(batch.order, values.cpu().split(batch.counts), strict=True):
             if position >= 0:
                 out[indices[position]] = value.clone()
-
-    # Micro-batches
-
-    def _pool(self, sequences: Sequence[TrainSequence]) -> tuple[Sequence[TrainSequence], slice]:
-        """The sequences of all ranks of one replica (pp x tp), and the slice from this rank.
-
-        They compute the same sequences, each with its shard of the model.
-        """
-        if self._replica.size() == 1:
-            return sequences, slice(0, len(sequences))
-        gathered: list[Any] = [None] * self._replica.size()
-        dist.all_gather_object(gathered, list(sequences), group=self._replica)
-        before = sum(map(len, gathered[: self._replica.rank()]))
-        return [s for of_rank in gathered for s in of_rank], slice(before, before + len(sequences))
-
-    def _from_last_stage(self, value: Any) -> Any:
-        """The last pipeline stage's `value`, on all stages."""
-        group = self.dims.mesh.get_group("pp")
-        values = [value]
-        last = self.dims.stage_of_layer(self.model.config.num_hidden_layers)[-1]
-        dist.broadcast_object_list(values, group=group, group_src=last)
-        return values[0]
-
-    def _parts(
-        self, sequences: Sequence[TrainSequence], samples_per_row: int = 1
-    ) -> list[list[int]]:
-        lengths = [len(sequence.ids) for sequence in sequences]
-        return micro_batches(lengths, self.trainer.max_tokens_per_micro_batch, samples_per_row)
-
-    def _same_number(
-        self,
-        sequences: Sequence[TrainSequence],
-        parts: list[list[int]],
-        number: int,
-        samples_per_row: int = 1,
-    ) -> list[list[int]]:
-        """`number` micro-batches, the same on all ranks, or more if a pipeline needs more."""
-        if self.pipeline is None:
-            return parts + [[]] * (number - len(parts))
-        number = self.pipeline.num_micro_batches(number)
-        return balance([len(sequence.ids) for sequence in sequences], number, samples_per_row)
-
-    def _packed(
-        self,
-        sequences: Sequence[TrainSequence],
-        parts: list[list[int]],
-        trained_only: bool = False,
-    ) -> list[PackedBatch]:
-        """A row for each part; in a pipeline of equal length, a multiple of the token shards."""
-        sizes = [max(1, sum(len(sequences[i].ids) for i in indices)) for indices in parts]
-        if self.pipeline is not None:
-            sizes = [max(sizes)] * len(sizes)
-        multiple = self.dims.token_parts
-        return [
-            pack(
-                [sequences[i] for i in indices],
-                self.attention,
-                self.device,
-                trained_only,
-                total_tokens=-(-size // multiple) * multiple,
-            )
-            for indices, size in zip(parts, sizes, strict=True)
-        ]
 
     # Training
 
@@ -355,12 +281,12 @@ class TrainEngine(ModelShards):
             assert self.gives_values, "only a model with a value head is read at the end"
             pad = getattr(self.model.config, "pad_token_id", None)
             sequences = [ended(sequence, pad) for sequence in sequences]
-        pooled, _ = self._pool(sequences)
-        parts = self._parts(pooled, samples_per_row)
-        totals = self._totals(pooled, len(parts))
+        pooled, _ = self._replica.gather(sequences)
+        parts = self._replica.split(pooled, samples_per_row)
+        totals = self._replica.totals(pooled, len(parts))
         longest = max_response_tokens or totals.longest
-        parts = self._same_number(pooled, parts, totals.micro_batches, samples_per_row)
-        batches = self._packed(pooled, parts, trained_only=True)
+        parts = self._replica.same_number(pooled, parts, totals.micro_batches, samples_per_row)
+        batches = self._replica.pack(pooled, parts, trained_only=True)
         sums: dict[str, torch.Tensor] = {}
         compared: list[torch.Tensor] = []
 
@@ -395,8 +321,10 @@ class TrainEngine(ModelShards):
                 self.pipeline.train(batches, finish)
         if self.pipeline is not None:
             sum_tied(self.chunks, self.dims)
-            sums, compared = self._from_last_stage((sums, compared))
-        figures = self._compared(compared, tuple(compare.values())) if compare else {}
+            sums, compared = self._replica.from_last_stage((sums, compared))
+        figures = (
+            distance_metrics(compared, tuple(compare.values()), self.device) if compare else {}
+        )
         lr_scale = loss.lr_scale(figures.get("effective_share", 1.0))
         metrics = self._step(sums, 1.0 if lr_scale is None else lr_scale) | figures
         if lr_scale is not None:
@@ -434,28 +362,12 @@ class TrainEngine(ModelShards):
                 root.set_reshard_after_backward(last)
             finish(number, *root(batch.ids, batch, True)).backward()
 
-    def _totals(self, sequences: Sequence[TrainSequence], num_micro_batches: int) -> _Totals:
-        counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
-        own_totals = torch.tensor(
-            [num_micro_batches, sum(counts), len(counts), max(counts, default=0)],
-            device=self.device,
-        )
-        gathered = [torch.empty_like(own_totals) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own_totals)
-        totals_by_rank = torch.stack(gathered)
-        most = totals_by_rank.max(0).values.tolist()
-        # The ranks of a replica count the same sequences.
-        total = (totals_by_rank.sum(0) // self._replica.size()).tolist()
-        if total[1] == 0:
-            raise ValueError("update: no rank has a response token to train on")
-        return _Totals(most[0], total[1], total[2], most[3])
-
     def _step(self, sums: dict[str, torch.Tensor], lr_scale: float) -> dict[str, float]:
         """Clip by the global norm and step, or skip the step on all ranks alike."""
         gradients, own_square = local_gradients(self.chunks, self.dims)
         names = sorted(sums)
         # A value that is not finite on one rank is not finite in the sum over ranks.
-        each = [sums[name].double() / self._replica.size() for name in names]
+        each = [sums[name].double() / self._replica.size for name in names]
         values = torch.stack([own_square, *each])
         dist.all_reduce(values)
         square, *averages = values.tolist()
@@ -475,24 +387,6 @@ class TrainEngine(ModelShards):
             self.version += 1
         self.optimizer.zero_grad()
         metrics["bad_step"] = 0.0 if finite else 1.0
-        return metrics
-
-    def _compared(
-        self, micro_batches: list[torch.Tensor], prefixes: Sequence[str]
-    ) -> dict[str, float]:
-        """Metrics of the log-probabilities that all ranks have compared, [prefixes, 9] each."""
-        own_figures = torch.stack(
-            [corrections.combine(parts) for parts in torch.stack(micro_batches).unbind(1)]
-        ).to(self.device)
-        gathered = [torch.empty_like(own_figures) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own_figures)
-        # The ranks of a replica count alike, which changes none of the ratios.
-        joined = [corrections.combine(parts) for parts in torch.stack(gathered).unbind(1)]
-        metrics: dict[str, float] = {}
-        for prefix, figures in zip(prefixes, joined, strict=True):
-            metrics |= corrections.describe(figures, prefix)
-        if of_all := corrections.describe(corrections.combine(torch.stack(joined)), "all"):
-            metrics["effective_share"] = of_all["all/ess_sequence"]
         return metrics
 
     def _reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
