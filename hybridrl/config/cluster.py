@@ -80,8 +80,8 @@ class ClusterConfig:
     """How roles map to ranks."""
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     """Sizes of the pools, for placement=split."""
-    threads_per_rank: int = bounded(1, least=1)
-    """CPU threads of one rank."""
+    threads_per_rank: int = bounded(0, least=0)
+    """CPU threads of one rank; 0: the node's cores by the node's GPUs, or 1 on CPUs."""
     address: str | None = None
     """A running Ray cluster to join; null starts one for the run and ends it with it."""
     start_timeout_s: float = bounded(120.0, above=0)

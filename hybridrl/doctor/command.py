@@ -96,7 +96,7 @@ def needs_of(config: Config) -> Needs:
     itemsize = config.rollout.dtype.itemsize
     return Needs(
         ranks_per_node=cluster.ranks_per_node,
-        threads_per_rank=cluster.threads_per_rank,
+        threads_per_rank=cluster.threads_per_rank or 1,
         wants_gpus=cluster.device is Device.cuda,
         rank_memory=RANK_BYTES,
         object_store=OBJECT_STORE_BYTES,

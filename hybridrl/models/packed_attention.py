@@ -177,6 +177,7 @@ def _flash(
         max_seqlen_k=packing.longest,
         softmax_scale=scaling,
         causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # else backward adds atomically
         window_size=(-1, -1) if window is None else (window - 1, 0),
     )
 

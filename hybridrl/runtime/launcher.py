@@ -19,8 +19,9 @@ POLL_S = 1.0
 
 
 def rank_environment(config: ClusterConfig) -> dict[str, str]:
-    """Variables of every rank."""
-    return {"OMP_NUM_THREADS": str(config.threads_per_rank), "TOKENIZERS_PARALLELISM": "false"}
+    """Variables of every rank. One on a GPU takes its threads when it knows the node's cores."""
+    threads = str(config.threads_per_rank or 1)
+    return {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
 
 
 class CallFailed(RuntimeError):

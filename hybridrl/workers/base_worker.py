@@ -22,6 +22,7 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.system.devices import bind_to_gpu, compute_deterministically
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import address_here, join_group, open_store
@@ -124,9 +125,15 @@ class BaseWorker:
     def _join(self, host: str, port: int) -> ProcessDescription:
         """Join the process group, whose first rank listens on `port` of `host`."""
         transformers_logging.disable_progress_bar()
-        torch.set_num_threads(self.config.cluster.threads_per_rank)
+        cluster = self.config.cluster
+        torch.set_num_threads(cluster.threads_per_rank or 1)
         store = self._store or open_store(host, port, listens=False)
-        self.device = join_group(self.rank, self.size, store, host, self.config.cluster)
+        self.device = join_group(self.rank, self.size, store, host, cluster)
+        if self.device.type == "cuda":
+            cores = bind_to_gpu(self.device)
+            torch.set_num_threads(cluster.threads_per_rank or cores)
+            if self.config.strict:
+                compute_deterministically()
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         return ProcessDescription(pid=os.getpid(), node=node_name(), log=_log_file())
 

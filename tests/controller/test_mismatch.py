@@ -48,7 +48,7 @@ def test_a_correction_weighs_the_update(
         "recipe.old_log_probs=trainer",
         "recipe.correction=mask",
         "recipe.correction_level=sequence",
-        "recipe.correction_bound=1.002",
+        "recipe.correction_bound=1.0003",
     )
     for line in run.metrics:
         assert set(FIGURES) <= line.keys()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, Device
 from hybridrl.config.compose import check, register
 from hybridrl.runtime import devices
-from hybridrl.system.devices import local_gpus, local_index, own_device
+from hybridrl.system.devices import cores_beside, local_gpus, local_index, own_device
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,6 +117,18 @@ def test_a_rank_without_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert local_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("0-3,8-9\n", {0, 1, 2, 3, 8, 9}), ("5\n", {5}), ("\n", set()), (None, set())],
+)
+def test_cores_beside_a_gpu(tmp_path: Path, text: str | None, cores: set[int]) -> None:
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    if text is not None:
+        (folder / "local_cpulist").write_text(text)
+    assert cores_beside("0000:3b:00", tmp_path) == cores
 
 
 PROGRAM = """

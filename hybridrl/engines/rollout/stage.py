@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import PretrainedConfig
 
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
@@ -120,12 +121,11 @@ class RolloutStage:
     def decode(
         self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor | None:
-        """Logits [tokens, vocab] on the rank that samples (`draws`), None on others."""
+        """Logits [tokens, vocab], float32 on the rank that samples (`draws`), None on others."""
         hidden = self.feed(paged, token_ids, positions)
         if not self.parallel.last:
             return None
-        logits: torch.Tensor = self.model.lm_head(hidden)
-        return self._join(logits)
+        return self._join(_logits(hidden, self.model.lm_head.weight))
 
     def feed(
         self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
@@ -205,3 +205,14 @@ class RolloutStage:
         else:
             works = [dist.irecv(message, group=group, group_src=last)]
         return [work for work in works if work is not None]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`hidden` [tokens, hidden] times `weight` [vocab, hidden], summed and kept in float32.
+
+    As in training: rounded to bfloat16, a logit of 16 to 32 is up to 0.06 off, and the engines'
+    log-probabilities differ by that.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return F.linear(hidden.float(), weight.float())

@@ -36,6 +36,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": str(dtype).removeprefix("torch."),
+        "hf_overrides": {"head_dtype": "float32"},  # as in training
         "seed": 0,
         # ranks: each is a process that exists
         "tensor_parallel_size": mesh.extent("tp"),
