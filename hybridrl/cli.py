@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridrl.config import ClusterKind, Config, ConfigError, PipelineSchedule
 from hybridrl.system import signals
+from hybridrl.telemetry.log import command_log
 
 if TYPE_CHECKING:
     from hybridrl.planner.layout import LayoutReport
@@ -167,7 +168,9 @@ def _plan(args: list[str]) -> None:
 
     compose.register()
     gpus_per_node, overrides = _gpus_per_node(args[1:])
-    planned = _plan_layout(compose.check(overrides), gpus_per_node)
+    config = compose.check(overrides)
+    with command_log(config.log.level):
+        planned = _plan_layout(config, gpus_per_node)
     table = Table(box=None, show_header=False, pad_edge=False)
     for row in planned.rows():
         table.add_row(*row)
@@ -275,12 +278,15 @@ def _doctor(args: list[str]) -> None:
     run_dir = Path(config.run.dir)
     if config.cluster.kind is ClusterKind.slurm and not command.inside_a_job():
         try:
-            output, code = commands.examine_nodes(config.cluster, command.existing(run_dir), args)
+            with command_log(config.log.level):
+                output, code = commands.examine_nodes(
+                    config.cluster, command.existing(run_dir), args
+                )
         except JobError as error:
             _fail(str(error), 1)
         print(output, end="")
         sys.exit(code)
-    with Console(stderr=True).status("looking around"):
+    with command_log(config.log.level), Console(stderr=True).status("looking around"):
         report = command.examine(config, command.existing(run_dir))
     if "--json" in args:
         print(json.dumps(report.record()))

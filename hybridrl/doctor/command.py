@@ -4,6 +4,7 @@ Ray starts as for a run, with a `Probe` in place of each rank; `checks`, which i
 their facts.
 """
 
+import logging
 import math
 import os
 import tempfile
@@ -26,6 +27,8 @@ from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
 from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES
 from hybridrl.system.node_info import NodeInfo, read_node_info
+
+logger = logging.getLogger(__name__)
 
 USAGE = """usage: hybridrl doctor [--json] [OVERRIDES]
 
@@ -67,6 +70,7 @@ def examine(config: Config, directory: Path) -> Report:
     with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
         try:
             check_ranks(cluster)
+            logger.debug("starting %d ranks", cluster.ranks)
             logs = Path(folder) / "logs"
             with ray_runtime(cluster, verl.environment(cluster.device), logs) as ray:
                 facts = gather(ray, cluster, Path(folder))
@@ -74,6 +78,7 @@ def examine(config: Config, directory: Path) -> Report:
             what, fix = "the ranks do not come up", "see the reason, and the findings below"
             why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
             trouble.append(Finding(Severity.ERROR, what, why, fix))
+            logger.debug("%s; this node is examined alone", what)
             facts = _this_node_alone(directory)
     return Report(facts, needs, [*trouble, *diagnose(facts, needs)])
 
@@ -114,6 +119,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     """Facts of a probe in place of every rank; raises TimeoutError if they do not answer."""
 
     def answers(calls: list[Any], doing: str) -> list[Any]:
+        logger.debug("%d ranks are to %s", len(calls), doing)
         try:
             results: list[Any] = ray.get(calls, timeout=cluster.start_timeout_s)
         except ray.exceptions.GetTimeoutError:

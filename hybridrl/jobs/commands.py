@@ -5,6 +5,7 @@ Each yields lines to print.
 
 import contextlib
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -22,6 +23,9 @@ from hybridrl.jobs.batch import Batch
 from hybridrl.jobs.ray_jobs import RayJob
 from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import JobError
+from hybridrl.telemetry.log import command_log
+
+logger = logging.getLogger(__name__)
 
 SUBMIT_USAGE = """usage: hybridrl submit [--dry-run] cluster=slurm cluster.gpus_per_node=N ...
        hybridrl submit -m ... KEY=A,B        a sweep, as one job array
@@ -47,10 +51,15 @@ def submit(args: Sequence[str]) -> Iterator[str]:
         return
     requested = [arg for arg in args if arg != "--dry-run"]
     batch, configs = _plan(requested)
+    with command_log(configs[0].log.level):
+        yield from _check_and_submit(batch, configs, dry_run=len(requested) < len(args))
+
+
+def _check_and_submit(batch: Batch, configs: Sequence[Config], dry_run: bool) -> Iterator[str]:
     _check_free(batch)
     _prepare_all(configs, batch.run_dirs)
     on_ray = batch.cluster.kind is ClusterKind.ray
-    if len(requested) < len(args):
+    if dry_run:
         yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
         return
     if on_ray:
@@ -137,6 +146,7 @@ def _prepare_all(configs: Sequence[Config], run_dirs: Sequence[Path]) -> None:
         alike = replace(config, run=RunConfig())
         if alike not in seen:
             seen.append(alike)
+            logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:
                 prepare(deepcopy(replace(config, run=replace(config.run, dir=folder))))
         find_origin(replace(config, run=replace(config.run, dir=str(run_dir))))
@@ -166,7 +176,7 @@ def _submit(batch: Batch) -> str:
             (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
         batch.script.write_text(batch.text())
         batch.script.chmod(0o755)
-        job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
+        job = _sbatch(batch)
     except OSError as error:
         allowed = f"a writable directory ({error.strerror})"
         raise ConfigError("run.dir", batch.directory, allowed) from error
@@ -183,6 +193,19 @@ def _submit(batch: Batch) -> str:
     return job
 
 
+def _sbatch(batch: Batch) -> str:
+    """Submit the written script; the job's id."""
+    logger.debug("submitting %s", batch.script)
+    job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
+    logger.debug("job %s is submitted", job)
+    return job
+
+
+def _scancel(job: str) -> None:
+    logger.debug("cancelling job %s", job)
+    slurm.call("scancel", job)
+
+
 def examine_nodes(cluster: ClusterConfig, directory: Path, args: Sequence[str]) -> tuple[str, int]:
     """Run `hybridrl doctor ARGS` as a job and wait: its output and its exit code.
 
@@ -194,12 +217,12 @@ def examine_nodes(cluster: ClusterConfig, directory: Path, args: Sequence[str]) 
         batch = Batch(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
         batch.script.parent.mkdir()
         batch.script.write_text(batch.text())
-        job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
+        job = _sbatch(batch)
         try:
             while _lives(job):
                 time.sleep(_POLL_S)
         except BaseException:
-            slurm.call("scancel", job)
+            _scancel(job)
             raise
         (entry,) = slurm.jobs(job)
         log = batch.log(job)
@@ -257,7 +280,7 @@ def cancel(args: Sequence[str]) -> Iterator[str]:
         if job == target and not slurm.jobs(job):
             raise ConfigError("job", job, "a job that Slurm knows")
         if _lives(job):
-            slurm.call("scancel", job)
+            _scancel(job)
             yield f"cancelled job {job}"
         else:
             yield f"job {job} has ended before"

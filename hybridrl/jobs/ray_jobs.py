@@ -19,6 +19,8 @@ from hybridrl.runtime.errors import JobError
 from hybridrl.runtime.ray_cluster import show_token
 from hybridrl.telemetry.records import write_json
 
+logger = logging.getLogger(__name__)
+
 _STOP_S = "20"  # a run ends in a few seconds; Ray gives a job three by default
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -37,6 +39,7 @@ def entrypoint(batch: Batch) -> str:
 
 def submit(batch: Batch) -> str:
     """Submit the run to the cluster; the job's id. Raises ConfigError if there is no cluster."""
+    logger.debug("submitting %s to %s", batch.directory, batch.cluster.address)
     client = _client(str(batch.cluster.address))
     folder = batch.directory / "ray"
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_S}
@@ -52,6 +55,7 @@ def submit(batch: Batch) -> str:
     except OSError as error:
         allowed = f"a writable directory ({error.strerror})"
         raise ConfigError("run.dir", batch.directory, allowed) from error
+    logger.debug("job %s is submitted", job)
     write_json(folder / "job.json", {"address": batch.cluster.address, "job": job})
     return job
 
@@ -101,6 +105,7 @@ class RayJob:
 
     def stop(self) -> None:
         """Send SIGTERM, as Slurm would: the run ends, and records `interrupted`."""
+        logger.debug("stopping job %s at %s", self.id, self.address)
         self._client.stop_job(self.id)
 
     def _info(self) -> Any:

@@ -10,12 +10,15 @@ All members count these groups alike, whatever other groups each of them has cre
 create their groups in one common order; `WeightSwitch` sorts them.
 """
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+logger = logging.getLogger(__name__)
 
 GROUP_TIMEOUT_S = 120.0
 """Seconds that a group's members wait for each other."""
@@ -43,6 +46,7 @@ def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.
     before = [name for name in world.pg_names.values() if name.startswith(_prefix(members))]
     name = group_name(members, len(before))
     store = distributed_c10d._get_default_store()
+    logger.debug("process group %s: waiting for ranks %s", name, _listed(members))
     _meet(store, name, members, rank, timeout_s)
     # torch's own `new_group` does the same, but picks the name. OpenRLHF and slime call this helper
     # for the same reason.
@@ -58,6 +62,7 @@ def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.
         timeout=distributed_c10d._get_default_timeout(backend),  # of its collectives
         group_desc=name,
     )
+    logger.debug("process group %s is up", name)
     world.pg_group_ranks[group] = {member: i for i, member in enumerate(members)}
     return group
 

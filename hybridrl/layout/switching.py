@@ -1,5 +1,6 @@
 """The switch of one actor between training and generation: both layouts and the plan."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,10 @@ def plan_switch(
     if ascending:
         check_ascending(axes, gen_pp, gen_tp, grouping)
         orders = [order for order in orders if _ascends(axes, gen_pp, gen_tp, order)]
-    return min(map(planned, orders), key=lambda switch: int(switch.plan.traffic.received.sum()))
+    logger.debug("planning the weight switch of %d ranks, %d orders", src.mesh.size, len(orders))
+    best = min(map(planned, orders), key=lambda switch: int(switch.plan.traffic.received.sum()))
+    logger.debug("the weight switch is planned, order of ranks %s", best.grouping.value)
+    return best
 
 
 def check_ascending(axes: TrainAxes, pp: int, tp: int, grouping: Grouping) -> None:

@@ -1,5 +1,6 @@
 """The weight switch (HybridFlow: resharding): a plan executed in buckets."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.process_groups import new_group
 from hybridrl.layout.transfer_rounds import Exchange, Gather, Piece, transfer_rounds
+
+logger = logging.getLogger(__name__)
 
 # torch 2.13 renamed it and warns under the old name, which older versions alone know.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -98,6 +101,14 @@ class WeightSwitch:
         used = (["gather"] if rounds.gathers else []) + (["exchange"] if rounds.exchanges else [])
         self.path = "+".join(used) or "local"
         self.bytes_theory = int(plan.least[rank]) * dtype.itemsize
+        logger.debug(
+            "switch of %d parameters: %d gathers in %d groups, %d exchanges, at least %d bytes",
+            len(plan.dst.rules),
+            len(rounds.gathers),
+            len({gather.ranks for gather in rounds.gathers}),
+            len(rounds.exchanges),
+            self.bytes_theory,
+        )
 
     def switch(self, source: Tensors, destination: Tensors) -> SwitchStats:
         """Fill `destination` from `source`; every rank of the plan calls it.
@@ -116,6 +127,7 @@ class WeightSwitch:
         destination = {name: _plain(tensor) for name, tensor in destination.items()}
         self._check(source, destination)
         stats = SwitchStats(self.path, self.bytes_theory)
+        logger.debug("weights move in %d rounds (%s)", len(self._rounds), self.path)
         device = next(iter((*destination.values(), *source.values())), torch.empty(0)).device
         # Scratch: two slots, so that one round is packed while the other is in flight.
         slots = [
@@ -143,6 +155,9 @@ class WeightSwitch:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
         stats.seconds = time.perf_counter() - begun
+        logger.debug(
+            "weights have moved: %d bytes received, %.3f s", stats.bytes_received, stats.seconds
+        )
         return stats
 
     def _finish(

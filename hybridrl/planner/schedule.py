@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 2**31
 
@@ -118,6 +121,7 @@ def what_if(
         if config.entry.migrates_tail
     }
     total = len(alone) + sum(map(len, searches.values()))
+    logger.debug("replaying %d thresholds of %s", total - len(alone), ", ".join(searches))
     done, outcomes = 0, []
     for _, outcome in alone:
         tried = []
@@ -198,6 +202,7 @@ def replay(setting: Setting, config: ScheduleConfig) -> Outcome:
         chosen = config.fixed_threshold
         if chosen is None:
             chosen = round(fmean(step["threshold"] for step in steady))
+    logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
     return Outcome(schedule=config.kind.value, threshold=chosen, **means)
 

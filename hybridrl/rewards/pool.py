@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 import signal
@@ -20,6 +21,8 @@ from typing import Any, Literal, Self, cast
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig
 from hybridrl.rewards.verifiers import RewardInput, make_verifier
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Seconds for a verifier process to import what it needs."""
@@ -67,10 +70,13 @@ class RewardPool:
         self._processes: list[_Process] = []
         # The kernel signals children when the thread that started them ends: keep one thread alive.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="reward-spawner")
+        kind, number = config.kind.value, config.num_processes
         if config.kind is RewardKind.exact and config.extract is None:
+            logger.debug("the verifier runs in this process, kind %s", kind)
             self._inline = make_verifier(config)
         else:
-            self._processes = [self._start() for _ in range(config.num_processes)]
+            logger.debug("starting %d verifier processes, kind %s", number, kind)
+            self._processes = [self._start() for _ in range(number)]
 
     def score(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order.
@@ -81,11 +87,14 @@ class RewardPool:
         if self._inline is not None:
             judged = map(self._inline, items)
             return [RewardResult(reward, text=text) for reward, text in judged]
+        logger.debug("verifying %d responses", len(items))
         with self._lock:
             if not self._processes:
                 raise ValueError("the reward pool is closed")
             with self._closed_on_error():
-                return self._score(items)
+                results = self._score(items)
+            logger.debug("%d responses are verified", len(items))
+            return results
 
     def wait_ready(self) -> None:
         """Wait until every process has its verifier; raises as `score` does.
@@ -98,6 +107,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes and wait for them. May be called twice."""
+        logger.debug("ending %d verifier processes", len(self._processes))
         for process in self._processes:
             process.kill()
         self._processes = []
@@ -161,6 +171,7 @@ class RewardPool:
                 process.set_ready()
             except (EOFError, OSError) as error:
                 raise self._no_start(process) from error
+            logger.debug("verifier process %d is ready", process.popen.pid)
             return
         try:
             result = process.result()
@@ -181,6 +192,7 @@ class RewardPool:
         """Replace a hung or dead process, whose first pending sample gets the result `guilty`."""
         if not process.ready:
             raise self._no_start(process)
+        logger.debug("verifier process %d is replaced: %s", process.popen.pid, guilty.message)
         process.kill()
         if process.pending:
             results[process.pending[0]] = guilty
@@ -195,7 +207,9 @@ class RewardPool:
         )
 
     def _start(self) -> "_Process":
-        return self._spawner.submit(_Process, self.config, self.sources).result()
+        process = self._spawner.submit(_Process, self.config, self.sources).result()
+        logger.debug("verifier process %d starts", process.popen.pid)
+        return process
 
 
 class _Process:

@@ -43,13 +43,16 @@ def join_group(rank: int, size: int, store: Any, host: str, config: ClusterConfi
         # Before the first attention. On sm_90 and above torch prefers cuDNN's attention, which
         # plans anew (25 ms and more) for each length of keys: in decoding, at every step.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    logger.debug("rank %d joins the process group of %d ranks, %s", rank, size, backend)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=config.timeout_s),
     )
+    logger.debug("the process group of all ranks is up")
     return device
 
 

@@ -6,7 +6,8 @@ A line has time, process, level, room (the logger's name) and message:
 
 The driver writes `RUN/logs/driver.log`. A rank writes to its standard error, which is its log file
 under Ray. With `cluster=processes` it writes to `RUN/logs/rank-N.log`; there rank 0 is the driver's
-own process, and its lines are in the driver's log. A module logs by `logging.getLogger(__name__)`.
+own process, and its lines are in the driver's log. Commands without a run (`hybridrl doctor`,
+`submit`, `plan layout`) write to standard error. A module logs by `logging.getLogger(__name__)`.
 """
 
 import logging
@@ -46,6 +47,25 @@ def driver_log(level: LogLevel, file: Path) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(before)
         handler.close()
+
+
+@contextmanager
+def command_log(level: LogLevel) -> Iterator[None]:
+    """Within, at debug level, a command without a run shows its lines on standard error."""
+    if level is not LogLevel.debug:
+        yield
+        return
+    logger, handler = logging.getLogger(_PACKAGE), _formatted(logging.StreamHandler())
+    before, propagates = logger.level, logger.propagate
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    logger.propagate = False  # verl's import gives root a handler, which would repeat the lines
+    try:
+        yield
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def rank_log(rank: int, level: LogLevel, file: Path | None) -> None:

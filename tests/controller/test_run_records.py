@@ -99,6 +99,9 @@ def test_every_reason_to_drop_has_a_metric() -> None:
 
 # The log
 
+QUIET = {"flow", "layout", "engines", "rewards"}
+"""Rooms that take part in every run and have lines at debug level alone."""
+
 
 def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -> None:
     """Rank 0 is the driver's own process here; rank 1 has a file."""
@@ -124,6 +127,22 @@ def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -
         for event in (r"started\n", r"ended after \d"):
             export = rf"export to {runs['fused']}/\S+ {event}"
             assert re.search(rf" rank 1 DEBUG hybridrl\.checkpoint\.hf: {export}", calls)
+    assert rooms("DEBUG", driver) >= QUIET
+    assert {"engines", "layout", "rewards"} <= rooms("DEBUG", rank)
+    for who, line in [
+        ("driver", r"flow\.schedules\.base: step 3 begins with 0 pending samples\n"),
+        ("driver", r"flow\.schedules\.base: to_generate ended\n"),
+        ("driver", r"flow\.schedules\.generation_round: the round ended: \d+ samples migrated"),
+        ("rank 0", r"layout\.weight_switch: weights have moved: \d+ bytes received"),
+        ("rank 0", r"engines\.rollout\.native: asleep, without weights\n"),
+        ("rank 0", r"engines\.train\.engine: update ended, version 4\n"),
+    ]:
+        assert re.search(rf" {who} DEBUG hybridrl\.{line}", driver), line
+
+
+def rooms(level: str, log: str) -> set[str]:
+    """The rooms of the package that have lines of a level in a log."""
+    return set(re.findall(rf" {level} hybridrl\.(\w+)", log))
 
 
 def test_at_info_the_log_has_no_call(runs: dict[str, Path]) -> None:
@@ -131,6 +150,7 @@ def test_at_info_the_log_has_no_call(runs: dict[str, Path]) -> None:
     assert "driver INFO hybridrl.controller.run: step 2 begins" in text
     assert "DEBUG" not in text
     assert " call " not in text
+    assert not QUIET & rooms("INFO", text)
 
 
 @pytest.mark.parametrize("level", ["debug", pytest.param("info", marks=pytest.mark.slow)])

@@ -234,10 +234,12 @@ def test_an_all_reduce_counts_what_every_rank_must_send() -> None:
     assert Link("send", (0, 1), 1000, 0.5).rate == 2000
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ray, two ranks that meet over gloo, and one that cannot come up, for real."""
     register()
+    caplog.set_level("DEBUG", "hybridrl.doctor")
     report = examine(check(["cluster.ranks=2"]), tmp_path)
+    assert caplog.messages[:2] == ["starting 2 ranks", "2 ranks are to start"]
     assert report.works, report.findings
     (here,) = report.facts.machines
     changing = ("clock", "memory_available", "shm_free")

@@ -205,11 +205,19 @@ def test_one_rank_for_every_gpu() -> None:
     assert config.trainer.layout.fsdp == 16
 
 
+@pytest.mark.parametrize("level", ["debug", "info"])
 def test_a_dry_run_needs_no_slurm_and_leaves_nothing(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = list(commands.submit(["--dry-run", "-m", *tiny, "cluster.ranks=1", "run.seed=3,4"]))
+    settings = [*tiny, "cluster.ranks=1", "run.seed=3,4", f"log.level={level}"]
+    lines = list(commands.submit(["--dry-run", "-m", *settings]))
+    checks = " DEBUG hybridrl.jobs.commands: checking the run in "
+    assert (checks in capsys.readouterr().err) == (level == "debug")
     text = "\n".join(lines)
     assert "#SBATCH --array=0-1" in text
     assert "\n    0) task=(run.seed=3 run.dir=" in text

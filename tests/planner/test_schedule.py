@@ -334,7 +334,8 @@ def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
     assert learned.token_s == pytest.approx(dict(COSTS.token_s), rel=0.02)
 
 
-def test_what_if_tries_every_schedule() -> None:
+def test_what_if_tries_every_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "hybridrl.planner")
     progress: list[tuple[int, int]] = []
     outcomes = what_if(setting(), lambda done, of: progress.append((done, of)))
     assert [outcome.schedule.split(",")[0] for outcome in outcomes] == ["serial"] + [
@@ -346,6 +347,8 @@ def test_what_if_tries_every_schedule() -> None:
     assert chosen.threshold is not None
     assert progress[0][0] == 1
     assert progress[-1][0] < progress[-1][1]
+    searched = f"searched {progress[-1][0]} migration thresholds, the best is {best.threshold}"
+    assert searched in caplog.messages
 
 
 def test_a_verifier_stands_in_where_no_model_judges() -> None:

@@ -74,7 +74,10 @@ def inputs(*responses: str) -> list[RewardInput]:
     return [RewardInput("", response, "") for response in responses]
 
 
-def test_only_the_guilty_sample_is_marked(rewards: RewardPool) -> None:
+def test_only_the_guilty_sample_is_marked(
+    rewards: RewardPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "hybridrl.rewards")
     bad = {
         "raise": ("error", "RuntimeError: no"),
         "hang": ("timeout", "no reward within 0.5 s"),
@@ -96,6 +99,8 @@ def test_only_the_guilty_sample_is_marked(rewards: RewardPool) -> None:
     assert results[-1] == RewardResult(
         0.0, text="modules"
     )  # neither torch nor ray nor transformers
+    assert sum("is replaced: no reward within 0.5 s" in line for line in caplog.messages) == 2
+    assert f"{len(results)} responses are verified" in caplog.messages
     assert rewards.score(inputs("again"))[0].reward == 5.0
 
 

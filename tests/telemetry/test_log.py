@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import LogLevel
-from hybridrl.telemetry.log import as_rank, driver_log, logged, rank_log
+from hybridrl.telemetry.log import as_rank, command_log, driver_log, logged, rank_log
 
 logger = logging.getLogger("hybridrl.room")
 
@@ -71,3 +71,17 @@ def test_warnings_are_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
         logger.info("not shown")
         logger.warning("shown")
     assert capsys.readouterr().err == "shown\n"
+
+
+@pytest.mark.parametrize("level", LogLevel)
+def test_a_command_without_a_run_shows_its_lines_at_debug_alone(
+    level: LogLevel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with command_log(level):
+        logger.debug("one")
+        logger.info("two")
+    logger.debug("after")
+    lines = capsys.readouterr().err.splitlines()
+    shown = ["driver DEBUG hybridrl.room: one", "driver INFO hybridrl.room: two"]
+    assert [line.split(maxsplit=2)[2] for line in lines] == shown * (level is LogLevel.debug)
+    assert not logging.getLogger("hybridrl").handlers

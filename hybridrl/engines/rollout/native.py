@@ -101,6 +101,12 @@ class NativeEngine:
             max_sequence=max_sequence,
         )
         self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
+        logger.debug(
+            "rollout engine: %d KV blocks of %d tokens, at most %d sequences at a time",
+            self._num_blocks,
+            block_size,
+            max_running,
+        )
 
         # Requests: who runs, and what each draws from.
         self._admission = Admission(
@@ -199,6 +205,7 @@ class NativeEngine:
             if request is not None:
                 request.kv = (kv or request.kv) if with_kv else None
                 parked.append(request)
+        logger.debug("parked %d requests%s", len(parked), ", with KV cache" if with_kv else "")
         return parked
 
     def _copy_kv(self, id_: object) -> KV | None:
@@ -217,6 +224,7 @@ class NativeEngine:
         """One decode step for all running requests (admitting and prefilling waiting ones)."""
         assert not self._asleep, "the engine sleeps"
         if self._pool is None and self._admission.num_waiting:
+            logger.debug("allocating the KV cache, %d blocks", self._num_blocks)
             self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
         before = self._decode_tokens
         for lane in self._admission.lanes:
@@ -398,6 +406,7 @@ class NativeEngine:
         )
         self._admission.drop_prefixes()
         self._pool = None
+        logger.debug("the KV cache is free")
 
     def sleep(self) -> None:
         """Free weights and KV cache. Waiting requests stay; running ones must be parked before."""
@@ -407,12 +416,14 @@ class NativeEngine:
         self.release_cache()
         self._stage.free()
         self._asleep = True
+        logger.debug("asleep, without weights")
 
     def wake(self) -> None:
         """Allocate the weights (`update_weights` fills them); work allocates the cache."""
         if self._asleep:
             self._stage.allocate()
             self._asleep = False
+            logger.debug("awake, with weights to be filled")
 
     def close(self) -> None:
         """Nothing to end."""

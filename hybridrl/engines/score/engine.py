@@ -5,6 +5,7 @@ while other instances still decode (RLHFuse, arXiv 2409.13221, section 4): it co
 among the instance's `pp` x `tp` ranks.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -24,6 +25,8 @@ from hybridrl.models.local_weights import load_local
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.parallel import head_size
 from hybridrl.models.shard import GenParallel, StageLink, local_model
+
+logger = logging.getLogger(__name__)
 
 Head = Callable[[torch.Tensor, PackedBatch, Sequence[TrainSequence]], torch.Tensor]
 """(hidden [tokens, features], row, its sequences) to the row's values, in the row's order."""
@@ -116,6 +119,7 @@ class ScoreEngine:
     def load(self, path: str, key: str = "model.path") -> None:
         """Read this rank's shards of the weights at `path`; raises as `load_local` does."""
         assert self.weights in (Weights.empty, Weights.here), f"load: weights are {self.weights}"
+        logger.debug("loading %s", path)
         load_local(
             self.model, path, self.config, self.parallel, classifier=self.classifier, key=key
         )
@@ -190,6 +194,7 @@ class ScoreEngine:
         assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
         assert next(self.model.parameters()).numel(), "the owner of the weights sleeps"
         rows = self._rows(sequences, counts)
+        logger.debug("scoring %d sequences, %d rows", len(sequences), len(rows))
         order: list[int] = []
         row_values: list[torch.Tensor] = []
         with self._packed():

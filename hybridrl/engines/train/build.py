@@ -1,5 +1,6 @@
 """From a whole model to this rank's part: pipeline, tensor parallel, checkpointing, FSDP2."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
 
+logger = logging.getLogger(__name__)
+
 ONE_GROUP_PARAMETERS = 32 * 2**20
 """Up to this size a chunk is one FSDP group: hooks per layer cost more than they hide."""
 
@@ -40,6 +43,7 @@ class TrainDims:
         layout.resolve(ranks)
         layout.check(ranks)
         axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
+        logger.debug("creating the process groups of training: %s", axes)
         mesh = init_device_mesh(
             device_type,
             (axes.pp, axes.replicas, axes.fsdp, axes.tp),
@@ -133,6 +137,7 @@ def build(
     dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
         _apply_fsdp(root, dims, compute, keep_unsharded, dim_of)
+    logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)
     return Parts(parameters, adapters, layout, chunks, roots)
 
 

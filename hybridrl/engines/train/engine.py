@@ -3,6 +3,7 @@
 Every method is collective: all ranks call it in the same order.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from hybridrl.models.adapters import add_adapters
 from hybridrl.models.load import TORCH_DTYPES, load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.parallel import head_size
+
+logger = logging.getLogger(__name__)
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last
@@ -86,6 +89,7 @@ class TrainEngine(ModelShards):
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
 
         # The whole model on every rank, and its adapters.
+        logger.debug("loading %s", model_path)
         self.model = self._load(model_path, key)
         size = head_size(self.model.config)
         self.attention = choose_attention(model.attention, device, compute, size)
@@ -217,6 +221,7 @@ class TrainEngine(ModelShards):
         (num_micro_batches,) = self._reduce([len(parts)], dist.ReduceOp.MAX)
         parts = self._replica.same_number(pooled, parts, num_micro_batches)
         batches = self._replica.pack(pooled, parts)
+        logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
         if self.pipeline is None:
             (root,) = self.roots
             for indices, batch in zip(parts, batches, strict=True):
@@ -287,6 +292,7 @@ class TrainEngine(ModelShards):
         longest = max_response_tokens or totals.longest
         parts = self._replica.same_number(pooled, parts, totals.micro_batches, samples_per_row)
         batches = self._replica.pack(pooled, parts, trained_only=True)
+        logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         sums: dict[str, torch.Tensor] = {}
         compared: list[torch.Tensor] = []
 
@@ -329,6 +335,7 @@ class TrainEngine(ModelShards):
         metrics = self._step(sums, 1.0 if lr_scale is None else lr_scale) | figures
         if lr_scale is not None:
             metrics["lr_scale"] = lr_scale
+        logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
         if self.pipeline is not None or self.dims.token_parts > 1:
             real = sum(len(sequence.ids) for sequence in pooled)

@@ -1,5 +1,6 @@
 """The base of every schedule: a step's prompts, its rounds, its barriers, its record."""
 
+import logging
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ from hybridrl.flow.ledger import (
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
+
+logger = logging.getLogger(__name__)
 
 Prompt = tuple[int, Any]  # position in the run's prompt stream, and what schedules do not look into
 Batch = dict[str, list[Sample]]  # the samples that have left each stage, in training order
@@ -148,6 +151,7 @@ class Schedule(ABC):
         self.release()
         num_before = len(self._ledger.samples)  # pending since earlier steps
         dispatched_before = self._ledger.num_dispatched
+        logger.debug("step %d begins with %d pending samples", step, num_before)
         self._begin_step(step)
         batch = self._run_rounds() if self._take else self._pull(self.settings.prompts_per_step)
         self._run_stages([s for s in self._order if s.name not in batch], batch)
@@ -157,6 +161,13 @@ class Schedule(ABC):
         assert num_before + num_dispatched == len(used) + len(dropped) + len(pending), (
             f"step {step}: {num_before} samples were pending and {num_dispatched} dispatched, but"
             f" {len(used)} used, {len(dropped)} dropped, {len(pending)} are pending"
+        )
+        logger.debug(
+            "step %d ended: %d samples used, %d dropped, %d pending",
+            step,
+            len(used),
+            len(dropped),
+            len(pending),
         )
         self._steps_done += 1
         if self._train_costs:  # of every role that the step trains
@@ -248,6 +259,7 @@ class Schedule(ABC):
             for name, samples in batch.items():
                 merged.setdefault(name, []).extend(samples)
             passed = groups(merged[take.upstream[0]])
+            logger.debug("%s: %d groups have come, %d wanted", take.name, len(passed), wanted)
             if len(passed) >= wanted:
                 break
         if len(passed) < wanted and not take.allow_fewer:
@@ -277,7 +289,7 @@ class Schedule(ABC):
         # neither switches weights nor takes an optimizer step.
         if upstream and phase:
             self._enter(phase)
-        with self._span(stage.name):
+        with self._span(stage.name, len(upstream)):
             batch[stage.name] = upstream
             match stage:
                 case ComputeStage():
@@ -309,6 +321,8 @@ class Schedule(ABC):
         numbers = wanted(stage, (position for position, _ in pulled), batch[upstream])
         dispatched = new_samples(stage, numbers)
         self._ledger.dispatch(sample for group in dispatched for sample in group)
+        num_samples = sum(map(len, dispatched))
+        logger.debug("stage %s: %d samples of %d prompts", stage.name, num_samples, len(pulled))
         return [(prompt, group) for prompt, group in zip(pulled, dispatched, strict=True) if group]
 
     def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -387,9 +401,15 @@ class Schedule(ABC):
     # -- the record ----------------------------------------------------------------------------
 
     @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
+    def _span(self, name: str, num_samples: int | None = None) -> Iterator[None]:
+        """Record the time of a stage or a change of phase; a change has no samples."""
+        if num_samples is None:
+            logger.debug("%s begins", name)
+        else:
+            logger.debug("%s begins on %d samples", name, num_samples)
         start = self.executor.clock.now()
         yield
+        logger.debug("%s ended", name)
         self._spans.append(StageSpan(name, start, self.executor.clock.now()))
 
     def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:

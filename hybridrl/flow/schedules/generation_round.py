@@ -1,5 +1,6 @@
 """One round: samples are generated while early stages run on finished ones; migration; deaths."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn, next_events
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,12 @@ class GenerationRound:
             self._expect(task)
         self._queue += [task.sample.id for task in tasks]
         self._deal()
+        logger.debug(
+            "%d samples to generate on %d instances; %d wait for room",
+            len(tasks),
+            len(self._alive),
+            len(self._queue),
+        )
 
     def submit_targets(self, tasks: Sequence[GenerationTask]) -> None:
         """Load the dataset's answers as samples; the tasks are all of one stage."""
@@ -202,6 +211,11 @@ class GenerationRound:
             self.stages.start(touched)
             self._use_spare()
         assert not self.stages.waiting, "forward passes still wait"
+        logger.debug(
+            "the round ended: %d samples migrated, %d restarted",
+            self.num_migrated,
+            self.num_restarted,
+        )
 
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
@@ -243,6 +257,7 @@ class GenerationRound:
         for task in stopped:
             del self._tasks[task.sample.id]
         self._num_stopped = len(stopped)
+        logger.debug("%d samples are left to a later round", len(stopped))
         return stopped
 
     @property
@@ -351,6 +366,12 @@ class GenerationRound:
             keepers = gather(held, most)
             if len(keepers) < len(held):
                 self._keepers, self._leaving = keepers, held.keys() - keepers
+                logger.debug(
+                    "migration of %d samples from instances %s to %s",
+                    sum(held[instance] for instance in self._leaving),
+                    sorted(self._leaving),
+                    sorted(keepers),
+                )
 
     def _parked(self, source: int, parked: Parked) -> None:
         """Resume samples of `parked` on the instances that keep theirs, or put them by."""
@@ -399,6 +420,7 @@ class GenerationRound:
             if self.stages.is_on(sample, instance):
                 self.stages.forget(sample)
                 lost.append(sample.id)
+        logger.debug("instance %d died; %d samples begin anew", instance, len(lost))
         for id in lost:
             self._restart(id)
 

@@ -5,6 +5,7 @@ decides alike. The ranks communicate in the collectives of the forward pass. vLL
 `external_launcher`.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+
+logger = logging.getLogger(__name__)
 
 VOCAB_MULTIPLE = ENGINES[Engine.vllm].vocab_multiple
 """vLLM pads the rows of a vocabulary, of all tp ranks together, to a multiple of this."""
@@ -112,6 +115,7 @@ class VLLMEngine:
     def _import_vllm(self, stages: Sequence[int]) -> None:
         """Import vLLM, which reads its environment then; `stages` is the stage of each layer."""
         set_environment([stages.count(stage) for stage in range(1 + max(stages))])
+        logger.debug("importing vLLM")
         from hybridrl.engines.rollout.vllm import sampling
 
         self._sampling = sampling
@@ -120,12 +124,14 @@ class VLLMEngine:
         self, arguments: dict[str, Any], mesh: Mesh, block_size: int, device: torch.device
     ) -> None:
         """Start vLLM's engine, and get hold of its scheduler, its cache and this rank's worker."""
+        logger.debug("starting vLLM's engine, pp %d, tp %d", mesh.extent("pp"), mesh.extent("tp"))
         self._engine = start_engine(arguments, mesh, block_size, device)
         self._core = self._engine.engine_core.engine_core
         # Under pp vLLM would split the requests over batches. They would not overlap: a rank is
         # done with a batch when all stages are.
         self._core.step_fn = self._core.step
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
+        logger.debug("vLLM's engine is up, %d KV blocks", self._pool.num_gpu_blocks)
         self._worker = self._core.model_executor.driver_worker.worker
         if mesh.extent("pp") > 1:
             runner, model = self._worker.model_runner, self._worker.get_model()
@@ -335,9 +341,11 @@ class VLLMEngine:
         self._forget_prompts()
         self._memory.free_cache()
         self._has_cache = False
+        logger.debug("the KV cache is free")
 
     def _make_cache(self) -> None:
         if not self._has_cache:
+            logger.debug("allocating the KV cache")
             self._memory.make_cache()
             self._has_cache = True
 
@@ -346,6 +354,7 @@ class VLLMEngine:
         assert not self.stats().running, "the engine cannot sleep while requests run"
         if not self._asleep:
             self._forget_prompts()
+            logger.debug("falling asleep")
             self._memory.sleep()
             self._asleep, self._has_cache = True, False
 
@@ -354,6 +363,7 @@ class VLLMEngine:
         if self._asleep:
             self._memory.wake()
             self._asleep = False
+            logger.debug("awake, with weights to be filled")
 
     def stats(self) -> Stats:
         """Counters and load."""
@@ -375,6 +385,7 @@ class VLLMEngine:
 
         vLLM's own shutdown would destroy all process groups, the default one among them.
         """
+        logger.debug("ending vLLM's engine")
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
         end_groups()

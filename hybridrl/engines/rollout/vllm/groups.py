@@ -1,5 +1,6 @@
 """vLLM inside of existing processes: its environment and its process groups."""
 
+import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.layout.mesh import Mesh
+
+logger = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -55,6 +58,7 @@ def groups_of(mesh: Mesh) -> Iterator[None]:
     def init_mesh_group(group_ranks: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
         os.environ["VLLM_DIST_IDENT"] = identity[0]
         ranks = [[order[index] for index in group] for group in group_ranks]
+        logger.debug("vLLM makes process groups of ranks %s", ranks)
         # Its message queues serve workers in other processes, and there are none.
         group = init_group(ranks, *args, **{**kwargs, "use_message_queue_broadcaster": False})
         _unlink_shared_memory(group)
