@@ -28,7 +28,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
-  doctor   problems of a run on these machines   hybridrl doctor --help
+  doctor   problems of a run on these nodes      hybridrl doctor --help
 
 A run or a plan ends with one JSON line on stdout. Errors a user can mend are one line on stderr,
 exit 2."""
@@ -260,7 +260,7 @@ def _report(args: list[str]) -> None:
 
 
 def _doctor(args: list[str]) -> None:
-    """Examine the machines of a run and print the problems found."""
+    """Examine the nodes of a run and print the problems found."""
     from rich.console import Console
 
     from hybridrl.config import compose

@@ -130,7 +130,7 @@ class _Ranks:
         if errors:
             self.end()
             raise AssertionError("\n".join(errors))
-        return [torch.load(io.BytesIO(found), weights_only=False) for found, _ in answers]
+        return [torch.load(io.BytesIO(result), weights_only=False) for result, _ in answers]
 
     def end(self) -> None:
         for rank in self._ranks:

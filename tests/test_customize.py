@@ -103,6 +103,6 @@ def test_the_reward_and_the_generator_run() -> None:
     assert score(prompt="1+1=", response="2", answer="2", item={}) == 1.0
     (example,) = (row[2] for row in ROWS if row[0] == "data generator")
     source = composed(example).data.sources["main"]
-    made = list(itertools.islice(rows("data.sources.main", source, 0, 8), 8))
-    assert all({"question", "answer"} <= row.keys() for row in made)
-    assert len(made) == 8
+    loaded = list(itertools.islice(rows("data.sources.main", source, 0, 8), 8))
+    assert all({"question", "answer"} <= row.keys() for row in loaded)
+    assert len(loaded) == 8

@@ -56,13 +56,13 @@ LAZY = {
 
 def python_files() -> list[tuple[str, Path]]:
     """Every module of the package with its room; recipes, conf and kernels lie beside hybridrl."""
-    found = []
+    files = []
     for path in sorted((ROOT / "hybridrl").rglob("*.py")):
         parts = path.relative_to(ROOT / "hybridrl").parts
-        found.append((parts[0].removesuffix(".py"), path))
+        files.append((parts[0].removesuffix(".py"), path))
     for room in ("recipes", "conf", "kernels"):
-        found += [(room, path) for path in sorted((ROOT / room).rglob("*.py"))]
-    return found
+        files += [(room, path) for path in sorted((ROOT / room).rglob("*.py"))]
+    return files
 
 
 FILES = python_files()

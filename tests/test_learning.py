@@ -30,10 +30,10 @@ def accuracy(run_dir: Path, way: str, seed: int) -> tuple[float, float]:
     command = [sys.executable, "-m", "hybridrl.cli", "train", *overrides, *WAYS[way]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
     assert steps
-    return found["accuracy_before"], found["accuracy_after"]
+    return result["accuracy_before"], result["accuracy_after"]
 
 
 @pytest.mark.slow
@@ -47,14 +47,14 @@ def test_all_learn_as_serial_and_native_do(tmp_path: Path, ways: tuple[str, ...]
     The spread over seeds is pooled over the runs' kinds. Each accuracy is itself a share of 1024
     held-out words, with a standard error of at most 0.016, below which no spread is taken.
     """
-    found: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for way in ("serial", *ways):
         runs = [accuracy(tmp_path / f"{way}{seed}", way, seed) for seed in SEEDS]
         assert all(after > before + 0.1 for before, after in runs), (way, runs)
-        found[way] = [after for _, after in runs]
-    variances = [statistics.variance(values) for values in found.values()]
+        accuracies[way] = [after for _, after in runs]
+    variances = [statistics.variance(values) for values in accuracies.values()]
     spread = max(0.016, statistics.fmean(variances) ** 0.5)
     tolerance = 3 * spread * (2 / len(SEEDS)) ** 0.5
-    means = {way: statistics.fmean(values) for way, values in found.items()}
+    means = {way: statistics.fmean(values) for way, values in accuracies.items()}
     for way in ways:
-        assert abs(means[way] - means["serial"]) <= tolerance, (found, tolerance)
+        assert abs(means[way] - means["serial"]) <= tolerance, (accuracies, tolerance)

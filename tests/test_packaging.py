@@ -99,8 +99,8 @@ def test_what_is_imported_is_a_dependency(tracked_files: list[Path]) -> None:
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             for top in {name.split(".")[0] for name in names} - inside - by_make:
-                found = distributions.get(top, [comes_with.get(top, top)])
-                if not {name.lower().replace("_", "-") for name in found} & declared:
+                providers = distributions.get(top, [comes_with.get(top, top)])
+                if not {name.lower().replace("_", "-") for name in providers} & declared:
                     missing.add(f"{file}: {top}")
     assert not missing
 

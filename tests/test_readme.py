@@ -45,8 +45,8 @@ class Command:
     @property
     def needs(self) -> str | None:
         """The module that it cannot do without."""
-        found = re.search(r"needs=(\w+)", self.arguments)
-        return found[1] if found else None
+        match = re.search(r"needs=(\w+)", self.arguments)
+        return match[1] if match else None
 
     @property
     def script(self) -> str:
@@ -57,14 +57,14 @@ class Command:
 
 def commands(markdown: str) -> list[Command]:
     """Every bash block, in order."""
-    found = []
+    blocks = []
     for block in BLOCK.finditer(markdown):
         if block["language"] == "bash":
             mode, _, arguments = (block["note"] or "fast").partition(" ")
             assert mode in ("fast", "slow", "skip"), block[0]
             assert mode != "skip" or arguments, f"a skip needs a reason: {block[0]}"
-            found.append(Command(block["text"], mode, arguments))
-    return found
+            blocks.append(Command(block["text"], mode, arguments))
+    return blocks
 
 
 def files(markdown: str) -> dict[str, str]:
@@ -154,7 +154,7 @@ def test_the_readme_is_short_and_lists_every_recipe() -> None:
 def test_the_table_of_recipes_counts_their_lines() -> None:
     table = (ROOT / "recipes/README.md").read_text()
     rows = re.findall(r"^\| \[(\w+)\]\(\w+\) .*\| (\d+) \|[^|]*\|[^|]*\|$", table, re.MULTILINE)
-    found = ROOT.glob("recipes/*/__init__.py")
+    sources = ROOT.glob("recipes/*/__init__.py")
     assert dict(rows) == {
-        path.parent.name: str(len(path.read_text().splitlines())) for path in found
+        path.parent.name: str(len(path.read_text().splitlines())) for path in sources
     }

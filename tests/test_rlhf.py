@@ -25,7 +25,7 @@ def commands() -> list[list[str]]:
 @pytest.mark.timeout(3600)
 def test_rlhf_from_the_start_to_the_end(tmp_path: Path) -> None:
     """Each stage takes what the one before it left; accuracy is that of the task's verifier."""
-    found = []
+    records = []
     for command in commands():
         done = subprocess.run(
             [sys.executable, "-m", "hybridrl.cli", *command, *QUIET],
@@ -35,8 +35,8 @@ def test_rlhf_from_the_start_to_the_end(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    sft, rm, ppo, evaluated = found
+        records.append(json.loads(done.stdout.splitlines()[-1]))
+    sft, rm, ppo, evaluated = records
     assert 0.35 < sft["accuracy_after"] < 0.55
     assert rm["accuracy_before"] == 0.5
     assert rm["accuracy_after"] > 0.7

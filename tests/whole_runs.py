@@ -253,7 +253,7 @@ def _start_cluster(**environment: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class FinishedRun:
     """A job that has ended: its directory, the results of its steps, what the ranks held then.
 
     `stored` counts the samples on each rank after the last release.
@@ -277,7 +277,7 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., Trained]:
+def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
     """`train(run_dir, *overrides)` trains on the Ray cluster that tests share."""
     return lambda run_dir, *overrides: _train(
         run_dir, make_config(*overrides, f"cluster.address={cluster}", f"run.dir={run_dir}")
@@ -285,7 +285,7 @@ def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., Tra
 
 
 @pytest.fixture(scope="session")
-def train_here(make_config: Callable[..., Config]) -> Callable[..., Trained]:
+def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
     """The same without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
     return lambda run_dir, *overrides: _train(
         run_dir,
@@ -293,7 +293,7 @@ def train_here(make_config: Callable[..., Config]) -> Callable[..., Trained]:
     )
 
 
-def _train(run_dir: Path, config: Config) -> Trained:
+def _train(run_dir: Path, config: Config) -> FinishedRun:
     results: list[StepResult] = []
     stored: list[list[int]] = []
     record = RunRecords.record_step
@@ -311,7 +311,7 @@ def _train(run_dir: Path, config: Config) -> Trained:
         patch.setattr(RunRecords, "record_step", spy)
         patch.setattr(WorkerGroup, "release", count)
         controller_run.train(config)
-    return Trained(run_dir, results, stored[-1])
+    return FinishedRun(run_dir, results, stored[-1])
 
 
 @contextlib.contextmanager
@@ -320,12 +320,12 @@ def marked() -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]
     mark = f"HYBRIDRL_TEST_MARK={uuid.uuid4().hex}"
 
     def alive() -> list[psutil.Process]:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
                 if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
-                    found += [process, *process.children(recursive=True)]
-        return list(dict.fromkeys(found))
+                    processes += [process, *process.children(recursive=True)]
+        return list(dict.fromkeys(processes))
 
     name, value = mark.split("=")
     yield os.environ | {name: value, "OMP_NUM_THREADS": "1"}, alive
@@ -369,7 +369,7 @@ def check_same() -> Callable[..., None]:
     return _check_same
 
 
-def _check_same(serial: Trained, fused: Trained, loss: float = 1e-6) -> None:
+def _check_same(serial: FinishedRun, fused: FinishedRun, loss: float = 1e-6) -> None:
     """Equal tokens, scores within rounding, losses and gradients within `loss`.
 
     Measured: losses 1e-7, norms of gradients 1e-7, of order 1; changes of parameters 4e-7.
@@ -399,7 +399,7 @@ def _told(sample: Any) -> list[Any]:
     return [tokens, *(torch.tensor(values) for values in scores)]
 
 
-def _moved(run: Trained) -> torch.Tensor:
+def _moved(run: FinishedRun) -> torch.Tensor:
     """How the parameters have changed over the whole run."""
     start, final = (load_file(run.dir / f / "model.safetensors") for f in ("start", "final"))
     return torch.cat([(final[name] - start[name]).double().flatten() for name in start])

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import SupportsFloat
 
-Groups = Sequence[Sequence[SupportsFloat]]
+ValueGroups = Sequence[Sequence[SupportsFloat]]
 
 
-def equal_treatment(rewards: Groups, *, max_samples: int) -> list[list[int]]:
+def equal_treatment(rewards: ValueGroups, *, max_samples: int) -> list[list[int]]:
     """DARS-ET: hard prompts are sampled until they weigh as much as one that is solved half of the
     time.
 
@@ -28,7 +28,7 @@ def equal_treatment(rewards: Groups, *, max_samples: int) -> list[list[int]]:
     return [_rebalanced(group, max_samples, hardness=False) for group in rewards]
 
 
-def hardness_weighted(rewards: Groups, *, max_samples: int) -> list[list[int]]:
+def hardness_weighted(rewards: ValueGroups, *, max_samples: int) -> list[list[int]]:
     """DARS-HW: as `equal_treatment`, but towards 2 (1 - u) N / 2: harder prompts weigh more.
 
     arXiv 2508.13755 (hardness-weighted schedule). Example: of 8 samples 1 right gives 24 more.
@@ -50,7 +50,7 @@ def _rebalanced(rewards: Sequence[SupportsFloat], max_samples: int, hardness: bo
 
 
 def by_uncertainty(
-    rewards: Groups,
+    rewards: ValueGroups,
     *,
     budget: int,
     max_samples: int,

@@ -17,10 +17,9 @@ from typing import SupportsFloat
 import torch
 
 from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
+from hybridrl.algorithms.losses import Fields
 from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
-
-Fields = dict[str, torch.Tensor]
 
 
 def token_rewards(

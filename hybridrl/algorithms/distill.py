@@ -11,9 +11,8 @@ import torch
 
 from hybridrl.algorithms import NORMALIZATIONS, resolve
 from hybridrl.algorithms.kl import k1, k2
+from hybridrl.algorithms.losses import Fields
 from hybridrl.config.loss import Loss
-
-Fields = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ class ClippedLoss(PolicyLoss):
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] against `old_log_probs`."""
-        log_ratio = bounded(log_probs - fields["old_log_probs"])
+        log_ratio = bounded_log_ratio(log_probs - fields["old_log_probs"])
         return self.clipped(log_ratio, log_ratio, fields["advantages"])
 
     def clipped(
@@ -177,7 +177,7 @@ class CISPOLoss(PolicyLoss):
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Weighted policy gradient's loss [tokens]."""
-        log_ratio = bounded(log_probs.detach() - fields["old_log_probs"])
+        log_ratio = bounded_log_ratio(log_probs.detach() - fields["old_log_probs"])
         ratio = log_ratio.exp()
         low, high = 1 - self.clip_low, 1 + self.clip_high
         metrics = {
@@ -210,7 +210,7 @@ class ReinforceLoss(PolicyLoss):
         return -fields["advantages"] * log_probs, {}
 
 
-def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+def bounded_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Log-ratios within `MAX_LOG_RATIO`; past it, no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

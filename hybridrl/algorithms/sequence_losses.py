@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch.nn.functional import logsigmoid
 
-from hybridrl.algorithms.losses import ClippedLoss, Fields, bounded
+from hybridrl.algorithms.losses import ClippedLoss, Fields, bounded_log_ratio
 from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
 
@@ -50,8 +50,8 @@ class GSPOLoss(ClippedLoss):
         token_log_ratio = log_probs.detach() - fields["old_log_probs"]
         counts = per_sequence(torch.ones_like(token_log_ratio), sequence)
         means = (per_sequence(token_log_ratio, sequence) / counts)[sequence]
-        log_ratio = bounded(means + (log_probs - log_probs.detach()))
-        return self.clipped(log_ratio, bounded(token_log_ratio), fields["advantages"])
+        log_ratio = bounded_log_ratio(means + (log_probs - log_probs.detach()))
+        return self.clipped(log_ratio, bounded_log_ratio(token_log_ratio), fields["advantages"])
 
 
 @dataclass(frozen=True, kw_only=True)

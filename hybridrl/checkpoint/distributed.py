@@ -29,7 +29,7 @@ from hybridrl.telemetry.log import logged
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def progress_of(engine: TrainEngine) -> Progress:
     return Progress(engine.version, engine.lr_scheduler.last_epoch)
 
 
-def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
+def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
     """Write the trained parameters, their moments, and the tensors `kept`.
 
     All ranks call it. Raises OSError, on all of them, that names the folder.
@@ -64,7 +64,7 @@ def save(folder: Path, engine: TrainEngine, kept: Tensors) -> None:
         raise OSError(code, message, str(folder)) from error
 
 
-def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -> None:
+def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTensors) -> None:
     """Restore a checkpoint of `save`, under any layout: every tensor is filled in place.
 
     The optimizer must be that of the phase (`TrainEngine.reset_optimizer`). All ranks call it.
@@ -88,7 +88,9 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: Tensors) -
             _local(other).copy_(_local(one))
 
 
-def as_parameters(engine: TrainEngine, shards: Mapping[str, torch.Tensor], role: str) -> Tensors:
+def as_parameters(
+    engine: TrainEngine, shards: Mapping[str, torch.Tensor], role: str
+) -> NamedTensors:
     """DTensors, for `save`, of local `shards` of the average `role`, in the engine's layout."""
     specs = engine.named_shards()
     return {
@@ -104,7 +106,7 @@ def as_parameters(engine: TrainEngine, shards: Mapping[str, torch.Tensor], role:
     }
 
 
-def average_shards(kept: Mapping[str, torch.Tensor], role: str) -> Tensors:
+def average_shards(kept: Mapping[str, torch.Tensor], role: str) -> NamedTensors:
     """The inverse of `as_parameters` for `role`: this rank's shards by name."""
     start = f"{role}/average/"
     return {x.removeprefix(start): _local(t) for x, t in kept.items() if x.startswith(start)}

@@ -91,7 +91,7 @@ class Config:
     deterministic: Deterministic = Deterministic.off
     """Whether a sample's numbers may depend on the other samples of its batch."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """Ranks, and the machines that they are on."""
+    """Ranks, and the nodes that they are on."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """Records."""
     log: LogConfig = field(default_factory=LogConfig)

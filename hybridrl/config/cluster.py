@@ -1,4 +1,4 @@
-"""Which ranks a run has, and which machines they are on."""
+"""Which ranks a run has, and which nodes they are on."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,12 +23,12 @@ class Device(Enum):
 
 
 class ClusterKind(Enum):
-    """Where the ranks' machines come from."""
+    """Where the nodes of the ranks come from."""
 
-    local = "local"  # this machine, or a running Ray cluster at `address`
+    local = "local"  # this node, or a running Ray cluster at `address`
     slurm = "slurm"  # the nodes of a Slurm allocation
     ray = "ray"  # a standing Ray cluster that runs jobs: hybridrl submit
-    processes = "processes"  # this machine without Ray, to debug: rank 0 is the driver itself
+    processes = "processes"  # this node without Ray, to debug: rank 0 is the driver itself
 
 
 CPU_RANKS = 2  # of a run that names no number

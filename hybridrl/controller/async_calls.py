@@ -11,7 +11,7 @@ from hybridrl.workers.rank_calls import Reference
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 Calling = Generator[Mapping[Reference[Any], int], list[Any], Result]
-Work = Calling[list[Event]]
+EventCalls = Calling[list[Event]]
 """Yields the calls of a round, each with its rank; is sent their answers in that order, once all
 are there; returns its events."""
 
@@ -20,7 +20,7 @@ are there; returns its events."""
 class _Round:
     """The calls in flight of a piece of work, and the answers so far."""
 
-    work: Work
+    work: EventCalls
     calls: list[Reference[Any]]
     answers: dict[Reference[Any], Any] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Rounds:
         self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
         self._ready: list[Event] = []  # events for the next `wait`
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: EventCalls) -> None:
         """Start the first round."""
         self._ready += self._start_next(work, None)
 
@@ -60,7 +60,7 @@ class Rounds:
                     events += self._start_next(calls.work, [calls.answers[x] for x in calls.calls])
         return events
 
-    def _start_next(self, work: Work, answers: list[Any] | None) -> list[Event]:
+    def _start_next(self, work: EventCalls, answers: list[Any] | None) -> list[Event]:
         """Start the next round of `work`; its events where there is none."""
         try:
             calls = work.send(answers) if answers is not None else next(work)
@@ -80,6 +80,6 @@ def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
     return answers
 
 
-def single(call: Reference[Event], rank: int) -> Work:
+def single(call: Reference[Event], rank: int) -> EventCalls:
     """One call, whose answer is an event."""
     return (yield from answers_of({call: rank}))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import Config
-from hybridrl.controller.async_calls import Calling, Rounds, Work, answers_of, single
+from hybridrl.controller.async_calls import Calling, EventCalls, Rounds, answers_of, single
 from hybridrl.controller.load_balance import assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
@@ -122,7 +122,7 @@ class RayExecutor:
         )
         self._rounds.begin(self._advance(instance, commands, num_decode_steps))
 
-    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> Work:
+    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> EventCalls:
         """One event for an instance: the finished samples and parked state of all its ranks."""
         calls = self.group.call_advance(instance, commands, num_steps)
         published = yield from answers_of(calls)
@@ -177,7 +177,7 @@ class RayExecutor:
                 call = self.group.call_local_stage(rank, stage, ids, fields)
             self._rounds.begin(single(call, rank))
 
-    def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> Work:
+    def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
         """Export copies to the stage's pool, compute there, and import the new tensors at home."""
         ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks))]
@@ -247,7 +247,7 @@ class RayExecutor:
         )
         self._rounds.begin(self._infer(stage, instance, samples))
 
-    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> Work:
+    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> EventCalls:
         """One event for an instance: each rank has the results of its own samples."""
         ranks = self.group.instances[instance]
         coming = [sample for sample in samples if sample.rank not in ranks]
@@ -296,7 +296,7 @@ class RayExecutor:
         logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         self._rounds.begin(self._update(stage, samples))
 
-    def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> Work:
+    def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> EventCalls:
         pool = self._pool(stage)
         samples_per_row = stage.samples_per_row
         if pool is self.group.home:

@@ -151,7 +151,7 @@ class Run:
             launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
-        telemetry.nodes([asdict(machine) for machine in self.group.machines()])
+        telemetry.nodes([asdict(info) for info in self.group.nodes()])
         self.executor = RayExecutor(self.group, config, self.records.on_switch)
         # prompts, and held-out evaluation
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)

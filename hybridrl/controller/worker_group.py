@@ -182,10 +182,10 @@ class WorkerGroup:
         ]
         return answers
 
-    def machines(self) -> list[NodeInfo]:
+    def nodes(self) -> list[NodeInfo]:
         """Every node once, as the first of its ranks sees it."""
-        answers = self.gather(self._all.same(BaseWorker.machine))
-        return list({machine.node: machine for machine in reversed(answers)}.values())[::-1]
+        answers = self.gather(self._all.same(BaseWorker.node_info))
+        return list({info.node: info for info in reversed(answers)}.values())[::-1]
 
     def begin(
         self, graphs: Mapping[str, Graph], training: Mapping[str, Training], publishes: bool

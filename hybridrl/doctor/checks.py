@@ -1,4 +1,4 @@
-"""Diagnosis of a run from facts about its machines: pure, so that tests supply the facts.
+"""Diagnosis of a run from facts about its nodes: pure, so that tests supply the facts.
 
 A check compares a fact with the run's `Needs`, or with a limit of another system that its comment
 names. An ERROR prevents the run; a WARNING makes it slow, fragile or hard to read.
@@ -72,9 +72,9 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Measured facts. `machines` has one for each node, the driver's first."""
+    """Measured facts. `nodes` has one for each node, the driver's first."""
 
-    machines: Sequence[NodeInfo]
+    nodes: Sequence[NodeInfo]
     gpu_problems: dict[str, str] = field(default_factory=dict)
     """By node, why torch cannot use its GPUs."""
     disks: Sequence[Disk] = ()
@@ -105,30 +105,30 @@ def diagnose(facts: Facts, needs: Needs) -> list[Finding]:
 
 
 def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    for machine in facts.machines:
-        nodes = (machine.node,)
-        problem = facts.gpu_problems.get(machine.node, "")
-        if machine.gpus and problem:
+    for info in facts.nodes:
+        nodes = (info.node,)
+        problem = facts.gpu_problems.get(info.node, "")
+        if info.gpus and problem:
             severity = Severity.ERROR if needs.wants_gpus else Severity.WARNING
             why = f"{problem}; the ranks compute on CPUs"
-            fix = f"a torch that fits driver {machine.gpus[0].driver}: pytorch.org/get-started"
+            fix = f"a torch that fits driver {info.gpus[0].driver}: pytorch.org/get-started"
             yield Finding(severity, "torch cannot use the GPUs", why, fix, nodes)
-        elif needs.wants_gpus and len(machine.gpus) < needs.ranks_per_node:
-            what = f"{len(machine.gpus)} GPUs for {needs.ranks_per_node} ranks"
+        elif needs.wants_gpus and len(info.gpus) < needs.ranks_per_node:
+            what = f"{len(info.gpus)} GPUs for {needs.ranks_per_node} ranks"
             fix = "cluster.ranks, cluster.gpus_per_node"
             yield Finding(Severity.ERROR, what, "each rank needs its own", fix, nodes)
-        if not machine.gpus or problem:
+        if not info.gpus or problem:
             continue
         need = max(needs.train_bytes, needs.gen_bytes)
-        least = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
+        least = min(info.gpus, key=lambda gpu: gpu.memory_bytes)
         if need > least.memory_bytes > 0:
             yield _too_large(need, f"the {_gib(least.memory_bytes)} of a GPU", nodes)
-        used = max(gpu.used_bytes for gpu in machine.gpus)
+        used = max(gpu.used_bytes for gpu in info.gpus)
         if need and least.memory_bytes - used < need <= least.memory_bytes:
             why = f"{_gib(used)} of a GPU are in use, and a rank needs {_gib(need)}"
             fix = "end the processes that nvidia-smi lists"
             yield Finding(Severity.ERROR, "GPUs are occupied", why, fix, nodes)
-    kinds = {gpu.name for machine in facts.machines for gpu in machine.gpus}
+    kinds = {gpu.name for info in facts.nodes for gpu in info.gpus}
     if len(kinds) > 1:
         why = f"{', '.join(sorted(kinds))}: every step waits for the slowest"
         yield Finding(Severity.WARNING, "different GPUs", why, "cluster.sbatch=[--constraint=...]")
@@ -141,73 +141,73 @@ def _too_large(need: int, room: str, nodes: tuple[str, ...]) -> Finding:
 
 
 def _memory(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    for machine in facts.machines:
+    for info in facts.nodes:
         # Host memory holds both engines' weights without GPUs, offloaded ones with GPUs.
         rank = needs.rank_memory + needs.train_bytes + needs.gen_bytes
         need = needs.ranks_per_node * rank + needs.object_store
-        nodes = (machine.node,)
-        if need > machine.usable_memory:
+        nodes = (info.node,)
+        if need > info.usable_memory:
             why = (
                 f"{needs.ranks_per_node} ranks of {_gib(rank)} and an object store of"
                 f" {_gib(needs.object_store)} need {_gib(need)}: the kernel will end one of them"
             )
-            what = f"{_gib(machine.usable_memory)} of memory"
+            what = f"{_gib(info.usable_memory)} of memory"
             fix = "cluster.memory_per_node, fewer ranks a node, or more nodes"
             yield Finding(Severity.ERROR, what, why, fix, nodes)
-        elif need > machine.memory_available:
+        elif need > info.memory_available:
             why = f"the run needs {_gib(need)}; other processes have the rest"
-            what = f"{_gib(machine.memory_available)} of memory are free"
+            what = f"{_gib(info.memory_available)} of memory are free"
             yield Finding(Severity.WARNING, what, why, "end it, or ask for whole nodes", nodes)
 
 
 def _shm(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    for machine in facts.machines:
-        if machine.shm_free >= needs.object_store:
+    for info in facts.nodes:
+        if info.shm_free >= needs.object_store:
             continue
         why = (
             f"Ray's object store needs {_gib(needs.object_store)} there and goes to a file"
             " otherwise: samples between ranks go through the disk. NCCL needs it, too"
         )
         fix = "a larger one: mount -o remount,size=..., docker --shm-size, or delete its files"
-        what = f"/dev/shm has {_gib(machine.shm_free)} free of {_gib(machine.shm)}"
-        yield Finding(Severity.WARNING, what, why, fix, (machine.node,))
+        what = f"/dev/shm has {_gib(info.shm_free)} free of {_gib(info.shm)}"
+        yield Finding(Severity.WARNING, what, why, fix, (info.node,))
 
 
 def _files(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    for machine in facts.machines:
-        if machine.open_files < _OPEN_FILES:
+    for info in facts.nodes:
+        if info.open_files < _OPEN_FILES:
             why = f"Ray asks for {_OPEN_FILES}: with fewer, connections between processes fail"
             fix = f"ulimit -Hn {_OPEN_FILES}, or /etc/security/limits.conf"
-            what = f"at most {machine.open_files} open files"
-            yield Finding(Severity.WARNING, what, why, fix, (machine.node,))
+            what = f"at most {info.open_files} open files"
+            yield Finding(Severity.WARNING, what, why, fix, (info.node,))
 
 
 def _cpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    for machine in facts.machines:
-        nodes = (machine.node,)
+    for info in facts.nodes:
+        nodes = (info.node,)
         threads = needs.ranks_per_node * needs.threads_per_rank
-        if threads > machine.usable_cpus:
-            what = f"{machine.usable_cpus:g} CPUs for {threads} threads"
+        if threads > info.usable_cpus:
+            what = f"{info.usable_cpus:g} CPUs for {threads} threads"
             why = "ranks wait for each other's turn, and every collective for the last of them"
             fix = "fewer cluster.ranks or cluster.threads_per_rank, more cluster.cpus_per_node"
             yield Finding(Severity.WARNING, what, why, fix, nodes)
-        if machine.cpu_quota is not None and machine.cpu_quota < machine.cpus:
-            what = f"{machine.cpus} CPUs are shown, the control group gives {machine.cpu_quota:g}"
+        if info.cpu_quota is not None and info.cpu_quota < info.cpus:
+            what = f"{info.cpus} CPUs are shown, the control group gives {info.cpu_quota:g}"
             why = "libraries start a thread for each that is shown; the kernel then stops them all"
             fix = "a limit by cpuset (docker --cpuset-cpus), which libraries see"
             yield Finding(Severity.WARNING, what, why, fix, nodes)
 
 
 def _versions(facts: Facts, needs: Needs) -> Iterator[Finding]:
-    for machine in facts.machines:
-        for line in machine.unmet:
+    for info in facts.nodes:
+        for line in info.unmet:
             why = "these versions are not tested together"
             fix = "install into a separate environment: make install, make install-vllm"
-            yield Finding(Severity.WARNING, line, why, fix, (machine.node,))
-    driver = facts.machines[0]
-    for machine in facts.machines[1:]:
+            yield Finding(Severity.WARNING, line, why, fix, (info.node,))
+    driver = facts.nodes[0]
+    for info in facts.nodes[1:]:
         ours = {"Python": driver.python, **driver.packages}
-        theirs = {"Python": machine.python, **machine.packages}
+        theirs = {"Python": info.python, **info.packages}
         for name in sorted(ours.keys() | theirs.keys()):
             a, b = ours.get(name, "none"), theirs.get(name, "none")
             if a != b:
@@ -217,7 +217,7 @@ def _versions(facts: Facts, needs: Needs) -> Iterator[Finding]:
                 severity = Severity.ERROR if fatal else Severity.WARNING
                 what = f"{name} {b}, and {a} on {driver.node}"
                 fix = "the same environment on all nodes: a shared directory, or a container"
-                yield Finding(severity, what, why, fix, (machine.node,))
+                yield Finding(severity, what, why, fix, (info.node,))
 
 
 def _disks(facts: Facts, needs: Needs) -> Iterator[Finding]:
@@ -302,17 +302,17 @@ def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
 
 def _idle_infiniband(facts: Facts, across: Sequence[Link]) -> Iterator[Finding]:
     """Active InfiniBand, and transfers no faster than the node's other interfaces allow."""
-    if not across or not facts.machines[0].gpus:
+    if not across or not facts.nodes[0].gpus:
         return  # gloo does not use it
     best = max(link.rate for link in across) * 8 / 1e9
-    for machine in facts.machines:
-        fastest = max(machine.infiniband.values(), default=0.0)
-        other = max(machine.networks.values(), default=0.0)
+    for info in facts.nodes:
+        fastest = max(info.infiniband.values(), default=0.0)
+        other = max(info.networks.values(), default=0.0)
         if fastest > other >= best:
             what = f"{best:.3g} Gbit/s between nodes, with InfiniBand of {fastest:g} Gbit/s"
             why = f"no more than the {other:g} Gbit/s of the other interfaces: NCCL uses these"
             fix = "NCCL_DEBUG=INFO says why; NCCL_IB_HCA, and in a container /dev/infiniband"
-            yield Finding(Severity.WARNING, what, why, fix, (machine.node,))
+            yield Finding(Severity.WARNING, what, why, fix, (info.node,))
 
 
 def _clocks(facts: Facts, needs: Needs) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""`hybridrl doctor`: examines the machines of a run as its ranks see them, and reports problems.
+"""`hybridrl doctor`: examines the nodes of a run as its ranks see them, and reports problems.
 
 Ray starts as for a run, with a `Probe` in place of each rank; `checks`, which is pure, diagnoses
 their facts.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 USAGE = """usage: hybridrl doctor [--json] [OVERRIDES]
 
-Finds problems of a run of these overrides on this machine, on a Ray cluster (cluster.address=...)
+Finds problems of a run of these overrides on this node, on a Ray cluster (cluster.address=...)
 or on the nodes of a Slurm job (cluster=slurm ...): inside of a job it looks at its nodes, elsewhere
 it submits one and waits for it. Exit code 1 where such a run cannot work."""
 _CLOCK_READS = 5
@@ -62,7 +62,7 @@ class Report:
 def examine(config: Config, directory: Path) -> Report:
     """Examine all nodes of a run with a directory below `directory`; leaves no files there.
 
-    If the ranks do not start, the reason is a finding, and only this machine's facts are judged.
+    If the ranks do not start, the reason is a finding, and only this node's facts are judged.
     """
     resolve_device(config)
     needs, cluster = needs_of(config), config.cluster
@@ -134,7 +134,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     node_facts: list[tuple[NodeInfo, str, str]] = answers(
         [p.look.remote() for p in probes], "start"
     )
-    node_of = [machine.node for machine, _, _ in node_facts]
+    node_of = [info.node for info, _, _ in node_facts]
     first = {node: node_of.index(node) for node in node_of}
     leaders = [probes[rank] for rank in first.values()]
     clocks = {node: _clock(ray, probes[rank]) for node, rank in first.items()}
@@ -152,10 +152,10 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
         answers([probe.join.remote(*address) for probe in probes], doing)
         measured = answers([probe.measure.remote() for probe in probes], "exchange messages")
         links = [*measured[0], *(x for links in measured[1:] for x in links if x.kind == "send")]
-    machines = {machine.node: machine for machine, _, _ in reversed(node_facts)}
+    infos = {info.node: info for info, _, _ in reversed(node_facts)}
     driver_node = read_node_info()
     return Facts(
-        machines=[machines.pop(driver_node.node, driver_node), *machines.values()],
+        nodes=[infos.pop(driver_node.node, driver_node), *infos.values()],
         gpu_problems={node_of[rank]: problem for rank, (_, problem, _) in enumerate(node_facts)},
         disks=[disk for of_node in disks for disk in of_node],
         hidden=[node for node, sees in zip(first, visible, strict=True) if not sees],
@@ -202,15 +202,15 @@ def _cause(error: Exception) -> str:
 
 
 def _this_node_alone(directory: Path) -> Facts:
-    """This machine without ranks."""
-    machine = read_node_info()
+    """This node without ranks."""
+    info = read_node_info()
     disks = []
     with suppress(OSError):
-        disks.append(measure_disk("run.dir", directory, machine.node))
+        disks.append(measure_disk("run.dir", directory, info.node))
         scratch = Path(tempfile.gettempdir())
-        disks.append(measure_disk("scratch", scratch, machine.node))
-    problems = {machine.node: gpu_problem()[0]} if machine.gpus else {}
-    return Facts(machines=[machine], gpu_problems=problems, disks=disks)
+        disks.append(measure_disk("scratch", scratch, info.node))
+    problems = {info.node: gpu_problem()[0]} if info.gpus else {}
+    return Facts(nodes=[info], gpu_problems=problems, disks=disks)
 
 
 def existing(path: Path) -> Path:
@@ -226,7 +226,7 @@ def inside_a_job() -> bool:
 
 def shown(report: Report) -> RenderableType:
     """The report for the terminal: tables of facts, then the findings."""
-    parts: list[RenderableType] = [_machines(report.facts), _disks(report.facts)]
+    parts: list[RenderableType] = [_nodes(report.facts), _disks(report.facts)]
     if report.facts.links:
         parts.append(_links(report.facts))
     return Group(*parts, *_words(report.findings))
@@ -239,18 +239,18 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _machines(facts: Facts) -> Table:
+def _nodes(facts: Facts) -> Table:
     table = _table("node", "CPUs", "memory", "/dev/shm", "GPUs", "Python", "torch", "ray")
-    for machine in facts.machines:
-        names = {gpu.name for gpu in machine.gpus}
-        packages = machine.packages
+    for info in facts.nodes:
+        names = {gpu.name for gpu in info.gpus}
+        packages = info.packages
         table.add_row(
-            machine.node,
-            f"{machine.usable_cpus:g} ({machine.cpu})",
-            f"{machine.usable_memory / 2**30:,.4g} GiB",
-            f"{machine.shm / 2**30:,.4g} GiB",
-            f"{len(machine.gpus)} x {', '.join(sorted(names))}" if names else "none",
-            machine.python,
+            info.node,
+            f"{info.usable_cpus:g} ({info.cpu})",
+            f"{info.usable_memory / 2**30:,.4g} GiB",
+            f"{info.shm / 2**30:,.4g} GiB",
+            f"{len(info.gpus)} x {', '.join(sorted(names))}" if names else "none",
+            info.python,
             packages.get("torch", "none"),
             packages.get("ray", "none"),
         )

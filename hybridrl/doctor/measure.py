@@ -149,10 +149,10 @@ class Probe:
         self._device = "cpu"
 
     def look(self) -> tuple[NodeInfo, str, str]:
-        """The machine; why torch cannot use its GPUs, and which torch was built for."""
-        machine = read_node_info()
-        problem, built_for = gpu_problem() if machine.gpus else ("", "")
-        return machine, problem, built_for
+        """The node; why torch cannot use its GPUs, and which torch was built for."""
+        info = read_node_info()
+        problem, built_for = gpu_problem() if info.gpus else ("", "")
+        return info, problem, built_for
 
     def clock(self) -> float:
         """Unix seconds."""
@@ -173,7 +173,7 @@ class Probe:
         return Path(file).is_file()
 
     def listen(self) -> tuple[str, int]:
-        """Open the store of the rendezvous: this machine's address in the cluster, and its port."""
+        """Open the store of the rendezvous: this node's address in the cluster, and its port."""
         import ray
 
         host = ray.util.get_node_ip_address()

@@ -13,7 +13,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Unix time, so that spans measured on different ranks of a machine share one axis."""
+    """Unix time, so that spans measured on different ranks of a node share one axis."""
 
     def now(self) -> float:
         """Seconds since the epoch."""

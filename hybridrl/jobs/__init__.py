@@ -1,5 +1,5 @@
 """Runs as jobs of Slurm or of a standing Ray cluster, above the controller.
 
-Start from `commands.py` (`hybridrl submit`, `status`, `logs`, `cancel`), `Batch` (`batch.py`: the
-script that Slurm gets) and `RayJob` (`ray_jobs.py`: the same through Ray's job service).
+Start from `commands.py` (`hybridrl submit`, `status`, `logs`, `cancel`), `BatchScript`
+(`batch.py`: the script that Slurm gets) and `RayJob` (`ray_jobs.py`: the same by Ray's service).
 """

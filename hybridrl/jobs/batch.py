@@ -13,7 +13,7 @@ _PLAIN = re.compile(r"[\w/.+@%-]+")  # characters that Hydra reads as they stand
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchScript:
     """The contents of a batch script.
 
     `directory` is the run's, or a sweep's, whose task number k has the directory `k` in it. `tasks`

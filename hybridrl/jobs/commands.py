@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
 from hybridrl.jobs import containers, ray_jobs
-from hybridrl.jobs.batch import Batch
+from hybridrl.jobs.batch import BatchScript
 from hybridrl.jobs.ray_jobs import RayJob
 from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import JobError
@@ -55,7 +55,9 @@ def submit(args: Sequence[str]) -> Iterator[str]:
         yield from _check_and_submit(batch, configs, dry_run=len(requested) < len(args))
 
 
-def _check_and_submit(batch: Batch, configs: Sequence[Config], dry_run: bool) -> Iterator[str]:
+def _check_and_submit(
+    batch: BatchScript, configs: Sequence[Config], dry_run: bool
+) -> Iterator[str]:
     _check_free(batch)
     _prepare_all(configs, batch.run_dirs)
     on_ray = batch.cluster.kind is ClusterKind.ray
@@ -78,7 +80,7 @@ def _check_and_submit(batch: Batch, configs: Sequence[Config], dry_run: bool) ->
     yield json.dumps(record)
 
 
-def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
+def _plan(args: Sequence[str]) -> tuple[BatchScript, list[Config]]:
     """The batch of a command line, and the config of each of its runs."""
     compose.register()
     composed = compose.parse_arguments(compose.take_recipe_paths(args))
@@ -111,10 +113,10 @@ def _plan(args: Sequence[str]) -> tuple[Batch, list[Config]]:
     if options.config_dir is not None:
         fixed.insert(0, f"--config-dir={options.config_dir}")
     tasks = tuple(tuple(task) for task in compose.choices(swept))
-    return Batch(config.cluster, path, Path.cwd(), tuple(fixed), tasks, sweep), configs
+    return BatchScript(config.cluster, path, Path.cwd(), tuple(fixed), tasks, sweep), configs
 
 
-def _check_free(batch: Batch) -> None:
+def _check_free(batch: BatchScript) -> None:
     """Raise ConfigError if a job of the run has not ended: two would write its records.
 
     One that waits for it (`--dependency`) may be submitted.
@@ -152,7 +154,7 @@ def _prepare_all(configs: Sequence[Config], run_dirs: Sequence[Path]) -> None:
         find_origin(replace(config, run=replace(config.run, dir=str(run_dir))))
 
 
-def _submit_to_ray(batch: Batch) -> Iterator[str]:
+def _submit_to_ray(batch: BatchScript) -> Iterator[str]:
     new = [path for path in (batch.directory, *batch.directory.parents) if not path.exists()]
     try:
         job = ray_jobs.submit(batch)
@@ -165,7 +167,7 @@ def _submit_to_ray(batch: Batch) -> Iterator[str]:
     yield json.dumps({"job": job, "run": str(batch.directory), "logs": []})
 
 
-def _submit(batch: Batch) -> str:
+def _submit(batch: BatchScript) -> str:
     """Write the script and submit it to sbatch; the job's id. Leaves no files if it is refused."""
     slurm.check_partition(batch.cluster)
     folders = (batch.script.parent, *batch.script.parent.parents)
@@ -193,7 +195,7 @@ def _submit(batch: Batch) -> str:
     return job
 
 
-def _sbatch(batch: Batch) -> str:
+def _sbatch(batch: BatchScript) -> str:
     """Submit the written script; the job's id."""
     logger.debug("submitting %s", batch.script)
     job = slurm.call("sbatch", "--parsable", str(batch.script)).strip().partition(";")[0]
@@ -214,7 +216,7 @@ def examine_nodes(cluster: ClusterConfig, directory: Path, args: Sequence[str]) 
     containers.check_image(cluster)
     slurm.check_partition(cluster)
     with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
-        batch = Batch(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
+        batch = BatchScript(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
         batch.script.parent.mkdir()
         batch.script.write_text(batch.text())
         job = _sbatch(batch)

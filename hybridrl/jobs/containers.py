@@ -1,9 +1,9 @@
 """Lines of a batch script for modules and containers.
 
 In a container the driver has none of Slurm's commands. So the script writes the names of the nodes
-(`nodes`) to a directory of the run, `$HYBRIDRL_MEETING`. It starts the other nodes itself, and runs
-the driver. These nodes read the head's address there (`head`). They end with their standard input,
-which only the driver's process holds open.
+(`nodes`) to a directory of the run, `$HYBRIDRL_RENDEZVOUS`. It starts the other nodes itself, and
+runs the driver. These nodes read the head's address there (`head`). They end with their standard
+input, which only the driver's process holds open.
 
 In a job that may restart, the script stays as the driver's parent. It forwards Slurm's warning, and
 requests the restart that the driver wants (`again`).
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridrl.config import ClusterConfig, ConfigError, Container
-from hybridrl.runtime.slurm import MEETING
+from hybridrl.runtime.slurm import RENDEZVOUS
 
 _MODULES = """\
 for init in "${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash" \\
@@ -25,7 +25,7 @@ for init in "${LMOD_PKG:-/usr/share/lmod/lmod}/init/bash" \\
 done"""
 _MEET = """\
 # Slurm's commands are outside of the container; what they would say is left for it here.
-export {variable}={directory}/slurm/meeting-$SLURM_JOB_ID
+export {variable}={directory}/slurm/rendezvous-$SLURM_JOB_ID
 rm -rf "${variable}"  # of the job before it started again
 mkdir -p "${variable}" {directory}/logs
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "${variable}/nodes"
@@ -74,7 +74,7 @@ def meet_and_start_nodes(
     cluster: ClusterConfig, directory: str, mounts: Sequence[Path]
 ) -> list[str]:
     """Lines before the driver; `directory` is the run's, as a word of the shell."""
-    lines = [_MEET.format(variable=MEETING, directory=directory)]
+    lines = [_MEET.format(variable=RENDEZVOUS, directory=directory)]
     if cluster.nodes > 1:
         options, words = _run_in(cluster, mounts)
         program = ["-m", "hybridrl.runtime.ray_node", f"--ranks={cluster.ranks_per_node}"]
@@ -83,13 +83,13 @@ def meet_and_start_nodes(
             program.append(f"--scratch={shlex.quote(cluster.local_scratch)}")
         arguments = [*options, " ".join([*words, "-P", *program])]
         command = "".join(f"{_MORE}{line}" for line in arguments)
-        lines.append(_OTHERS.format(variable=MEETING, number=cluster.nodes - 1, command=command))
+        lines.append(_OTHERS.format(variable=RENDEZVOUS, number=cluster.nodes - 1, command=command))
     return lines
 
 
 def stay_around(command: str) -> str:
     """The driver's `command`, and the restart after it, for a job that may restart."""
-    return _AROUND.format(command=command, variable=MEETING)
+    return _AROUND.format(command=command, variable=RENDEZVOUS)
 
 
 def driver(cluster: ClusterConfig, mounts: Sequence[Path]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.jobs.batch import Batch
+from hybridrl.jobs.batch import BatchScript
 from hybridrl.runtime.errors import JobError
 from hybridrl.runtime.ray_cluster import show_token
 from hybridrl.telemetry.records import write_json
@@ -29,7 +29,7 @@ class RayJobError(JobError):
     """The job service refused, or has forgotten the job."""
 
 
-def entrypoint(batch: Batch) -> str:
+def entrypoint(batch: BatchScript) -> str:
     """The command for the cluster's head: the driver, in the directory of `hybridrl submit`."""
     python = shlex.quote(batch.cluster.python or sys.executable)
     command = f"exec {python} -P -m hybridrl.cli {batch.command}"
@@ -37,7 +37,7 @@ def entrypoint(batch: Batch) -> str:
     return f"cd {shlex.quote(str(batch.work_dir))} && {command} {options}"
 
 
-def submit(batch: Batch) -> str:
+def submit(batch: BatchScript) -> str:
     """Submit the run to the cluster; the job's id. Raises ConfigError if there is no cluster."""
     logger.debug("submitting %s to %s", batch.directory, batch.cluster.address)
     client = _client(str(batch.cluster.address))

@@ -14,7 +14,13 @@ import torch
 
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.plan import Plan
-from hybridrl.layout.weight_switch import BUCKET_BYTES, Groups, SwitchStats, Tensors, WeightSwitch
+from hybridrl.layout.weight_switch import (
+    BUCKET_BYTES,
+    ProcessGroups,
+    SwitchStats,
+    Tensors,
+    WeightSwitch,
+)
 
 
 class LayerwiseSwitch:
@@ -35,7 +41,7 @@ class LayerwiseSwitch:
         """Raises ValueError where `layers` do not name every parameter of the plan once."""
         if sorted(name for names in layers for name in names) != sorted(plan.dst.rules):
             raise ValueError("the layers must name every parameter of the plan once")
-        groups: Groups = {}
+        groups: ProcessGroups = {}
         self.layers = [tuple(names) for names in layers]
         self._switches = [
             WeightSwitch(subplan(plan, names), rank, dtype, bucket_bytes, groups=groups)

@@ -25,7 +25,7 @@ BUCKET_BYTES = 16 * 2**20
 """Default size of a bucket; two are in flight."""
 
 Tensors = Mapping[str, torch.Tensor]
-Groups = dict[tuple[int, ...], dist.ProcessGroup]
+ProcessGroups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class WeightSwitch:
         bucket_bytes: int = BUCKET_BYTES,
         group: dist.ProcessGroup | None = None,
         least_gather: int = 3,
-        groups: "Groups | None" = None,
+        groups: "ProcessGroups | None" = None,
     ) -> None:
         """`groups` are process groups that other switches of the same ranks have made already."""
         self.dtype = dtype

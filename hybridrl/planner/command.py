@@ -33,7 +33,7 @@ Replays response lengths under every schedule, in virtual time.
   hybridrl plan schedule --lengths=outputs/run
   hybridrl plan schedule --lengths=lmsys --costs=gpu:model=33b,critic=13b,total=256"""
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 Printed = tuple[list[tuple[str, ...]], list[str], dict[str, Any]]
 
 # Option -> least value; the first seven are whole numbers.
@@ -75,7 +75,7 @@ class Measured:
     has_costs: bool
 
 
-def run(args: Sequence[str], on_progress: Progress) -> Printed:
+def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
     """The table (a header, then lines), remarks below it, and all of it for a program.
 
     `on_progress` gets the replays done and their total. Raises `ConfigError`.

@@ -34,7 +34,7 @@ class RewardInput:
 MAX_TEXT = 4096
 """Characters of a judged text in a result; longer ones are cut."""
 
-Judge = Callable[[RewardInput, str], float]
+Verify = Callable[[RewardInput, str], float]
 """Reward of an input whose judged text is the second argument."""
 
 
@@ -75,11 +75,11 @@ def as_reward(value: object) -> float:
     return reward
 
 
-def _exact(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+def _exact(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     return lambda item, text: float(text == item.answer)
 
 
-def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     if config.pattern is None:
         raise ConfigError("reward.pattern", None, "a regular expression, for reward.kind=regex")
     pattern = config.pattern
@@ -89,7 +89,7 @@ def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
     )
 
 
-def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     """math-verify without its time limits, which need SIGALRM in a main thread."""
     import logging
 
@@ -110,7 +110,7 @@ def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
     return judge
 
 
-def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     """reasoning_gym's `score_answer`, of the dataset with the source's parameters."""
     others = {n: s.kind.value for n, s in sources.items() if s.kind is not SourceKind.reasoning_gym}
     if others or not sources:
@@ -128,7 +128,7 @@ def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
     return lambda item, text: float(datasets[item.source].score_answer(text, dict(item.item)))
 
 
-def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge:
+def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     if config.function is None:
         raise ConfigError("reward.function", None, "a dotted path, for reward.kind=function")
     function = load_function("reward.function", config.function)
@@ -138,7 +138,7 @@ def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Judge
     )
 
 
-_JUDGES: dict[RewardKind, Callable[[JudgeConfig, Mapping[str, SourceConfig]], Judge]] = {
+_JUDGES: dict[RewardKind, Callable[[JudgeConfig, Mapping[str, SourceConfig]], Verify]] = {
     RewardKind.dataset: _dataset,
     RewardKind.exact: _exact,
     RewardKind.regex: _regex,

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
-from hybridrl.runtime.slurm import MEETING
+from hybridrl.runtime.slurm import RENDEZVOUS
 
 RANK = "hybridrl_rank"  # Ray's custom resource, one unit per rank
 HIDDEN = 3
@@ -133,8 +133,8 @@ def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) ->
 
 
 def _wait_for_head(logs: Path) -> str | None:
-    """The head's address, from the job's meeting directory; None if a stop was requested before."""
-    file = Path(os.environ[MEETING]) / "head"
+    """The head's address, from the rendezvous directory; None if a stop was requested before."""
+    file = Path(os.environ[RENDEZVOUS]) / "head"
     while not file.is_file():
         if _stop_requested(_POLL_S):
             return None

@@ -16,7 +16,7 @@ from hybridrl.config import ClusterConfig
 from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_node import HIDDEN
-from hybridrl.runtime.slurm import MEETING
+from hybridrl.runtime.slurm import RENDEZVOUS
 from hybridrl.telemetry.records import write_atomic
 
 _POLL_S = 0.1
@@ -29,8 +29,8 @@ class RayOnSlurm:
     def __init__(self, config: ClusterConfig, logs: Path, allocation: slurm.Allocation) -> None:
         self.config, self.logs, self.allocation = config, logs, allocation
         self.address = ""
-        meeting = os.environ.get(MEETING)
-        self.meeting = Path(meeting) if meeting else None
+        rendezvous = os.environ.get(RENDEZVOUS)
+        self.rendezvous = Path(rendezvous) if rendezvous else None
         self._deadline = time.monotonic() + config.start_timeout_s
         self._steps: list[subprocess.Popen[bytes]] = []
 
@@ -62,7 +62,7 @@ class RayOnSlurm:
         if self.config.local_scratch is not None:
             program.append(f"--scratch={self.config.local_scratch}")
         command = [*program, *options]
-        if self.meeting is None:
+        if self.rendezvous is None:
             command = slurm.srun(self.allocation, nodes, *command)
         # Its standard input is the link: it ends with this process, however that ends.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -117,7 +117,7 @@ def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
     allocation = slurm.allocation(config)
     logs.mkdir(parents=True, exist_ok=True)
     starting = RayOnSlurm(config, logs.resolve(), allocation)
-    if starting.meeting is None:  # else the batch script has set the token on all nodes
+    if starting.rendezvous is None:  # else the batch script has set the token on all nodes
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     with (
         contextlib.ExitStack() as steps,
@@ -125,8 +125,8 @@ def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
     ):
         steps.enter_context(starting.step(starting.nodes[:1], f"--temp={temp}"))
         starting.wait_for_head(Path(temp) / "ray_current_cluster")
-        if starting.meeting is not None:
-            write_atomic(starting.meeting / "head", starting.address)
+        if starting.rendezvous is not None:
+            write_atomic(starting.rendezvous / "head", starting.address)
         elif starting.nodes[1:]:
             address = f"--address={starting.address}"
             steps.enter_context(starting.step(starting.nodes[1:], address))

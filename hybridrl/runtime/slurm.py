@@ -12,7 +12,7 @@ from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.config.errors import names
 from hybridrl.runtime.errors import JobError
 
-MEETING = "HYBRIDRL_MEETING"  # names the directory that a container's driver and nodes share
+RENDEZVOUS = "HYBRIDRL_RENDEZVOUS"  # names the directory that a container's driver and nodes share
 _FIELD = re.compile(r"(\w+)=(.*?)(?= [\w:/]+=|$)")
 _PATH = re.compile(r"(Command|WorkDir|StdErr|StdIn|StdOut)=(.*)")  # a line each, with any character
 
@@ -113,8 +113,8 @@ def allocation(config: ClusterConfig) -> Allocation:
     env = os.environ
     if "SLURM_JOB_ID" not in env or "SLURMD_NODENAME" not in env:
         raise ConfigError("cluster", "slurm", "a node of a Slurm job; hybridrl submit makes one")
-    if meeting := env.get(MEETING):
-        nodes = tuple((Path(meeting) / "nodes").read_text().split())
+    if rendezvous := env.get(RENDEZVOUS):
+        nodes = tuple((Path(rendezvous) / "nodes").read_text().split())
     else:
         nodes = tuple(call("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split())
     if len(nodes) != config.nodes:
@@ -149,7 +149,7 @@ def _is_cancelled(job: str) -> bool:
     Then it was cancelled, or Slurm restarts it itself: for a dead node, say. In a container the
     script around the driver checks this.
     """
-    if MEETING in os.environ:
+    if RENDEZVOUS in os.environ:
         return False
     return any(
         entry["JobState"] in ("CANCELLED", "COMPLETING") and not _is_over_time(entry)
@@ -174,8 +174,8 @@ def start_again() -> None:
 
     It may have decided so itself: for a dead node, or a job that preempts this one.
     """
-    if meeting := os.environ.get(MEETING):
-        (Path(meeting) / "again").touch()  # for the script, which has Slurm's commands
+    if rendezvous := os.environ.get(RENDEZVOUS):
+        (Path(rendezvous) / "again").touch()  # for the script, which has Slurm's commands
         return
     try:
         call("scontrol", "requeue", _current_job())

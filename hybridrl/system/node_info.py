@@ -1,4 +1,4 @@
-"""Facts of the machine under this process: hardware, limits and installed packages.
+"""Facts of the node under this process: hardware, limits and installed packages.
 
 Read from the kernel, from package metadata and from `nvidia-smi`, without importing packages or
 using an accelerator.
@@ -59,7 +59,7 @@ class NodeInfo:
     """Requirements between packages that their versions do not meet."""
     cpu: str
     cores: int
-    """Physical cores of the machine."""
+    """Physical cores of the node."""
     cpus: int
     """Logical CPUs that this process may run on."""
     cpu_quota: float | None
@@ -96,7 +96,7 @@ def node_name() -> str:
 
 
 def read_node_info() -> NodeInfo:
-    """This machine, now."""
+    """This node, now."""
     memory, shm = psutil.virtual_memory(), Path("/dev/shm")
     has_shm = shm.is_dir()
     return NodeInfo(

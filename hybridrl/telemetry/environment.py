@@ -64,10 +64,10 @@ def essentials(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     for repository in record.get("repositories", ()):
         changed = f", changed: {repository['patch']}" if repository["patch"] else ""
         rows.append(("commit", f"{repository['commit'][:12]} of {repository['root']}{changed}"))
-    machines: dict[str, list[str]] = {}
+    by_hardware: dict[str, list[str]] = {}
     for node in record.get("nodes", ()):
-        machines.setdefault(_machine(node), []).append(str(node["node"]))
-    rows += [(", ".join(names), machine) for machine, names in machines.items()]
+        by_hardware.setdefault(_hardware(node), []).append(str(node["node"]))
+    rows += [(", ".join(names), hardware) for hardware, names in by_hardware.items()]
     rows += [
         (key, str(record[key])) for key in ("container", "platform", "python") if record.get(key)
     ]
@@ -75,7 +75,7 @@ def essentials(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*rows, *((name, packages[name]) for name in _SHOWN if name in packages)]
 
 
-def _machine(node: Mapping[str, Any]) -> str:
+def _hardware(node: Mapping[str, Any]) -> str:
     """`16 CPUs (AMD EPYC), 128 GiB, 8 x NVIDIA H100 (driver 550.54.15)`."""
     parts = [f"{node['cpus']} CPUs ({node['cpu']})", f"{node['memory'] / 2**30:,.4g} GiB"]
     gpus = node["gpus"]

@@ -175,9 +175,9 @@ class Telemetry:
         assert self._trace is not None, "memory outside of the context"
         self._trace.counter(Counter(lane, "memory", when, held))
 
-    def nodes(self, machines: Sequence[Mapping[str, Any]]) -> None:
-        """Record the machines of all nodes in environment.json; before the first step."""
-        self._environment["nodes"] = list(machines)
+    def nodes(self, infos: Sequence[Mapping[str, Any]]) -> None:
+        """Record the facts of all nodes in environment.json; before the first step."""
+        self._environment["nodes"] = list(infos)
         write_json(self.run_dir / "environment.json", self._environment)
 
     def costs(self, costs: Mapping[str, Any]) -> None:

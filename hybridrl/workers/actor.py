@@ -41,7 +41,7 @@ from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore, StoredSample
-from hybridrl.workers.training import Fields, UpdateShare, train
+from hybridrl.workers.training import SampleFields, UpdateShare, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ may read the older weights' KV cache.
 """
 
 
-def _sampled(sample: StoredSample, version: int, present: int) -> Fields:
+def _sampled(sample: StoredSample, version: int, present: int) -> SampleFields:
     """Log-probabilities of the rollout engine, if it made the sample.
 
     `version` is the policy version of the oldest token, `present` that of the weights now.

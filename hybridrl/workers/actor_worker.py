@@ -327,14 +327,14 @@ class ActorWorker(BaseWorker):
             parked = load_pending(Path(path), share, self.store, self.actor)
         return self._reply(self.data_plane.put(parked) if parked else None)
 
-    def _averages(self, role: str) -> distributed.Tensors:
+    def _averages(self, role: str) -> distributed.NamedTensors:
         """The actor's moving averages."""
-        tensors: distributed.Tensors = {}
+        tensors: distributed.NamedTensors = {}
         for name, average in self.actor.averages.items() if role == "actor" else ():
             tensors |= distributed.as_parameters(average.engine, average.shards, name)
         return tensors
 
-    def _restore_averages(self, averages: distributed.Tensors) -> None:
+    def _restore_averages(self, averages: distributed.NamedTensors) -> None:
         if averages:
             for name, average in self.actor.averages.items():
                 average.restore(distributed.average_shards(averages, name))

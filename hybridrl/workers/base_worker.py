@@ -138,7 +138,7 @@ class BaseWorker:
         return ProcessDescription(pid=os.getpid(), node=node_name(), log=_log_file())
 
     @dispatch(Dispatch.SAME)
-    def machine(self) -> Reply[NodeInfo]:
+    def node_info(self) -> Reply[NodeInfo]:
         """The node that this rank runs on."""
         return self._reply(read_node_info())
 
@@ -217,11 +217,11 @@ class BaseWorker:
                 self._restore_averages(averages)
         return self._reply("")
 
-    def _averages(self, role: str) -> distributed.Tensors:
+    def _averages(self, role: str) -> distributed.NamedTensors:
         """Moving averages of a role's weights, saved with its parameters and moments."""
         return {}
 
-    def _restore_averages(self, averages: distributed.Tensors) -> None:
+    def _restore_averages(self, averages: distributed.NamedTensors) -> None:
         """Resume from the tensors of `_averages`, which `load` has filled."""
 
     @dispatch(Dispatch.SAME)

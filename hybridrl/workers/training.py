@@ -14,7 +14,7 @@ from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.store import SampleStore, StoredSample
 
-Fields = dict[str, torch.Tensor | float]
+SampleFields = dict[str, torch.Tensor | float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def train(
     share: UpdateShare,
     *,
     compare: Mapping[str, str] = MappingProxyType({}),
-    compared: Callable[[SampleId], Fields] | None = None,
+    compared: Callable[[SampleId], SampleFields] | None = None,
     stepped: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Every epoch over every mini-batch, one optimizer step each; metrics are means.

@@ -29,14 +29,14 @@ EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("
 
 def keys(kind: type, path: str = "") -> list[str]:
     """Every leaf below a dataclass, dotted, with its default."""
-    found = []
+    names = []
     hints = get_type_hints(kind)
     for field in fields(kind):
         if is_dataclass(hints[field.name]):
-            found += keys(hints[field.name], f"{path}{field.name}.")
+            names += keys(hints[field.name], f"{path}{field.name}.")
         else:
-            found.append(f"{path}{field.name}")
-    return found
+            names.append(f"{path}{field.name}")
+    return names
 
 
 def recipe_config(name: str) -> type:
@@ -126,16 +126,16 @@ def test_every_experiment_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_all_settings_of_its_dataclass(name: str) -> None:
-    given = dict(to_config(composed(f"recipe={name}")).recipe)
-    target = given.pop("target")
+    settings = dict(to_config(composed(f"recipe={name}")).recipe)
+    target = settings.pop("target")
     assert target.startswith(f"hybridrl.recipes.{name}:")
     default = recipe_config(name)()
     wanted = {field.name: getattr(default, field.name) for field in fields(default)}
     plain = {k: v.value if isinstance(v, enum.Enum) else v for k, v in wanted.items()}
     raw = OmegaConf.load(ROOT / f"recipes/{name}/config.yaml")
-    borrowed = {key: given[key] for key in given if OmegaConf.is_interpolation(raw, key)}
-    assert given == plain | borrowed
-    assert given.keys() == plain.keys()
+    borrowed = {key: settings[key] for key in settings if OmegaConf.is_interpolation(raw, key)}
+    assert settings == plain | borrowed
+    assert settings.keys() == plain.keys()
     differs = raw.keys() - {"target", "defaults"}
     assert all(raw[key] != plain[key] for key in differs - borrowed.keys())
 

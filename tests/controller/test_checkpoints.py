@@ -169,11 +169,11 @@ def test_what_is_learned_from_must_not_change(
     free = ["trainer.steps=7", "cluster.ranks=4", "trainer.layout.tp=2", "telemetry.report=false"]
     free += ["schedule=fused", "eval.every=1", "trainer.layout.fsdp=2", "trainer.save_every=5"]
     assert find_origin(config(*free)).point is not None
-    made = f", with which {path} was made"
-    assert refused(config("trainer.optim.lr=0.5")) == f"trainer.optim.lr=0.5: wanted 1e-05{made}"
-    assert refused(config("run.seed=3")) == f"run.seed=3: wanted 0{made}"
+    reason = f", with which {path} was made"
+    assert refused(config("trainer.optim.lr=0.5")) == f"trainer.optim.lr=0.5: wanted 1e-05{reason}"
+    assert refused(config("run.seed=3")) == f"run.seed=3: wanted 0{reason}"
     assert refused(config("recipe=ppo")).startswith("recipe.")
-    assert refused(config("schedule=partial")) == f"schedule=partial: wanted serial{made}"
+    assert refused(config("schedule=partial")) == f"schedule=partial: wanted serial{reason}"
 
 
 def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
@@ -189,14 +189,14 @@ def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
     point = find_origin(config("schedule=partial", "recipe=grpo")).point
     assert point is not None
     assert point.folder == path
-    made = f", with which {path} was made"
+    reason = f", with which {path} was made"
     for setting, before in (
         ("schedule=fused", "partial"),
         ("schedule.max_staleness=2", "1"),
         ("recipe.normalize=sequence", "token"),
     ):
         line = refused(config("schedule=partial", "recipe=grpo", setting))
-        assert line == f"{setting}: wanted {before}{made}"
+        assert line == f"{setting}: wanted {before}{reason}"
 
 
 def test_where_there_is_nothing_to_go_on_from(

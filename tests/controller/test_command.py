@@ -94,7 +94,7 @@ def children(run: Any, name: str) -> Callable[[], bool]:
                 names.append(process.name())
             except psutil.NoSuchProcess:
                 continue
-        return any(found.startswith(name) for found in names)
+        return any(imported.startswith(name) for imported in names)
 
     return there
 

@@ -41,7 +41,7 @@ def runs(
 
 def test_the_reward_is_the_weighted_sum(runs: dict[str, Any]) -> None:
     """Whatever the schedule; each part is in the records and a metric."""
-    found = {}
+    responses = {}
     for name, run in runs.items():
         lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
         assert len(lines) == 2 * 16
@@ -61,8 +61,8 @@ def test_the_reward_is_the_weighted_sum(runs: dict[str, Any]) -> None:
                 line["status"].startswith("timeout") for line in lines if line["step"] == step
             )
         assert run.stored == [0, 0]
-        found[name] = [(line["id"], line["response"]) for line in lines]
-    assert found["serial"][:16] == found["fused"][:16]
+        responses[name] = [(line["id"], line["response"]) for line in lines]
+    assert responses["serial"][:16] == responses["fused"][:16]
 
 
 def test_the_first_part_that_fails_is_told() -> None:
@@ -95,7 +95,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_parts(name: str, make_config: Callable[..., Any], tmp_path: Path) -> None:
-    settings, given, message = REFUSED[name]
+    settings, parts, message = REFUSED[name]
     small = ["data.size=20", "data.eval_size=4", f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(ConfigError, match=message):
-        prepare(make_config(*settings.split(), f"+reward.parts={{{given}}}", *small))
+        prepare(make_config(*settings.split(), f"+reward.parts={{{parts}}}", *small))

@@ -62,11 +62,11 @@ def test_the_student_comes_near_the_teacher(
     model = AutoModelForCausalLM.from_pretrained(teacher)
     gaps = []
     for sample in run.steps[0].samples:
-        tokens, log_probs, found = map(torch.tensor, json.loads(sample.scalars["told"]))
+        tokens, log_probs, scored = map(torch.tensor, json.loads(sample.scalars["told"]))
         with torch.no_grad():
-            logits = model(tokens[None]).logits[0, -len(found) - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(-1, tokens[-len(found) :, None])[:, 0]
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+            logits = model(tokens[None]).logits[0, -len(scored) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(-1, tokens[-len(scored) :, None])[:, 0]
+        torch.testing.assert_close(scored, wanted, atol=1e-4, rtol=0)
         gaps.append(log_probs - wanted)
     kl = [line["reverse_kl"] for line in run.metrics]
     assert kl[0] == pytest.approx(torch.cat(gaps).mean().item(), abs=1e-3)

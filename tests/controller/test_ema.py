@@ -63,11 +63,11 @@ def test_it_is_the_average_of_the_checkpoints(
                 average[name] = DECAY * average[name] + (1 - DECAY) * weights
         model.load_state_dict(average, strict=False)
         for sample in step.samples:
-            tokens, found = map(torch.tensor, json.loads(sample.scalars["told"]))
+            tokens, scored = map(torch.tensor, json.loads(sample.scalars["told"]))
             with torch.no_grad():
-                logits = model(tokens[None]).logits[0, -len(found) - 1 : -1]
-            wanted = logits.log_softmax(-1).gather(-1, tokens[-len(found) :, None])[:, 0]
-            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+                logits = model(tokens[None]).logits[0, -len(scored) - 1 : -1]
+            wanted = logits.log_softmax(-1).gather(-1, tokens[-len(scored) :, None])[:, 0]
+            torch.testing.assert_close(scored, wanted, atol=2e-5, rtol=0)
         moved.append(abs(run.metrics[number]["approx_kl"]))
     assert moved[0] < 1e-6 < 1e-4 < moved[-1]  # the average lags behind what samples
 

@@ -43,12 +43,12 @@ def run_of(
 
 def fetched_for(run: Any, names: Sequence[str] = PASSES) -> list[str]:
     """The forward passes before which a rank took up samples that another one had made."""
-    found = []
+    after_fetch = []
     for lane in {span.lane for span in run.spans if span.lane.startswith("rank")}:
         mine = [span for span in run.spans if span.lane == lane]
         pairs = itertools.pairwise(mine)
-        found += [after.name for before, after in pairs if before.name == "fetch"]
-    return [name for name in found if name in names]
+        after_fetch += [after.name for before, after in pairs if before.name == "fetch"]
+    return [name for name in after_fetch if name in names]
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_memory_at_every_change_of_phase(run_of: Callable[[str], Any]) -> None:
         assert all(10**8 < point.values["resident"] < 10**11 for point in points)
         changes = [s for s in spans if s.lane == lane and s.args["phase"] == "rl"]
         for name in ("switch", "to_train", *PASSES):
-            found = [span for span in changes if span.name == name]
-            assert len(found) >= 3
-            for span in found:
+            named = [span for span in changes if span.name == name]
+            assert len(named) >= 3
+            for span in named:
                 inside = [p for p in points if span.start <= p.when <= span.end]
                 assert len(inside) >= 2, f"{name} of step {span.step}"
 

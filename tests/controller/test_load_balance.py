@@ -17,29 +17,29 @@ def samples(lengths, ranks):
     ]
 
 
-def loads(made, ranks, num_ranks):
+def loads(batch, ranks, num_ranks):
     total = [0] * num_ranks
-    for sample, rank in zip(made, ranks, strict=True):
+    for sample, rank in zip(batch, ranks, strict=True):
         total[rank] += sample.tokens
     return total
 
 
 def test_balanced_samples_stay():
-    made = samples([5] * 8, [0, 1] * 4)
-    assert assign_ranks(made, 2) == [0, 1] * 4
+    batch = samples([5] * 8, [0, 1] * 4)
+    assert assign_ranks(batch, 2) == [0, 1] * 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_skewed_batch_is_balanced(num_ranks):
     rng = random.Random(num_ranks)
-    made = samples([rng.randint(1, 60) for _ in range(64)], [0] * 64)
-    got = loads(made, assign_ranks(made, num_ranks), num_ranks)
+    batch = samples([rng.randint(1, 60) for _ in range(64)], [0] * 64)
+    got = loads(batch, assign_ranks(batch, num_ranks), num_ranks)
     assert max(got) <= 1.05 * sum(got) / num_ranks
 
 
 def test_atoms_stay_together():
-    made = samples([1, 50, 3, 4, 9, 9, 2, 2], [0, 1, 0, 0, 1, 1, 1, 1])
-    ranks = assign_ranks(made, 2, samples_per_row=2)
+    batch = samples([1, 50, 3, 4, 9, 9, 2, 2], [0, 1, 0, 0, 1, 1, 1, 1])
+    ranks = assign_ranks(batch, 2, samples_per_row=2)
     assert all(ranks[i] == ranks[i + 1] for i in range(0, 8, 2))
 
 

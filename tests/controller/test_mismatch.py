@@ -89,8 +89,8 @@ def test_older_tokens_are_counted_apart(
             weights = [s["ratio"] ** 2 * s["length"] for s in mine]
             mean = sum(w * s["reward"] for w, s in zip(weights, mine, strict=True)) / sum(weights)
             for scalars in mine:
-                found = scalars["advantage"]
-                assert found == pytest.approx(scalars["reward"] - mean, rel=1e-4, abs=1e-6)
+                advantage = scalars["advantage"]
+                assert advantage == pytest.approx(scalars["reward"] - mean, rel=1e-4, abs=1e-6)
             weighed |= max(weights) > 1.01 * min(weights)
         assert weighed
         if "staleness/max" in line:

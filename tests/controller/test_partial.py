@@ -64,17 +64,19 @@ def check_record(run: Any) -> None:
     for number, (step, line) in enumerate(zip(run.steps, run.metrics, strict=True)):
         assert [s.id for s in step.samples] == sorted(s.id for s in step.samples)
         assert len({s.id.prompt for s in step.samples}) == WANTED
-        made: dict[int, int] = {}
+        tokens_by_version: dict[int, int] = {}
         for sample in step.samples:
             bounds = [0, *(span.stop for span in sample.spans)]
             assert [span.start for span in sample.spans] == bounds[:-1]
             assert bounds[-1] == sample.response_tokens
             for span in sample.spans:
-                made[span.version] = made.get(span.version, 0) + span.stop - span.start
-        assert min(made) >= number - 2
-        assert max(made) == number  # weights of as many updates
-        old = sum(tokens for version, tokens in made.items() if version < number)
-        assert line["off_policy_share"] == pytest.approx(old / sum(made.values()))
+                tokens_by_version[span.version] = (
+                    tokens_by_version.get(span.version, 0) + span.stop - span.start
+                )
+        assert min(tokens_by_version) >= number - 2
+        assert max(tokens_by_version) == number  # weights of as many updates
+        old = sum(tokens for version, tokens in tokens_by_version.items() if version < number)
+        assert line["off_policy_share"] == pytest.approx(old / sum(tokens_by_version.values()))
         assert line["staleness"] <= 2
         resumed += line["resumed"]
     assert resumed > 0
@@ -93,10 +95,10 @@ def check_log_probs(run: Any, keep: bool) -> None:
     several, kept_matters = 0, 0.0
     for sample in (sample for step in run.steps for sample in step.samples):
         tokens, log_probs, _ = json.loads(sample.scalars["told"])
-        found = torch.tensor(log_probs, dtype=torch.float64)
+        recorded = torch.tensor(log_probs, dtype=torch.float64)
         wanted = by_version(models, sample, tokens, keep)
         # Measured: 2e-6, of order 4; as in the engine's own tests.
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(recorded, wanted, atol=1e-5, rtol=0)
         if len(sample.spans) > 1:
             several += 1
             other = by_version(models, sample, tokens, not keep)
@@ -113,7 +115,7 @@ def by_version(
 
     A token's keys and values are made where the next token is drawn.
     """
-    found, cache = [], DynamicCache()
+    drawn_log_probs, cache = [], DynamicCache()
     for span in sample.spans:
         model = models[span.version]
         begin, end = (sample.prompt_tokens + i - 1 for i in (span.start, span.stop))
@@ -123,5 +125,5 @@ def by_version(
         ids = torch.tensor([tokens[seen:end]])
         scores = model(ids, past_key_values=cache).logits[0].log_softmax(-1)[begin - seen :]
         drawn = torch.tensor(tokens[begin + 1 : end + 1])
-        found.append(scores.gather(1, drawn[:, None])[:, 0])
-    return torch.cat(found)
+        drawn_log_probs.append(scores.gather(1, drawn[:, None])[:, 0])
+    return torch.cat(drawn_log_probs)

@@ -144,9 +144,9 @@ def test_the_coefficient_follows_the_kl(
     run = train_here(tmp_path / "run", *kept, *settings, "trainer.optim.lr=1e-2")
     coefs = [0.2]
     for line, step in zip(rl_lines(run), run.steps[-3:], strict=True):
-        found = [sample.scalars for sample in step.samples]
-        assert {scalars["kl_coef"] for scalars in found} == {coefs[-1]}
-        error = min(max(sum(scalars["kl"] for scalars in found) / 16 / 0.05 - 1, -0.2), 0.2)
+        step_scalars = [sample.scalars for sample in step.samples]
+        assert {scalars["kl_coef"] for scalars in step_scalars} == {coefs[-1]}
+        error = min(max(sum(scalars["kl"] for scalars in step_scalars) / 16 / 0.05 - 1, -0.2), 0.2)
         coefs.append(coefs[-1] * (1 + error * 16 / 32))
         assert line["state/kl_coef"] == pytest.approx(coefs[-1], rel=1e-9)
         coefs[-1] = line["state/kl_coef"]

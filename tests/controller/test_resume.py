@@ -51,11 +51,11 @@ def close(slow, reference):
 
 def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint has to go on from, whole: parameters, moments, averages."""
-    file, found = folder / "whole.pt", {}
+    file, tensors = folder / "whole.pt", {}
     for role in state(checkpoint)["roles"]:
         dcp_to_torch_save(checkpoint / "resume" / role, file)
-        found |= {f"{role}/{name}": tensor for name, tensor in torch.load(file).items()}
-    return found
+        tensors |= {f"{role}/{name}": tensor for name, tensor in torch.load(file).items()}
+    return tensors
 
 
 def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -67,8 +67,8 @@ def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def state(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / "resume" / "state.json").read_text())
-    return found
+    driver_state: dict[str, Any] = json.loads((checkpoint / "resume" / "state.json").read_text())
+    return driver_state
 
 
 def check_same(one: Path, other: Path, folder: Path) -> None:

@@ -42,14 +42,14 @@ def test_the_recorded_accuracy_is_that_of_transformers(run: Any) -> None:
         ids = tokenizer(line["prompt"] + line["response"])["input_ids"]
         return model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits.item()
 
-    found: dict[tuple[str, str], float] = {}
+    scores: dict[tuple[str, str], float] = {}
     for line in read_lines(run.dir / "samples.jsonl"):
         if line["phase"] == "evaluation" and line["step"] == 8:
             prompt, branch, _ = line["id"].split(".")
-            found[prompt, branch] = score(line)
-    assert len(found) == 80
-    prompts = {prompt for prompt, _ in found}
-    margins = [found[p, "eval_chosen"] - found[p, "eval_rejected"] for p in prompts]
+            scores[prompt, branch] = score(line)
+    assert len(scores) == 80
+    prompts = {prompt for prompt, _ in scores}
+    margins = [scores[p, "eval_chosen"] - scores[p, "eval_rejected"] for p in prompts]
     last = lines(run, "eval_accuracy")[-1]
     assert last["eval_margin"] == pytest.approx(sum(margins) / 40, abs=1e-5)
     assert last["eval_accuracy"] == sum(margin > 0 for margin in margins) / 40

@@ -54,7 +54,7 @@ def test_one_rank_and_two_ranks_agree(
     run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
     """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
-    found = {}
+    by_ranks = {}
     for ranks in (1, 2):
         name = f"ranks{ranks}"
         settings = [f"recipe={{target: '{user_code}:probe'}}"]
@@ -64,8 +64,8 @@ def test_one_rank_and_two_ranks_agree(
             for r in read_lines(tmp_path / name / "samples.jsonl")
             if r["phase"] == "rl"
         }
-        found[ranks] = (texts, gradient(tmp_path / name), result)
-    texts, gradients, results = zip(*found.values(), strict=True)
+        by_ranks[ranks] = (texts, gradient(tmp_path / name), result)
+    texts, gradients, results = zip(*by_ranks.values(), strict=True)
     assert len(texts[0]) == 16
     assert texts[0] == texts[1]
     assert {s.rank for s in results[1].dispatched} == {0, 1}

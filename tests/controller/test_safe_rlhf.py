@@ -57,14 +57,14 @@ def test_advantages_by_hand() -> None:
     def gae(r: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         deltas = r + 0.9 * torch.cat([v[1:], torch.zeros(1).double()]) - v
         powers = [(0.9 * 0.8) ** k for k in range(5)]
-        found = [sum(powers[k] * deltas[t + k] for k in range(5 - t)) for t in range(5)]
-        return torch.stack([torch.as_tensor(x) for x in found])
+        sums = [sum(powers[k] * deltas[t + k] for k in range(5 - t)) for t in range(5)]
+        return torch.stack([torch.as_tensor(x) for x in sums])
 
-    found, returns, cost_returns, *_ = estimate(
+    advantages, returns, cost_returns, *_ = estimate(
         rewards, values, costs, cost_values, 0.25, gamma=0.9, lam=0.8
     )
     a, c = gae(rewards, values), gae(costs, cost_values)
-    torch.testing.assert_close(found.double(), (a - 0.25 * c) / 1.25, atol=1e-6, rtol=0)
+    torch.testing.assert_close(advantages.double(), (a - 0.25 * c) / 1.25, atol=1e-6, rtol=0)
     torch.testing.assert_close(returns.double(), a + values, atol=1e-6, rtol=0)
     torch.testing.assert_close(cost_returns.double(), c + cost_values, atol=1e-6, rtol=0)
 

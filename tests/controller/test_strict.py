@@ -34,12 +34,12 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 def different(one: Any, other: Any) -> list[str]:
     """Parameters whose bits differ, and what of the samples does."""
     a, b = weights(one), weights(other)
-    found = [name for name in a if not torch.equal(a[name], b[name])]
+    differences = [name for name in a if not torch.equal(a[name], b[name])]
     for step, (mine, others) in enumerate(zip(one.steps, other.steps, strict=True)):
         for x, y in zip(mine.samples, others.samples, strict=True):
             same = {**x.scalars, "version": x.spans} == {**y.scalars, "version": y.spans}
-            found += [f"step {step}: sample {x.id}"] * (not same)
-    return found
+            differences += [f"step {step}: sample {x.id}"] * (not same)
+    return differences
 
 
 def changed(run: Any) -> bool:

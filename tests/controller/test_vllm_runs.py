@@ -131,12 +131,12 @@ def test_an_engine_that_raises_is_told(
 
 def decoding(run: Any) -> list[psutil.Process]:
     """Ranks in a generating call: Ray renames them meanwhile."""
-    found = []
+    generating = []
     for process in run.alive():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name().startswith("ray::ActorWorker.advance"):
-                found.append(process)
-    return found
+                generating.append(process)
+    return generating
 
 
 def test_a_rank_that_is_killed_while_it_decodes(

@@ -24,9 +24,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    made = make_char_tokenizer(ALPHABET, 4096)
-    made.chat_template = CHAT_TEMPLATE
-    return made
+    with_template = make_char_tokenizer(ALPHABET, 4096)
+    with_template.chat_template = CHAT_TEMPLATE
+    return with_template
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Data]:
     """`load(source, ...)`: data of one source named `s`, or of `sources=...`."""
 
     def run(source: SourceConfig | None = None, **settings: object) -> Data:
-        given = dict(settings)
-        max_context = given.pop("max_context", 1024)
-        max_new_tokens = given.pop("max_new_tokens", 24)
-        used = given.pop("tokenizer", tokenizer)
-        columns = given.pop("columns", ())
+        remaining = dict(settings)
+        max_context = remaining.pop("max_context", 1024)
+        max_new_tokens = remaining.pop("max_new_tokens", 24)
+        used = remaining.pop("tokenizer", tokenizer)
+        columns = remaining.pop("columns", ())
         if source is not None:
-            given["sources"] = {"s": source}
-        config = DataConfig(**{"size": 50, "eval_size": 10, **given})
+            remaining["sources"] = {"s": source}
+        config = DataConfig(**{"size": 50, "eval_size": 10, **remaining})
         limits = {"max_context": max_context, "max_new_tokens": max_new_tokens}
         return load_data(config, used, **limits, columns=columns)
 

@@ -12,8 +12,7 @@ from hybridrl.config.compose import check, register
 from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
 from hybridrl.doctor.command import examine, needs_of
 from hybridrl.doctor.measure import Disk, Link, measure_disk
-from hybridrl.system import node_info as machines
-from hybridrl.system import signals
+from hybridrl.system import node_info, signals
 from hybridrl.system.node_info import Gpu, NodeInfo, read_node_info
 
 GIB = 2**30
@@ -36,8 +35,8 @@ RUN_DIR = Disk("a", "run.dir", "/data", "nfs4", 100 * GIB, 50 * GIB, 1e9, 1e9, 1
 SCRATCH = replace(RUN_DIR, role="scratch", path="/tmp", kind="ext4")
 
 
-def facts(*machines: NodeInfo, **others: Any) -> Facts:
-    return Facts(machines=machines or (SOUND,), **others)
+def facts(*infos: NodeInfo, **others: Any) -> Facts:
+    return Facts(nodes=infos or (SOUND,), **others)
 
 
 def two(**different: Any) -> Facts:
@@ -58,7 +57,7 @@ def test_a_sound_site_has_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "needs", "severity", "what", "why"),
+    ("measured", "needs", "severity", "what", "why"),
     [
         (facts(replace(SOUND, memory=4 * GIB)), NEEDS, Severity.ERROR, "4 GiB of memory",
          "2 ranks of 3 GiB and an object store of 0.5 GiB need 6.5 GiB"),
@@ -118,18 +117,18 @@ def test_a_sound_site_has_no_findings() -> None:
     ],
 )  # fmt: skip
 def test_what_facts_mean(
-    given: Facts, needs: Needs, severity: Severity, what: str, why: str
+    measured: Facts, needs: Needs, severity: Severity, what: str, why: str
 ) -> None:
-    (found,) = diagnose(given, needs)
-    assert found.severity is severity
-    assert what in found.what
-    assert why in found.why
-    assert found.fix
+    (finding,) = diagnose(measured, needs)
+    assert finding.severity is severity
+    assert what in finding.what
+    assert why in finding.why
+    assert finding.fix
 
 
 def test_infiniband_that_is_not_used() -> None:
     has_both = replace(WITH_GPUS, infiniband={"mlx5_0:1": 400.0})
-    slow = replace(ring(50, 3, 50, 3), machines=(has_both,))  # 24 Gbit/s of eth0's 25
+    slow = replace(ring(50, 3, 50, 3), nodes=(has_both,))  # 24 Gbit/s of eth0's 25
     (finding,) = diagnose(slow, NEEDS)
     assert finding.what == "24 Gbit/s between nodes, with InfiniBand of 400 Gbit/s"
     assert diagnose(replace(slow, links=ring(50, 40, 50, 40).links), NEEDS) == []
@@ -181,8 +180,8 @@ def test_limits_of_control_groups(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machines, "_CGROUP", tmp_path)
-    monkeypatch.setattr(machines, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(node_info, "_CGROUP", tmp_path)
+    monkeypatch.setattr(node_info, "_OWN_GROUPS", tmp_path / "cgroup")
     here = read_node_info()
     assert (here.cpu_quota, here.memory_limit) == (quota, limit)
 
@@ -206,17 +205,17 @@ def test_nvidia_smi_and_the_kernels_tables_are_read(
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert dict(machines._networks(tmp_path / "net")) == {"eth0": 25.0}
-    assert dict(machines._infiniband(tmp_path / "ib")) == {"mlx5_0:1": 400.0}
+    assert dict(node_info._networks(tmp_path / "net")) == {"eth0": 25.0}
+    assert dict(node_info._infiniband(tmp_path / "ib")) == {"mlx5_0:1": 400.0}
 
 
 def test_requirements_that_are_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_node_info().unmet == ()  # of this environment
     versions = {"vllm": "0.30.0", "torch": "2.12.0+cpu"}
-    monkeypatch.setattr(machines, "_versions", lambda names: versions)
+    monkeypatch.setattr(node_info, "_versions", lambda names: versions)
     wanted = ["torch==2.13.0", "numpy>=2", 'torch==1; extra == "old"']
     monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
-    assert list(machines._unmet(["vllm"])) == [
+    assert list(node_info._unmet(["vllm"])) == [
         "vllm 0.30.0 wants torch==2.13.0, not 2.12.0+cpu"
     ]  # fmt: skip
 
@@ -241,7 +240,7 @@ def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report = examine(check(["cluster.ranks=2"]), tmp_path)
     assert caplog.messages[:2] == ["starting 2 ranks", "2 ranks are to start"]
     assert report.works, report.findings
-    (here,) = report.facts.machines
+    (here,) = report.facts.nodes
     changing = ("clock", "memory_available", "shm_free")
     assert here == replace(read_node_info(), **{name: getattr(here, name) for name in changing})
     assert [disk.role for disk in report.facts.disks] == ["run.dir", "scratch"]

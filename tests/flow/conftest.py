@@ -52,7 +52,7 @@ class VirtualExecutor:
         hangs: Callable[[SampleId], bool] | None = None,
         deaths: dict[int, int] | None = None,
         scopes: dict[str, Scope] | None = None,
-        given: Callable[[SampleId, str], Any] | None = None,
+        outputs_of: Callable[[SampleId, str], Any] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.num_instances = num_instances
@@ -64,7 +64,7 @@ class VirtualExecutor:
         self.hangs = hangs or (lambda id: False)
         self.deaths = deaths or {}
         self.scopes = scopes or {}  # by role, where it is not the method's
-        self.given = given
+        self.outputs_of = outputs_of
         self.tensors: dict[SampleId, dict[str, Any]] = {}
         self.prompts: dict[SampleId, Any] = {}
         self.submits: list[tuple[int, Submit]] = []
@@ -125,9 +125,9 @@ class VirtualExecutor:
         self.most_held[instance] = max(self.most_held[instance], len(left))
         done = [id for id, tokens in left.items() if tokens <= num_decode_steps]
         for id in left:
-            made = min(num_decode_steps, left[id])
-            self._grow(id, made)
-            left[id] -= made
+            steps = min(num_decode_steps, left[id])
+            self._grow(id, steps)
+            left[id] -= steps
         for id in done:
             del left[id]
         self._random.shuffle(done)
@@ -216,10 +216,10 @@ class VirtualExecutor:
         for s in samples:
             assert self._where[s.id] == s.rank, "not where it lies"
             assert rank in (None, s.rank), "not where it lies"
-        made = self._run(stage, samples, instance)
-        self._on.update(made.ids)
+        computed = self._run(stage, samples, instance)
+        self._on.update(computed.ids)
         hangs = stage.method is StageMethod.SCORE and any(self.hangs(s.id) for s in samples)
-        self._push(made, 1000.0 if hangs else 1.0)
+        self._push(computed, 1000.0 if hangs else 1.0)
 
     def wait(self) -> list[Event]:
         trains = any(isinstance(event, UpdateDone) for _, _, event in self._pending)
@@ -315,8 +315,8 @@ class VirtualExecutor:
             "tokens": [draw.randrange(50) for _ in range(3 + length)],
             "log_probs": [-draw.random() for _ in range(length)],
         }
-        if self.given:
-            self.tensors[id] = {name: self.given(id, name) for name in self.tensors[id]}
+        if self.outputs_of:
+            self.tensors[id] = {name: self.outputs_of(id, name) for name in self.tensors[id]}
         return Finished(id, rank, 3, length, self.finish_of(id), tuple(self._spans[id]))
 
     def _field(self, sample: Sample, name: str) -> Any:
@@ -326,16 +326,18 @@ class VirtualExecutor:
         return self.tensors[sample.id][name]
 
     def _run(self, stage: Stage, samples: Sequence[Sample], instance: int | None) -> Computed:
-        made: dict[str, list[Any]] = {name: [] for name in stage.scalars}
+        scalars: dict[str, list[Any]] = {name: [] for name in stage.scalars}
         for sample in samples:
             for name, value in self._outputs(stage, sample).items():
-                if name in made:
-                    made[name].append(value)
+                if name in scalars:
+                    scalars[name].append(value)
                 else:
                     self.tensors[sample.id][name] = value
         ids = tuple(sample.id for sample in samples)
-        tensors = tuple(name for name in stage.outputs if name not in made)
-        return Computed(stage.name, ids, {k: tuple(v) for k, v in made.items()}, tensors, instance)
+        tensors = tuple(name for name in stage.outputs if name not in scalars)
+        return Computed(
+            stage.name, ids, {k: tuple(v) for k, v in scalars.items()}, tensors, instance
+        )
 
     def _outputs(self, stage: Stage, sample: Sample) -> dict[str, Any]:
         inputs = [self._field(sample, name) for name in stage.inputs]
@@ -347,8 +349,8 @@ class VirtualExecutor:
             assert self.entered[-1:] == [Phase.TRAIN], "the training shards are not there"
         if stage.role == "actor" and self.scope(stage) is Scope.INSTANCE:
             assert self.entered[-1:] == [Phase.GENERATE], "the generation weights are not there"
-        if self.given:
-            return {name: self.given(sample.id, name) for name in stage.outputs}
+        if self.outputs_of:
+            return {name: self.outputs_of(sample.id, name) for name in stage.outputs}
         if stage.method is StageMethod.SCORE:
             value, status = stage.scalars
             return dict(zip((value, status), self.reward_of(sample.id), strict=True))

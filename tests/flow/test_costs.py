@@ -64,8 +64,8 @@ def watched(noise: float = 0.03, outliers: float = 0.0, num: int = 300) -> CostM
 
 @pytest.mark.parametrize("outliers", [0.0, 0.2])
 def test_known_costs_are_found_again(outliers: float) -> None:
-    found = watched(outliers=outliers).costs()
-    assert found is not None
+    learned = watched(outliers=outliers).costs()
+    assert learned is not None
     for name, rel in {
         "step_s": 0.05,
         "row_s": 0.05,
@@ -77,19 +77,19 @@ def test_known_costs_are_found_again(outliers: float) -> None:
         "train_switch_s": 0.03,
         "round_trip_s": 0.03,
     }.items():
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
-    assert found.token_s == pytest.approx(TRUE.token_s, rel=0.03)
-    assert found.stage_call_s["reference"] == pytest.approx(2e-3, rel=0.2)
-    assert found.stage_call_s["reward"] < 5e-4
+        assert getattr(learned, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
+    assert learned.token_s == pytest.approx(TRUE.token_s, rel=0.03)
+    assert learned.stage_call_s["reference"] == pytest.approx(2e-3, rel=0.2)
+    assert learned.stage_call_s["reward"] < 5e-4
 
 
 def test_exact_calls_give_exact_costs() -> None:
-    found = watched(noise=0.0).costs()
-    assert found is not None
+    learned = watched(noise=0.0).costs()
+    assert learned is not None
     for name, wanted in TRUE.to_json().items():
         # A cost per call is held to be the work's, as far as the calls are alike.
         rel = 0.1 if "call_s" in name else 5e-3
-        assert getattr(found, name) == pytest.approx(wanted, rel=rel, abs=1e-5), name
+        assert getattr(learned, name) == pytest.approx(wanted, rel=rel, abs=1e-5), name
 
 
 def test_calls_that_are_all_alike_are_predicted() -> None:
@@ -97,11 +97,11 @@ def test_calls_that_are_all_alike_are_predicted() -> None:
     for _ in range(20):
         meter.saw_advance(0.05, 10, 80, 0, 800)
         meter.saw_compute("reference", 0.01, 500)
-    found = meter.costs()
-    assert found is not None
-    assert found.call_s + found.decode(8, 10, 80) == pytest.approx(0.05, rel=1e-4)
-    assert found.compute("reference", 500) == pytest.approx(0.01, rel=1e-4)
-    assert found.prefill_token_s == found.row_s, "nothing was prefilled"
+    learned = meter.costs()
+    assert learned is not None
+    assert learned.call_s + learned.decode(8, 10, 80) == pytest.approx(0.05, rel=1e-4)
+    assert learned.compute("reference", 500) == pytest.approx(0.01, rel=1e-4)
+    assert learned.prefill_token_s == learned.row_s, "nothing was prefilled"
 
 
 def test_smaller_calls_are_not_as_dear_as_large_ones() -> None:
@@ -111,10 +111,10 @@ def test_smaller_calls_are_not_as_dear_as_large_ones() -> None:
     for _ in range(20):
         meter.saw_advance(1.0, 1, 1)
         meter.saw_compute("reference", 0.1 * draw.normal(1, 0.1), int(draw.integers(4900, 5100)))
-    found = meter.costs()
-    assert found is not None
-    assert found.compute("reference", 5000) == pytest.approx(0.1, rel=0.05)
-    assert found.compute("reference", 1000) == pytest.approx(0.02, rel=0.1)
+    learned = meter.costs()
+    assert learned is not None
+    assert learned.compute("reference", 5000) == pytest.approx(0.1, rel=0.05)
+    assert learned.compute("reference", 1000) == pytest.approx(0.02, rel=0.1)
 
 
 def test_nothing_is_said_of_what_was_not_seen() -> None:
@@ -124,9 +124,9 @@ def test_nothing_is_said_of_what_was_not_seen() -> None:
         meter.saw_advance(0.01, 1, 1)
     assert meter.costs() is None
     meter.saw_advance(0.01, 1, 1)
-    found = meter.costs()
-    assert found is not None
-    assert (found.token_s, found.switch_s, found.compute("reward", 10)) == ({}, 0.0, 0.0)
+    learned = meter.costs()
+    assert learned is not None
+    assert (learned.token_s, learned.switch_s, learned.compute("reward", 10)) == ({}, 0.0, 0.0)
 
 
 def test_old_calls_are_forgotten() -> None:
@@ -134,9 +134,9 @@ def test_old_calls_are_forgotten() -> None:
     for seconds in [9.0] * 1000 + [1.0] * 512:
         meter.saw_advance(seconds, 10, 10)
         meter.saw_switch(seconds)
-    found = meter.costs()
-    assert found is not None
-    assert found.switch_s == pytest.approx(1.0, rel=1e-6)
+    learned = meter.costs()
+    assert learned is not None
+    assert learned.switch_s == pytest.approx(1.0, rel=1e-6)
     assert len(meter.state_dict()["advance"]) == 512
 
 
@@ -215,9 +215,9 @@ def test_any_calls_give_costs_that_are_finite(
     meter = CostMeter()
     for call in seen:
         meter.saw_advance(*call)
-    found = meter.costs()
-    assert found is not None
-    assert Costs.from_json(found.to_json()) == found
+    learned = meter.costs()
+    assert learned is not None
+    assert Costs.from_json(learned.to_json()) == learned
 
 
 def test_short_prompts_do_not_make_recomputing_seem_dear() -> None:
@@ -229,7 +229,7 @@ def test_short_prompts_do_not_make_recomputing_seem_dear() -> None:
         rows = steps * int(draw.integers(1, 33))
         seconds = 1e-3 * steps + 1e-4 * rows + 5e-4 * begun
         meter.saw_advance(seconds, steps, rows, 7 * begun // 8, 0, begun)
-    found = meter.costs()
-    assert found is not None
-    assert found.prefill_token_s == pytest.approx(1e-4, rel=0.1)
-    assert found.admit_s == pytest.approx(5e-4, rel=0.3)
+    learned = meter.costs()
+    assert learned is not None
+    assert learned.prefill_token_s == pytest.approx(1e-4, rel=0.1)
+    assert learned.admit_s == pytest.approx(5e-4, rel=0.3)

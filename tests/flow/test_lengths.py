@@ -67,10 +67,10 @@ def test_a_prompt_that_was_seen_is_expected_to_take_what_it_took(
     keys = [PromptKey(i, "all alike", [1, 2, 3]) for i in range(64)]
     for key in keys:
         ranker.observe(key, [200 if key.item == 7 else 10] * 16)
-    found = ranker.predict(keys)
-    assert max(range(64), key=found.__getitem__) == 7
-    assert found[7] > 150
-    assert found[8] < 25
+    predicted = ranker.predict(keys)
+    assert max(range(64), key=predicted.__getitem__) == 7
+    assert predicted[7] > 150
+    assert predicted[8] < 25
 
 
 def test_what_is_not_known_is_what_is_known_of_more() -> None:
@@ -128,10 +128,10 @@ def test_predictions_are_positive_and_the_same_after_a_resume(
     for key, lengths in more:
         ranker.observe(key, lengths)
         resumed.observe(key, lengths)
-    found = ranker.predict(asked)
-    assert len(found) == len(asked)
-    assert all(0 < x <= 2e6 for x in found)
-    assert found == resumed.predict(asked)
+    predicted = ranker.predict(asked)
+    assert len(predicted) == len(asked)
+    assert all(0 < x <= 2e6 for x in predicted)
+    assert predicted == resumed.predict(asked)
 
 
 def test_a_forecast_keeps_the_tail_and_forgets_old_steps() -> None:
@@ -153,11 +153,11 @@ def test_a_forecast_keeps_the_tail_and_forgets_old_steps() -> None:
 def test_a_forecast_is_sorted_and_of_lengths_that_were_seen(lengths: list[int], num: int) -> None:
     forecast = Forecast()
     forecast.add(lengths)
-    found = forecast.sample(num)
-    assert found == sorted(found)
-    assert len(found) == num
-    assert set(found) <= set(lengths)
-    assert found[-1] == max(lengths)
+    drawn = forecast.sample(num)
+    assert drawn == sorted(drawn)
+    assert len(drawn) == num
+    assert set(drawn) <= set(lengths)
+    assert drawn[-1] == max(lengths)
     assert forecast.sample(len(lengths)) == sorted(lengths)
 
 

@@ -26,12 +26,12 @@ def simulate(
 ) -> float:
     """One decode step after the other, inference as a queue of work beside it."""
     left = sorted(lengths)
-    on, waiting, now, made = num_instances, 0.0, 0.0, 0
+    on, waiting, now, generated = num_instances, 0.0, 0.0, 0
     moved = False
     while left:
         if not moved and len(left) <= threshold:
             moved = True
-            tokens = prompt + made
+            tokens = prompt + generated
             keepers = min(num_instances, -(-len(left) // cap))
             staying = keepers * max(1, len(left) / num_instances)
             if len(left) > staying:
@@ -40,11 +40,11 @@ def simulate(
                 waiting = max(0.0, waiting - pause * (num_instances - min(keepers, len(left))))
             on = keepers
         rows = max(1, len(left) / on)
-        took = costs.decode(rows, 1, rows * (prompt + made + 0.5))
+        took = costs.decode(rows, 1, rows * (prompt + generated + 0.5))
         now += took
         waiting = max(0.0, waiting - took * (num_instances - min(on, len(left))))
-        made += 1
-        for length in [length for length in left if length <= made]:
+        generated += 1
+        for length in [length for length in left if length <= generated]:
             left.remove(length)
             waiting += per_token * (prompt + length)
     return now + waiting / num_instances
@@ -88,8 +88,8 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     simulated = {
         (n, cap): simulate(lengths, *model, n, cap, prompt) for n in thresholds for cap in caps
     }
-    found = expected_seconds(lengths, *model, *zip(*simulated, strict=True), prompt)
-    assert found.tolist() == pytest.approx([*simulated.values()], rel=1e-6)
+    expected = expected_seconds(lengths, *model, *zip(*simulated, strict=True), prompt)
+    assert expected.tolist() == pytest.approx([*simulated.values()], rel=1e-6)
     best = best_migration_plan(lengths, *model, max_held, prompt)
     serial = serial_seconds(lengths, *model, prompt)
     least = min(simulated.values())

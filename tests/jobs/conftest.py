@@ -130,8 +130,8 @@ class Jobs:
 
     def submit(self, *overrides: str) -> dict[str, Any]:
         """The record that `hybridrl submit` prints last."""
-        found: dict[str, Any] = json.loads(list(commands.submit(overrides))[-1])
-        return found
+        record: dict[str, Any] = json.loads(list(commands.submit(overrides))[-1])
+        return record
 
     def shell(self, *args: str) -> "subprocess.CompletedProcess[str]":
         """`hybridrl ARGS` as a process of its own."""
@@ -184,8 +184,8 @@ class Jobs:
 
     def record(self, run: str) -> dict[str, Any]:
         """Its run.json."""
-        found: dict[str, Any] = json.loads((self.folder / run / "run.json").read_text())
-        return found
+        record: dict[str, Any] = json.loads((self.folder / run / "run.json").read_text())
+        return record
 
     def steps(self, run: str) -> list[int]:
         """The steps that the run has recorded."""
@@ -196,18 +196,18 @@ class Jobs:
     def ray_folders(self, run: str) -> list[Path]:
         """Ray's temporary directory on every node, as its log names it."""
         logs = sorted((self.folder / run / "logs").glob("ray-*.log"))
-        found = [re.search(r"/tmp/hrl\w+", log.read_text()) for log in logs]
-        return [Path(match[0]) for match in found if match]
+        matches = [re.search(r"/tmp/hrl\w+", log.read_text()) for log in logs]
+        return [Path(match[0]) for match in matches if match]
 
     def left(self) -> list[str]:
         """Processes that are still there of jobs that were submitted here."""
-        found = []
+        commands_left = []
         for process in self.slurm.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 env = process.environ()
                 if "SLURM_JOB_ID" in env and env["SLURM_SUBMIT_DIR"] == str(self.folder):
-                    found.append(" ".join(process.cmdline()))
-        return found
+                    commands_left.append(" ".join(process.cmdline()))
+        return commands_left
 
     def printed(self) -> str:
         """What all jobs have printed, for a failed assertion."""

@@ -9,15 +9,15 @@ import pytest
 from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Container
 from hybridrl.config.compose import check, register
 from hybridrl.jobs import commands
-from hybridrl.jobs.batch import Batch
+from hybridrl.jobs.batch import BatchScript
 from hybridrl.runtime import ray_node, slurm
 from hybridrl.runtime.ray_on_slurm import RayOnSlurm
 
 
-def make_batch(folder: Path, *options: str, **others: object) -> Batch:
+def make_batch(folder: Path, *options: str, **others: object) -> BatchScript:
     """A batch whose Python is a program that prints its arguments, one a line."""
     cluster = ClusterConfig(kind=ClusterKind.slurm, **{"ranks": 1, **others})  # type: ignore[arg-type]
-    return Batch(cluster, folder, folder, tuple(options))
+    return BatchScript(cluster, folder, folder, tuple(options))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
 
-    def run(batch: Batch, **env: str) -> list[str]:
+    def run(batch: BatchScript, **env: str) -> list[str]:
         done = subprocess.run(
             ["bash", "-c", batch.text()], env=env, check=True, capture_output=True, text=True
         )
@@ -58,7 +58,7 @@ def test_every_task_of_a_sweep_has_its_choice_and_its_directory(
 ) -> None:
     cluster = ClusterConfig(kind=ClusterKind.slurm, ranks=1)
     tasks = (("run.seed=1",), ("run.seed=2",), ("run.seed=a b",))
-    batch = Batch(cluster, tmp_path / "sweep", tmp_path, ("recipe=grpo",), tasks, sweep=True)
+    batch = BatchScript(cluster, tmp_path / "sweep", tmp_path, ("recipe=grpo",), tasks, sweep=True)
     assert "#SBATCH --array=0-2\n" in batch.text()
     for number, (own,) in enumerate(tasks):
         lines = printed(batch, SLURM_ARRAY_TASK_ID=str(number))

@@ -75,7 +75,7 @@ def test_the_doctor_looks_at_both_nodes(jobs: Any, two: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["works"], report["findings"]
-    assert sorted(machine["node"] for machine in report["machines"]) == ["n1", "n2"]
+    assert sorted(info["node"] for info in report["nodes"]) == ["n1", "n2"]
     assert (sorted(report["node_of"]), report["hidden"]) == (["n1", "n2"], [])
     assert {link["kind"] for link in report["links"]} == {"all_reduce", "send"}
     assert {(disk["node"], disk["role"]) for disk in report["disks"]} == {

@@ -53,14 +53,14 @@ def test_a_run_can_be_made_again_from_what_is_recorded(
     assert record["packages"]["torch"] == version("torch")
     assert len(record["packages"]) > 50
     assert record["nodes"][0]["cpus"] > 0
-    found = record["repositories"][0]
-    assert (found["root"], found["commit"]) == (
+    source = record["repositories"][0]
+    assert (source["root"], source["commit"]) == (
         str(repository),
         git(repository, "rev-parse", "HEAD"),
     )
-    assert found["untracked"] == ["new.py"]
+    assert source["untracked"] == ["new.py"]
     git(repository, "checkout", "-q", ".")
-    git(repository, "apply", str(run_dir / found["patch"]))
+    git(repository, "apply", str(run_dir / source["patch"]))
     assert (repository / "recipe.py").read_text() == "lr = 2\n"
 
 

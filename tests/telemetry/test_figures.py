@@ -16,9 +16,9 @@ def point(rank: int, when: float, **held: float) -> Counter:
 def test_in_use_on_a_device_and_on_a_cpu() -> None:
     tokens = Counter("driver", "tokens/s", 1.7e9 - 5, {"tokens/s": 1.0})
     device = {"resident": 5e9, "allocated": 1e9, "reserved": 2e9, "free": 60e9, "total": 140e9}
-    found = memory(run(tokens, point(0, 0, **device), point(1, 2.5, resident=3e9)))
-    assert found is not None
-    curves = {s["label"]: [(p["x"], p["y"]) for p in s["points"]] for s in found["series"]}
+    figure = memory(run(tokens, point(0, 0, **device), point(1, 2.5, resident=3e9)))
+    assert figure is not None
+    curves = {s["label"]: [(p["x"], p["y"]) for p in s["points"]] for s in figure["series"]}
     assert curves == {"rank 0": [(0.0, 80.0)], "rank 1": [(2.5, 3.0)]}
     assert memory(run(tokens)) is None
     assert memory(run(point(0, 0))) is None
@@ -26,18 +26,18 @@ def test_in_use_on_a_device_and_on_a_cpu() -> None:
 
 def test_the_ranks_with_the_most() -> None:
     counters = [point(rank, t, resident=(rank + t) * 1e9) for t in (0, 1) for rank in range(20)]
-    found = memory(run(*counters))
-    assert found is not None
-    assert [s["label"] for s in found["series"]] == [f"rank {rank}" for rank in range(4, 20)]
+    figure = memory(run(*counters))
+    assert figure is not None
+    assert [s["label"] for s in figure["series"]] == [f"rank {rank}" for rank in range(4, 20)]
 
 
 def test_a_long_curve_keeps_its_peaks() -> None:
     """20,000 points that go up and down: every hundredth peak is higher, and all of those stay."""
     high = [90e9 if i % 200 == 1 else 80e9 for i in range(20_000)]
     counters = [point(0, i, resident=high[i] if i % 2 else 10e9) for i in range(20_000)]
-    found = memory(run(*counters))
-    assert found is not None
-    kept = [(p["x"], p["y"]) for p in found["series"][0]["points"]]
+    figure = memory(run(*counters))
+    assert figure is not None
+    kept = [(p["x"], p["y"]) for p in figure["series"][0]["points"]]
     assert len(kept) <= 1001
     assert kept == sorted(kept)
     assert sum(y == 90 for _, y in kept) == 100

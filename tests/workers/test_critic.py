@@ -96,24 +96,24 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     warm.actor.update(warm.answers, loss=CrossEntropyLoss())
     worker.begin(warm.graph, {"actor": Training(OPTIM, 1)}, False)
     worker.update(warm.graph.stages["update_actor"], share)
-    found: dict[str, Any] = {}
-    with holders(worker) as found["held"]:
-        found["made"] = worker.begin(graph().on_ranks(), trainings, False).value
+    results: dict[str, Any] = {}
+    with holders(worker) as results["held"]:
+        results["made"] = worker.begin(graph().on_ranks(), trainings, False).value
         worker.save(str(folder / "warm"))
         worker.enter(Phase.GENERATE)
         worker.enter(Phase.TRAIN)
         for name in ("cost_values", "values"):
             worker.compute(stages[name], ids, ())
-        found["values"] = worker.store[ids[0]].tensors["values"]
+        results["values"] = worker.store[ids[0]].tensors["values"]
         worker.run_local_stage(stages["ones_like"], ids, ({},))
         for name in ("critic", "cost_critic", "actor"):
-            found[name] = worker.update(stages[f"update_{name}"], share).value
+            results[name] = worker.update(stages[f"update_{name}"], share).value
         worker.enter(Phase.GENERATE)
     worker.enter(Phase.TRAIN)
     worker.compute(stages["values"], ids, ())
-    found["learned"] = worker.store[ids[0]].tensors["values"]
+    results["learned"] = worker.store[ids[0]].tensors["values"]
     worker.save(str(folder / "trained"))
-    return found
+    return results
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}])
@@ -125,18 +125,18 @@ def test_critics_beside_the_actor(
     first, second = ranks(2, live, str(tmp_path / "model"), tmp_path, layout)
     assert first["made"]["critic"].train_layout.tp == layout.get("tp", 1)
     assert first["made"].keys() == {"critic", "cost_critic"}
-    for found in (first, second):
-        assert found["values"].tolist() == [0.0] * 4
-        assert found["critic"]["loss"] == pytest.approx(0.5)
-        assert found["critic"]["explained_variance"] == 0.0  # returns that are all equal
-        assert found["cost_critic"]["value_clip_fraction"] == 0.0
-        assert all(found[name]["grad_norm"] > 0 for name in ("critic", "cost_critic", "actor"))
-        assert 0 < found["learned"].mean() < 1
+    for result in (first, second):
+        assert result["values"].tolist() == [0.0] * 4
+        assert result["critic"]["loss"] == pytest.approx(0.5)
+        assert result["critic"]["explained_variance"] == 0.0  # returns that are all equal
+        assert result["cost_critic"]["value_clip_fraction"] == 0.0
+        assert all(result[name]["grad_norm"] > 0 for name in ("critic", "cost_critic", "actor"))
+        assert 0 < result["learned"].mean() < 1
         # Every move leaves one role there at most, and the switch begins with the actor's.
-        assert all(len(held) <= 1 for held in found["held"])
-        order = [*dict.fromkeys(x for held in found["held"] for x in held)]
+        assert all(len(held) <= 1 for held in result["held"])
+        order = [*dict.fromkeys(x for held in result["held"] for x in held)]
         assert order == ["actor", "cost_critic", "critic"]
-        assert found["held"][-1] == set()
+        assert result["held"][-1] == set()
     warm = AutoModelForCausalLM.from_pretrained(tmp_path / "warm").state_dict()
     critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "warm" / "critic")
     for name, tensor in critic.state_dict().items():

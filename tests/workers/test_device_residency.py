@@ -138,13 +138,13 @@ def test_generation_is_entered_again_without_waking_the_engine(rank: Rank) -> No
     assert rank.residency.active is None
 
 
-@pytest.mark.parametrize("beside", [None, "reference"])
-def test_training_is_entered_with_an_empty_device(rank: Rank, beside: str | None) -> None:
+@pytest.mark.parametrize("active", [None, "reference"])
+def test_training_is_entered_with_an_empty_device(rank: Rank, active: str | None) -> None:
     rank.generate()
-    rank.residency.activate(rank.reference if beside else None)
+    rank.residency.activate(rank.reference if active else None)
     rank.happened()
     rank.residency.enter_training()
-    leaving = ["reference.offload"] if beside else []
+    leaving = ["reference.offload"] if active else []
     assert rank.happened() == ([*leaving, "sleep", "free"], 2 + 2 * len(leaving))
     assert rank.residency.status is DeviceStatus.TRAINING
     assert rank.residency.active is None

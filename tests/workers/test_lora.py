@@ -69,7 +69,7 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
         for name, parameter in shared.engine.model.named_parameters()
     ), "the reference is the base, not a copy"
     kept = {name: tensor.clone() for name, tensor in base.items()}
-    found: dict[str, Any] = {"moved": [], "theory": [], "gap": [], "entropy": []}
+    results: dict[str, Any] = {"moved": [], "theory": [], "gap": [], "entropy": []}
     old_policy = build.old_policy()
     assert old_policy is not None
     everything = [s for rank in range(dist.get_world_size()) for s in sequences(rank)]
@@ -79,25 +79,27 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
         with residency.entering_generation(actor.train_engine) as woken:
             report = actor.switch_weights(woken)
         assert report is not None
-        found["moved"].append(report.bytes_received)
-        found["theory"].append(report.bytes_theory)
+        results["moved"].append(report.bytes_received)
+        results["theory"].append(report.bytes_theory)
         generated = old_policy.engine.log_probs(everything)
         trained = actor.train_engine.log_probs(everything)
         pairs = zip(generated, trained, strict=True)
-        found["gap"].append(max((a - b).abs().max().item() for a, b in pairs))
+        results["gap"].append(max((a - b).abs().max().item() for a, b in pairs))
         residency.enter_training()
     shared.onload()
     reference = shared.engine.log_probs(everything)
     pairs = zip(reference, first, strict=True)
-    found["reference"] = max((a - b).abs().max().item() for a, b in pairs)
+    results["reference"] = max((a - b).abs().max().item() for a, b in pairs)
     copied = build.frozen_copy()  # by now no base
     assert actor.base_weights(DType.float32) is None
     copied.onload()
     pairs = zip(copied.engine.log_probs(everything), trained, strict=True)
-    found["copy"] = max((a - b).abs().max().item() for a, b in pairs)
+    results["copy"] = max((a - b).abs().max().item() for a, b in pairs)
     assert all(torch.equal(kept[name], tensor) for name, tensor in base.items())
-    found["learned"] = max((a - b).abs().max().item() for a, b in zip(first, trained, strict=True))
-    return found
+    results["learned"] = max(
+        (a - b).abs().max().item() for a, b in zip(first, trained, strict=True)
+    )
+    return results
 
 
 @pytest.mark.parametrize(
@@ -132,17 +134,17 @@ def test_only_adapters_move_after_the_first_switch(
     for extent in train.values():
         size *= extent
     results = ranks(size, run, path, train, gen, tmp_path)
-    for found in results:
-        assert found["moved"][1:] == found["theory"][1:]
-        assert found["moved"][1] == found["moved"][2]
-        assert max(found["gap"]) < 1e-5, found["gap"]
-        assert found["reference"] < 1e-5
-        assert found["copy"] < 1e-5
-        assert found["learned"] > 0.1
+    for result in results:
+        assert result["moved"][1:] == result["theory"][1:]
+        assert result["moved"][1] == result["moved"][2]
+        assert max(result["gap"]) < 1e-5, result["gap"]
+        assert result["reference"] < 1e-5
+        assert result["copy"] < 1e-5
+        assert result["learned"] > 0.1
     if train == {"fsdp": 2} and gen == {"tp": 1}:  # each lacks half: together they get it all
         linear = [p for name, p in model.named_parameters() if name.endswith("proj.weight")]
         assert len(linear) == 2 * 7
         adapters = sum(3 * sum(weight.shape) for weight in linear)
         weights = sum(parameter.numel() for parameter in model.parameters())
-        received = torch.tensor([found["moved"] for found in results]).sum(0).tolist()
+        received = torch.tensor([result["moved"] for result in results]).sum(0).tolist()
         assert received == [4 * (weights + adapters), 4 * adapters, 4 * adapters]

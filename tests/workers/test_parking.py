@@ -62,20 +62,20 @@ def stored(worker: ActorWorker) -> dict[SampleId, Any]:
         id: (s.tensors["tokens"].tolist(), s.tensors["log_probs"].tolist())
         for id, s in mine.items()
     }
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, told)
-    assert sum(map(len, parts)) == len({id for part in parts for id in part}), "held twice"
-    return {id: value for part in parts for id, value in part.items()}
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, told)
+    assert sum(map(len, shares)) == len({id for share in shares for id in share}), "held twice"
+    return {id: value for share in shares for id, value in share.items()}
 
 
 def parked_state(events: tuple[Parked, ...]) -> tuple[Parked, int]:
     """The event of instance 0 with every place's references, as the controller merges it."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, events)
-    found = [part[0] for part in parts if part]
-    state = {place: state for event in found for place, state in event.state.items()}
-    (ids,) = {event.ids for event in found}
-    return Parked(ids, found[0].tokens, found[0].version, state), len(found)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, events)
+    exported = [share[0] for share in shares if share]
+    state = {place: state for event in exported for place, state in event.state.items()}
+    (ids,) = {event.ids for event in exported}
+    return Parked(ids, exported[0].tokens, exported[0].version, state), len(exported)
 
 
 def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict[str, Any]:
@@ -136,17 +136,17 @@ def test_another_instance_goes_on(
     model, folder = tmp_path / "model", tmp_path / "plane"
     make_tiny_model(model, TINY, seed=0)
     folder.mkdir()
-    for found in ranks(2 * tp * pp, hand_over, str(model), folder, tp, pp, with_kv):
-        assert found["parts"] == tp * pp
-        assert found["wanted"].keys() == set(IDS)
-        assert set(found["parked"]) == set(IDS) - found["before"].keys() != set()
+    for result in ranks(2 * tp * pp, hand_over, str(model), folder, tp, pp, with_kv):
+        assert result["parts"] == tp * pp
+        assert result["wanted"].keys() == set(IDS)
+        assert set(result["parked"]) == set(IDS) - result["before"].keys() != set()
         for run in ("again", "third"):
-            assert found[run].keys() == set(IDS)
-            for id, (tokens, log_probs) in found[run].items():
-                assert tokens == found["wanted"][id][0]
+            assert result[run].keys() == set(IDS)
+            for id, (tokens, log_probs) in result[run].items():
+                assert tokens == result["wanted"][id][0]
                 # Measured: 1e-6, between a prefill and decode steps.
-                assert log_probs == pytest.approx(found["wanted"][id][1], abs=1e-5)
-        first, restored = found["restored"]
+                assert log_probs == pytest.approx(result["wanted"][id][1], abs=1e-5)
+        first, restored = result["restored"]
         assert (restored > 0) == (with_kv and not first)
 
 

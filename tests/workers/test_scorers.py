@@ -72,14 +72,14 @@ def expected(paths: tuple[str, str]) -> dict[int, tuple[list[float], float]]:
     """By transformers: log-probabilities at temperature 0.7, and the reward model's score."""
     actor = AutoModelForCausalLM.from_pretrained(paths[0])
     reward = AutoModelForSequenceClassification.from_pretrained(paths[1])
-    found = {}
+    by_index = {}
     for index in range(6):
         _, stored = sample(index)
         ids, response = stored.tensors["tokens"], stored.response_tokens
         logits = actor(ids[None]).logits[0, len(ids) - response - 1 : -1] / 0.7
         log_probs = logits.log_softmax(-1).gather(-1, ids[len(ids) - response :, None])[:, 0]
-        found[index] = log_probs.tolist(), reward(ids[None]).logits.item()
-    return found
+        by_index[index] = log_probs.tolist(), reward(ids[None]).logits.item()
+    return by_index
 
 
 def config_of(paths: tuple[str, str]) -> Config:
@@ -106,7 +106,7 @@ def score(paths: tuple[str, str], pp: int, tp: int, shares: list[list[int]]) -> 
     """All roles on this rank's own samples."""
     order = tuple(reversed(range(pp * tp)))
     parallel = GenParallel.make(Mesh((("instance", 1), ("pp", pp), ("tp", tp)), order), "cpu")
-    config, store, found = config_of(paths), SampleStore(), {}
+    config, store, result = config_of(paths), SampleStore(), {}
     ids = [SampleId(index) for index in shares[dist.get_rank()]]
     for id in ids:
         store.add(*sample(id.prompt))
@@ -118,17 +118,17 @@ def score(paths: tuple[str, str], pp: int, tp: int, shares: list[list[int]]) -> 
         role.offload()
         role.onload()
     assert reference.compute(REFERENCE, ids) == ({}, ("reference_log_probs",))
-    found["scalars"], names = reward.compute(REWARD, ids)
+    result["scalars"], names = reward.compute(REWARD, ids)
     assert names == ()
-    found["log_probs"] = [store[id].tensors["reference_log_probs"].tolist() for id in ids]
+    result["log_probs"] = [store[id].tensors["reference_log_probs"].tolist() for id in ids]
     if parallel.tp == parallel.pp == 1:
         old = OldPolicyScorer(config, rollout_of(paths[0]).model, parallel, CPU, store)
         assert old.weights_bytes == 0
         old.offload()  # the weights stay: they are not its own
         old.onload()
         assert old.compute(OLD_POLICY, ids) == ({}, ("old_log_probs",))
-        found["old"] = [store[id].tensors["old_log_probs"].tolist() for id in ids]
-    return found
+        result["old"] = [store[id].tensors["old_log_probs"].tolist() for id in ids]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_every_rank_keeps_its_own(
     results = ranks(pp * tp, score, paths, pp, tp, SHARES[shares])
     for result, indices in zip(results, SHARES[shares], strict=True):
         for name in result.keys() & {"log_probs", "old"}:
-            for found, index in zip(result[name], indices, strict=True):
-                assert found == pytest.approx(wanted[index][0], abs=1e-5)
+            for scored, index in zip(result[name], indices, strict=True):
+                assert scored == pytest.approx(wanted[index][0], abs=1e-5)
         assert result["scalars"]["reward"] == pytest.approx(
             [wanted[i][1] for i in indices], abs=1e-5
         )

@@ -131,8 +131,8 @@ def test_what_is_published_stays_and_comes_in_parts() -> None:
     between.accept(parcel)
     between[second].tensors["late"] = torch.tensor([0.5])
     late = through_a_store(between.pack([second], ("late",)))
-    for part in (parcel, late):
-        destination.accept(part, only=[second])
+    for arriving in (parcel, late):
+        destination.accept(arriving, only=[second])
     assert len(destination) == 1
     assert torch.equal(destination[second].tensors["tokens"], samples[second].tensors["tokens"])
     assert destination[second].tensors["late"].item() == 0.5

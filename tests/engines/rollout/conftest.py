@@ -98,11 +98,11 @@ def requests_of() -> Callable[..., list[Request]]:
     ) -> list[Request]:
         """`num` requests, `group` for each prompt."""
         draw = random.Random(0)
-        made = []
+        requests = []
         for i in range(num):
             if i % group == 0:
                 prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, 20))]
-            made.append(
+            requests.append(
                 Request(
                     id=i,
                     prompt_ids=prompt,
@@ -111,7 +111,7 @@ def requests_of() -> Callable[..., list[Request]]:
                     prefix=i // group if prefix else None,
                 )
             )
-        return made
+        return requests
 
     return make
 

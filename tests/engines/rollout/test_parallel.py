@@ -125,9 +125,9 @@ def same(
         pairs = enumerate(zip(tokens, other, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), None)
         # Measured: 2e-6 between a prefill and decode steps of this model.
-        same_part = slice(first)
-        assert log_probs[same_part] == pytest.approx(
-            wanted[request.id].log_probs[same_part], abs=1e-5
+        before_first = slice(first)
+        assert log_probs[before_first] == pytest.approx(
+            wanted[request.id].log_probs[before_first], abs=1e-5
         )
         if first is None:
             assert tokens == other
@@ -212,13 +212,13 @@ def move_all(
 ) -> dict[str, Any]:
     """With and without the KV cache, fast and deterministic; the last in another order, unmoved."""
     instance = config, weights, pp, tp
-    made = {
+    outputs = {
         f"{kind} {strict}": move(*instance, requests, kind == "kv", deterministic=strict)
         for kind in ("kv", "tokens")
         for strict in (False, True)
     }
-    made["unmoved"] = generate(*instance, requests[::-1], deterministic=True, max_running=5)
-    return made
+    outputs["unmoved"] = generate(*instance, requests[::-1], deterministic=True, max_running=5)
+    return outputs
 
 
 @pytest.mark.parametrize(

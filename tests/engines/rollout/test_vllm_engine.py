@@ -191,9 +191,9 @@ def fill(model: PreTrainedModel, layout: Layout, tensors: dict[str, torch.Tensor
     for name, tensor in tensors.items():
         (box,) = layout.local(name, dist.get_rank())
         whole = model.get_parameter(name).detach()
-        part = box.intersect(Box.whole(tuple(whole.shape)))
-        if part is not None:
-            tensor[part.slices(box)].copy_(whole[part.slices()])
+        overlap = box.intersect(Box.whole(tuple(whole.shape)))
+        if overlap is not None:
+            tensor[overlap.slices(box)].copy_(whole[overlap.slices()])
 
 
 def held(engine: VLLMEngine) -> dict[str, torch.Tensor]:
@@ -210,8 +210,8 @@ def test_weights_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> N
     cases = {family: (saved(family), TrainAxes(), 1, 1) for family in families}
     in_place = ("qwen3", "llama_biased")
     cases |= {f"{family} in place": (*cases[family], True) for family in in_place}
-    (found,) = fresh_ranks(1, all_updates, cases)
-    assert all(case["bytes"] == (0, 0) for case in found.values())
+    (by_case,) = fresh_ranks(1, all_updates, cases)
+    assert all(case["bytes"] == (0, 0) for case in by_case.values())
 
 
 def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
@@ -222,9 +222,9 @@ def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) ->
         "two ranks a head": (saved("llama_biased"), four, 1, 4, True),
         "tp and pp": (saved("gemma3"), four, 2, 2),
     }
-    for found in fresh_ranks(4, all_updates, cases):
-        assert found["two instances"]["grid"] == [[[0, 2]], [[1, 3]]]  # strided: shards nest,
-        received, theory = found["two instances"]["bytes"]
+    for by_case in fresh_ranks(4, all_updates, cases):
+        assert by_case["two instances"]["grid"] == [[[0, 2]], [[1, 3]]]  # strided: shards nest,
+        received, theory = by_case["two instances"]["bytes"]
         assert 0 < theory <= received < 1.01 * theory  # but for those of the odd vocabulary
 
 
@@ -268,13 +268,13 @@ def refused() -> list[Request]:
 
 def errors_of(engine: Any) -> list[str]:
     """What the engine says to `refused`, and to an id that it has."""
-    found = []
+    messages = []
     twice = [Request("twice", [1], SamplingParams(1), 0)] * 2
     for requests in (*([request] for request in refused()), twice):
         with pytest.raises(ValueError, match="request") as error:
             engine.submit(requests)
-        found.append(str(error.value))
-    return found
+        messages.append(str(error.value))
+    return messages
 
 
 def parked_often(engine: VLLMEngine, requests: list[Request], last: int) -> Outputs:
@@ -314,20 +314,20 @@ def streams(directory: str, pp: int, tp: int) -> dict[str, Any]:
     """The same requests in many ways, on one instance."""
     engine, update = started(directory, pp, tp)
     requests = mixed_requests()
-    found: dict[str, Any] = {"batch": finish(engine, requests), "stats": engine.stats()}
-    found["alone"] = {}
+    results: dict[str, Any] = {"batch": finish(engine, requests), "stats": engine.stats()}
+    results["alone"] = {}
     for request in requests[::4]:
-        found["alone"] |= finish(engine, [request])
-    found["parked"] = parked_often(engine, requests, 19)
-    found["again"] = come_back(engine, requests[-1])
-    found["late"] = through_sleep(engine, update, requests)
-    found |= in_parts(engine, requests)
+        results["alone"] |= finish(engine, [request])
+    results["parked"] = parked_often(engine, requests, 19)
+    results["again"] = come_back(engine, requests[-1])
+    results["late"] = through_sleep(engine, update, requests)
+    results |= in_parts(engine, requests)
     engine.close()
     room = 192 + 64 * dist.get_rank()  # of which the least counts
     engine, _ = started(directory, pp, tp, kv_cache_tokens=room, max_running=5, stops=STOPS)
-    found["stopped"], found["short"] = finish(engine, requests), engine.stats()
+    results["stopped"], results["short"] = finish(engine, requests), engine.stats()
     engine.close()
-    return found
+    return results
 
 
 def come_back(engine: VLLMEngine, request: Request) -> Outputs:
@@ -457,8 +457,8 @@ def elsewhere(directory: str) -> Outputs:
 
 
 def on_two_ranks(cases: dict[str, tuple[str, int, int]]) -> dict[str, Any]:
-    found = {name: streams(*case) for name, case in cases.items()}
-    return found | {"elsewhere": elsewhere(cases["tp"][0])}
+    results = {name: streams(*case) for name, case in cases.items()}
+    return results | {"elsewhere": elsewhere(cases["tp"][0])}
 
 
 def same(model: PreTrainedModel, requests: list[Request], got: Outputs, wanted: Outputs) -> None:
@@ -482,7 +482,7 @@ def same(model: PreTrainedModel, requests: list[Request], got: Outputs, wanted: 
 
 
 def check_streams(
-    model: PreTrainedModel, make_engine: Callable[..., NativeEngine], found: dict[str, Any]
+    model: PreTrainedModel, make_engine: Callable[..., NativeEngine], results: dict[str, Any]
 ) -> Outputs:
     """Against the native engine, whose outputs are returned, and the statistics."""
     requests = mixed_requests()
@@ -492,17 +492,17 @@ def check_streams(
     assert {output.finish for output in wanted.values()} == {"stop", "length"}
     assert any(stopped[i].token_ids != wanted[i].token_ids for i in wanted)
     for name in ("batch", "parked", "late", "parts"):
-        assert found[name].keys() == wanted.keys()
-        same(model, requests, found[name], wanted)
-    same(model, requests[::4], found["alone"], wanted)
-    same(model, requests[-1:], found["cut"], wanted)
-    same(model, requests[-1:], found["again"], wanted)
-    same(model, requests, found["stopped"], stopped)
-    assert found["short"].num_preempted > 0
-    assert found["short"].kv_blocks_total == 192 // BLOCK
+        assert results[name].keys() == wanted.keys()
+        same(model, requests, results[name], wanted)
+    same(model, requests[::4], results["alone"], wanted)
+    same(model, requests[-1:], results["cut"], wanted)
+    same(model, requests[-1:], results["again"], wanted)
+    same(model, requests, results["stopped"], stopped)
+    assert results["short"].num_preempted > 0
+    assert results["short"].kv_blocks_total == 192 // BLOCK
 
-    stats, prompts = found["stats"], sum(len(request.prompt_ids) for request in requests)
-    assert stats.decode_tokens == sum(len(o.token_ids) for o in found["batch"].values())
+    stats, prompts = results["stats"], sum(len(request.prompt_ids) for request in requests)
+    assert stats.decode_tokens == sum(len(o.token_ids) for o in results["batch"].values())
     assert stats.prefill_tokens + stats.shared_prompt_tokens == prompts
     # Full blocks of a prompt, but for its last token, that two other samples find.
     assert stats.shared_prompt_tokens == 2 * sum((n - 1) // BLOCK * BLOCK for n in (64, 100, 110))
@@ -516,23 +516,23 @@ def test_streams_on_one_rank(
     saved: Callable[..., str], make_engine: Callable[..., NativeEngine], fresh_ranks: Ranks
 ) -> None:
     directory = saved("qwen3")
-    (found,) = fresh_ranks(1, on_one_rank, directory)
+    (results,) = fresh_ranks(1, on_one_rank, directory)
     model = load(directory)
-    check_streams(model, make_engine, found)
+    check_streams(model, make_engine, results)
     small = make_engine(model, max_sequence=160, block_size=BLOCK, kv_cache_tokens=128)
-    assert found["errors"] == errors_of(small)
-    assert len(found["fits"][0].token_ids) == 28
+    assert results["errors"] == errors_of(small)
+    assert len(results["fits"][0].token_ids) == 28
 
     native = make_engine(model, max_sequence=160, block_size=BLOCK)
     new = tuned(load(directory))
     wanted = across_an_update(native, lambda: native.load_weights(new.state_dict().items()))
-    same(new, mixed_requests(), found["updated"], wanted)
+    same(new, mixed_requests(), results["updated"], wanted)
 
     # bf16: both err alike against the same weights in fp32.
     half = make_engine(load(directory, torch.bfloat16), dtype=torch.bfloat16)
     outputs = finish(half, plain_requests())
     plain = load(directory, torch.bfloat16).float()
-    ours, theirs = (gaps(plain, those) for those in (found["half"], outputs))
+    ours, theirs = (gaps(plain, those) for those in (results["half"], outputs))
     # Measured: means 0.0064 and 0.0062, the largest 0.045 and 0.041.
     assert 1e-3 < ours.mean() < 1.5 * theirs.mean() < 0.02
     assert ours.max() < 0.1
@@ -540,14 +540,14 @@ def test_streams_on_one_rank(
 
 def gaps(model: PreTrainedModel, outputs: Outputs) -> torch.Tensor:
     """Between log-probabilities of tokens and those of the model, [tokens]."""
-    found = []
+    distances = []
     for request in plain_requests():
         output = outputs[request.id]
         ids = torch.tensor([[*request.prompt_ids, *output.token_ids]])
         logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].detach()
         wanted = logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
-        found.append((torch.tensor(output.log_probs) - wanted).abs())
-    return torch.cat(found)
+        distances.append((torch.tensor(output.log_probs) - wanted).abs())
+    return torch.cat(distances)
 
 
 def test_streams_on_two_ranks(

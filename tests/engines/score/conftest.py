@@ -50,18 +50,18 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`tiny(family, classifier=False, shard="5GB")` writes a random model: its directory."""
-    made: dict[tuple[str, bool, str], str] = {}
+    directories: dict[tuple[str, bool, str], str] = {}
 
     def make(family: str = "qwen3", classifier: bool = False, shard: str = "5GB") -> str:
         key = family, classifier, shard
-        if key not in made:
+        if key not in directories:
             torch.manual_seed(7)
             auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
             model = auto.from_config(CONFIGS[family], dtype=torch.float32)
             directory = tmp_path_factory.mktemp(family)
             model.save_pretrained(directory, max_shard_size=shard)
-            made[key] = str(directory)
-        return made[key]
+            directories[key] = str(directory)
+        return directories[key]
 
     return make
 
@@ -70,13 +70,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def sequences() -> list[TrainSequence]:
     """Nine sequences of 3 to 30 tokens, one of them without a response, one ending in padding."""
     random = torch.Generator().manual_seed(3)
-    made = [
+    sequences = [
         TrainSequence(torch.randint(1, VOCAB, (length,), generator=random), response)
         for length, response in LENGTHS
     ]
-    made[6].ids[-2:] = 0
-    made[7].ids[3] = VOCAB - 1  # the last row before the padding
-    return made
+    sequences[6].ids[-2:] = 0
+    sequences[7].ids[3] = VOCAB - 1  # the last row before the padding
+    return sequences
 
 
 @pytest.fixture(scope="session")

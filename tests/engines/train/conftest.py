@@ -71,7 +71,7 @@ def sequences_of() -> Callable[[], list[TrainSequence]]:
 def make_sequences() -> list[TrainSequence]:
     """The same ones at every call."""
     random = torch.Generator().manual_seed(3)
-    made = []
+    sequences = []
     for length, response in [
         (9, 4),
         (3, 1),
@@ -83,7 +83,7 @@ def make_sequences() -> list[TrainSequence]:
         (9, 1),
         (4, 3),
     ]:
-        mask = torch.rand(response, generator=random) > 0.3 if len(made) % 3 == 0 else None
+        mask = torch.rand(response, generator=random) > 0.3 if len(sequences) % 3 == 0 else None
         if mask is not None:
             mask[0] = True
         fields = {
@@ -91,8 +91,8 @@ def make_sequences() -> list[TrainSequence]:
             "old_log_probs": -3 * torch.rand(response, generator=random),
         }
         ids = torch.randint(0, 41, (length,), generator=random)
-        made.append(TrainSequence(ids, response, fields, mask))
-    return made
+        sequences.append(TrainSequence(ids, response, fields, mask))
+    return sequences
 
 
 @pytest.fixture

@@ -152,13 +152,13 @@ def check(results, want, path):
 @pytest.fixture(scope="module")
 def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callable[..., tuple]:
     """The model, its sequences and what one process computes, once a family."""
-    made: dict = {}
+    cases: dict = {}
 
     def make(family: str, tied: bool) -> tuple:
-        if (family, tied) not in made:
+        if (family, tied) not in cases:
             path = tiny(family, tied, **SIZES, **WINDOWS.get(family, {}))
-            made[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
-        return made[family, tied]
+            cases[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
+        return cases[family, tied]
 
     return make
 

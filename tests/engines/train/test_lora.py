@@ -142,9 +142,9 @@ def oracle(model, sequences):
 def check(results, want):
     loss, want_gradients = want
     gradients = {}
-    for metrics, found in results:
+    for metrics, local in results:
         assert metrics == results[0][0], "all ranks report the same"
-        for name, gradient in found.items():
+        for name, gradient in local.items():
             assert torch.equal(gradients.setdefault(name, gradient), gradient), name
     assert results[0][0]["loss"] == pytest.approx(loss, abs=1e-6)
     assert gradients.keys() == want_gradients.keys()
@@ -227,7 +227,7 @@ def test_a_critic_trains_its_head_and_adapters(
 
 def formats(path, sequences):
     """Three updates in bfloat16, and again with dropout."""
-    found = {}
+    results = {}
     mine = sequences[dist.get_rank() :: dist.get_world_size()]
     for name, dropout in (("none", 0.0), ("some", 0.5), ("again", 0.5)):
         lora = LoraConfig(rank=3, alpha=6, dropout=dropout)
@@ -241,16 +241,16 @@ def formats(path, sequences):
             assert trained or torch.equal(tensor, start[x]), x
         scores = [engine.log_probs(mine) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*scores, strict=True)), "scores drop nothing"
-        found[name] = (losses, {x: t.clone() for x, t in engine.adapter_weights()})
-    return found
+        results[name] = (losses, {x: t.clone() for x, t in engine.adapter_weights()})
+    return results
 
 
 @pytest.mark.slow
 def test_frozen_weights_lie_in_the_compute_format_and_dropout_is_repeatable(
     ranks: Callable, tiny: Callable, sequences: list
 ) -> None:
-    for found in ranks(2, formats, tiny("qwen3"), sequences):
-        assert found["some"][0] == found["again"][0]
-        assert all(torch.equal(t, found["again"][1][x]) for x, t in found["some"][1].items())
-        assert found["some"][0][0] == found["none"][0][0], "B is zero, so nothing is dropped"
-        assert found["some"][0][2] != found["none"][0][2]
+    for result in ranks(2, formats, tiny("qwen3"), sequences):
+        assert result["some"][0] == result["again"][0]
+        assert all(torch.equal(t, result["again"][1][x]) for x, t in result["some"][1].items())
+        assert result["some"][0][0] == result["none"][0][0], "B is zero, so nothing is dropped"
+        assert result["some"][0][2] != result["none"][0][2]

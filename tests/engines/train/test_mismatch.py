@@ -20,13 +20,13 @@ STALE, SUPERVISED = (2, 5), (1,)  # sequences of older weights; one that no engi
 def sampled(sequences):
     """The sequences with what an engine far from the trainer has said."""
     random = torch.Generator().manual_seed(11)
-    made = []
+    changed = []
     for number, s in enumerate(sequences):
         name = "stale_log_probs" if number in STALE else "rollout_log_probs"
         other = -3 * torch.rand(s.response_tokens, generator=random)
         fields = {} if number in SUPERVISED else {name: other}
-        made.append(replace(s, fields=s.fields | fields))
-    return made
+        changed.append(replace(s, fields=s.fields | fields))
+    return changed
 
 
 def one_update(path, sequences, layout, max_tokens):
@@ -53,12 +53,12 @@ def gaps(path, sequences, padded_log_probs, field):
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     with torch.no_grad():
         scores = padded_log_probs(model, sequences)
-    found = []
+    by_sequence = []
     for s, score in zip(sequences, scores, strict=True):
         if field in s.fields:
             keep = slice(None) if s.mask is None else s.mask
-            found.append((score - s.fields[field].double())[keep].tolist())
-    return found
+            by_sequence.append((score - s.fields[field].double())[keep].tolist())
+    return by_sequence
 
 
 def ess(weights):
@@ -67,10 +67,10 @@ def ess(weights):
 
 def wanted(path, sequences, padded_log_probs, field):
     """The figures by their definitions."""
-    found = gaps(path, sequences, padded_log_probs, field)
-    tokens = [d for response in found for d in response]
+    by_sequence = gaps(path, sequences, padded_log_probs, field)
+    tokens = [d for response in by_sequence for d in response]
     w = [math.exp(d) for d in tokens]
-    products = [math.exp(sum(response)) for response in found]
+    products = [math.exp(sum(response)) for response in by_sequence]
     return {
         "mean": sum(map(abs, tokens)) / len(tokens),
         "max": max(map(abs, tokens)),

@@ -40,8 +40,8 @@ def log_ratios(model, sequence, name):
     """Of the trained tokens, float64."""
     log_p = model(sequence.ids[None]).logits[0].log_softmax(-1)
     first = len(sequence.ids) - sequence.response_tokens
-    found = log_p[first - 1 : -1].gather(-1, sequence.ids[first:, None])[:, 0]
-    return (found - sequence.fields[name])[... if sequence.mask is None else sequence.mask]
+    response_log_p = log_p[first - 1 : -1].gather(-1, sequence.ids[first:, None])[:, 0]
+    return (response_log_p - sequence.fields[name])[... if sequence.mask is None else sequence.mask]
 
 
 def gspo(model, sequences):
@@ -94,18 +94,18 @@ def step(path, shares, loss, layout, gives_values):
 
 def check(ranks, path, sequences, split, loss, want, gives_values=False):
     parts, layout = SPLITS[split]
-    shares = [[sequences[i] for i in part] for part in parts]
+    shares = [[sequences[i] for i in share_indices] for share_indices in parts]
     results = ranks(len(shares), step, path, shares, loss, layout, gives_values)
     total, expected = want
-    found = {}
+    gradients = {}
     for metrics, local in results:
         assert metrics == results[0][0], "all ranks report the same"
-        found |= local
+        gradients |= local
     assert metrics["loss"] == pytest.approx(total, abs=1e-6)
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.any(), name
-        got = found[name][: len(gradient)].double()  # a vocabulary may be padded
+        got = gradients[name][: len(gradient)].double()  # a vocabulary may be padded
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-5, msg=name)
     return metrics
 

@@ -90,15 +90,15 @@ def oracle(path, sequences):
     everywhere = model.score(model.base_model(ids).last_hidden_state)[..., 0]
     masks = [torch.ones(s.response_tokens) if s.mask is None else s.mask for s in sequences]
     tokens = sum(mask.sum() for mask in masks)
-    total, found = torch.zeros((), dtype=torch.float64), []
+    total, row_values = torch.zeros((), dtype=torch.float64), []
     for row, s in enumerate(sequences):
         # The state before token t is what the model has seen up to t - 1.
         values = everywhere[row, len(s.ids) - s.response_tokens - 1 : len(s.ids) - 1]
         loss, _ = SquaredError()(values, None, s.fields)
         total = total + (masks[row] / tokens * loss).sum()
-        found.append(values.detach())
+        row_values.append(values.detach())
     total.backward()
-    return total.item(), {name: p.grad for name, p in model.named_parameters()}, found
+    return total.item(), {name: p.grad for name, p in model.named_parameters()}, row_values
 
 
 def step(path, sequences, layout):

@@ -115,23 +115,23 @@ class Bench:
         """The responses to each prompt of the first step."""
         return [self.group(prompt, size, branch) for prompt in range(self.prompts)]
 
-    def run(self, recipe: str, *, steps: int = 1, **keys: Any) -> "Trained":
+    def run(self, recipe: str, *, steps: int = 1, **keys: Any) -> "TrainedBatch":
         """Steps of a recipe of the package, by its config.yaml and `keys`."""
         config = OmegaConf.create({"rollout": {"max_new_tokens": self.max_tokens}})
         config["recipe"] = OmegaConf.load(RECIPES / recipe / "config.yaml")
         settings = OmegaConf.to_container(config, resolve=True)["recipe"]
         settings.pop("defaults", None)
         graph = build_recipe(settings | keys)
-        executor = self._executor(length_of=self.length_of, given=self.field)
+        executor = self._executor(length_of=self.length_of, outputs_of=self.field)
         sampling = Sampling(max_new_tokens=self.max_tokens)
         step = StepSettings(sampling=sampling, decode_steps=4, prompts_per_step=self.prompts)
         schedule = SerialSchedule(graph, executor, ((i, i) for i in range(100)), step)
         *_, result = (schedule.run_step(number) for number in range(steps))
-        return Trained(self, graph, executor.updates, result.samples)
+        return TrainedBatch(self, graph, executor.updates, result.samples)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedBatch:
     """What a recipe has trained on: `updates` by stage, each with samples and the fields read; the
     last step's samples.
     """
@@ -152,14 +152,14 @@ class Trained:
         these `fields` of its loss, one a response; its loss is `loss`, and so are the gradients.
         """
         of_role = ((self.graph.stages[name], seen) for name, seen in self.updates)
-        *_, (stage, seen) = (found for found in of_role if found[0].role == role)
+        *_, (stage, seen) = (update for update in of_role if update[0].role == role)
         assert [id for id, _ in seen] == [r.id for r in responses]
         names = stage.fields
         if "advantages" in names:
             fields["advantages"] = [r.advantage for r in responses]
         for name, wanted in fields.items():
-            for (_, found), y in zip(seen, wanted, strict=True):
-                close(torch.as_tensor(found[names[name]]).double(), torch.as_tensor(y).double())
+            for (_, read), y in zip(seen, wanted, strict=True):
+                close(torch.as_tensor(read[names[name]]).double(), torch.as_tensor(y).double())
         now = [self.bench.field(r.id, NOW[role]).requires_grad_() for r in responses]
         value = self.loss_of(stage, seen, now)
         close(value, loss)
@@ -171,11 +171,11 @@ class Trained:
         """The batch's loss, as `TrainEngine.update` makes it of the recipe's."""
         loss, names = stage.loss, stage.fields
         sequences = []
-        for id, found in seen:
-            fields = {name: found[field] for name, field in names.items()}
+        for id, read in seen:
+            fields = {name: read[field] for name, field in names.items()}
             fields["entropy"] = self.bench.field(id, "entropy")
-            length = len(found["tokens"]) - PROMPT_TOKENS
-            sequences.append(TrainSequence(found["tokens"], length, fields))
+            length = len(read["tokens"]) - PROMPT_TOKENS
+            sequences.append(TrainSequence(read["tokens"], length, fields))
         if loss.needs_last_token_only:
             sequences = [ended(sequence, None) for sequence in sequences]
         row = pack(sequences, Attention.torch, torch.device("cpu"), trained_only=True)

@@ -19,7 +19,7 @@ from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-Bench = Response = Trained = Any  # classes of conftest.py
+Bench = Response = TrainedBatch = Any  # classes of conftest.py
 Group = list[Response]
 
 
@@ -288,8 +288,8 @@ def test_dars(bench: Bench, rebalancing: str) -> None:
     for i, count in enumerate(counts):
         groups[i] += bench.group(i, count, "more")
     responses = set_advantages(varied(groups), lambda group: less_mean(rewards(group)))
-    found = bench.run("dars", rebalancing=rebalancing, max_samples=33)
-    found.agrees(responses, clipped(responses))
+    batch = bench.run("dars", rebalancing=rebalancing, max_samples=33)
+    batch.agrees(responses, clipped(responses))
 
 
 def dealt(groups: list[Group], budget: int, most: int, bonus: float) -> list[int]:
@@ -332,8 +332,8 @@ def test_xrpo(bench: Bench, budget: int, most: int, weight: float, bound: float)
 
     responses = set_advantages(varied(groups), sharpened)
     keys = {"round_samples": budget, "max_samples": most, "exploration": 0.5}
-    found = bench.run("xrpo", novelty=weight, novelty_bound=bound, **keys)
-    found.agrees(responses, clipped(responses))
+    batch = bench.run("xrpo", novelty=weight, novelty_bound=bound, **keys)
+    batch.agrees(responses, clipped(responses))
 
 
 @pytest.mark.parametrize("reshaping", [False, True])
@@ -356,11 +356,11 @@ def test_ttrl(bench: Bench, reshaping: bool) -> None:
 
     groups = bench.groups(16)
     responses = set_advantages([*groups[:2], groups[3]], voted)
-    found = bench.run("ttrl", entropy_reshaping=reshaping)
-    found.agrees(responses, clipped(responses))
+    batch = bench.run("ttrl", entropy_reshaping=reshaping)
+    batch.agrees(responses, clipped(responses))
     if reshaping:  # the advantage has H over H alone, whatever its sign
         surprises = [-r.log_probs.mean().item() for r in responses]
-        assert found.scalar("surprise") == pytest.approx(surprises)
+        assert batch.scalar("surprise") == pytest.approx(surprises)
 
 
 # -- Rewards and advantages per token --------------------------------------------------------------
@@ -381,7 +381,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
 
 
 def values_agree(
-    found: Trained, responses: Group, raw: list[Tensor], of: str = "", clip: float = 0.2
+    batch: TrainedBatch, responses: Group, raw: list[Tensor], of: str = "", clip: float = 0.2
 ) -> None:
     """The critic learns A + V, with values clipped around the old ones (arXiv 2005.12729, section
     3).
@@ -394,7 +394,7 @@ def values_agree(
         torch.max((x - y).square(), (z - y).square()) / 2
         for x, y, z in zip(new, returns, near, strict=True)
     ]
-    found.agrees(responses, token_mean(errors), f"{of}critic", returns=returns)
+    batch.agrees(responses, token_mean(errors), f"{of}critic", returns=returns)
 
 
 @pytest.mark.parametrize("keys", [{}, {"gamma": 0.9, "lam": 0.7, "kl_coef": 0.5}])
@@ -404,9 +404,9 @@ def test_ppo(bench: Bench, keys: dict[str, float]) -> None:
     responses = flat(bench.groups(8))
     raw = [gae(token_rewards(r, r.reward, kl_coef), r.values, gamma, lam) for r in responses]
     set_whitened(responses, raw)
-    found = bench.run("ppo", **keys)
-    found.agrees(responses, clipped(responses))
-    values_agree(found, responses, raw)
+    batch = bench.run("ppo", **keys)
+    batch.agrees(responses, clipped(responses))
+    values_agree(batch, responses, raw)
 
 
 def test_ppo_follows_a_target_of_its_kl(bench: Bench) -> None:
@@ -417,9 +417,9 @@ def test_ppo_follows_a_target_of_its_kl(bench: Bench) -> None:
     coef = 0.1 * (1 + error * len(first) / 100)
     raw = [gae(token_rewards(r, r.reward, coef), r.values) for r in second]
     keys = {"kl_coef": 0.1, "kl_target": 0.5, "kl_horizon": 100.0}
-    found = bench.run("ppo", steps=2, value_clip=None, critic_warmup=2, **keys)
-    values_agree(found, second, raw, clip=math.inf)
-    assert {name for name, _ in found.updates} == {"update_critic"}, "the actor still waits"
+    batch = bench.run("ppo", steps=2, value_clip=None, critic_warmup=2, **keys)
+    values_agree(batch, second, raw, clip=math.inf)
+    assert {name for name, _ in batch.updates} == {"update_critic"}, "the actor still waits"
 
 
 @pytest.mark.parametrize("group_baseline", [False, True])
@@ -445,10 +445,10 @@ def test_safe_rlhf(bench: Bench) -> None:
     of_cost = [gae(token_rewards(r, r.cost, -0.02 / 2), r.cost_values) for r in responses]
     joined = zip(of_reward, of_cost, strict=True)
     set_whitened(responses, [(a - m * c) / (1 + m) for a, c in joined])
-    found = bench.run("safe_rlhf", multiplier=0.5, multiplier_lr=0.3, threshold=0.1)
-    found.agrees(responses, clipped(responses))
-    values_agree(found, responses, of_reward)
-    values_agree(found, responses, of_cost, of="cost_")
+    batch = bench.run("safe_rlhf", multiplier=0.5, multiplier_lr=0.3, threshold=0.1)
+    batch.agrees(responses, clipped(responses))
+    values_agree(batch, responses, of_reward)
+    values_agree(batch, responses, of_cost, of="cost_")
 
 
 # -- Without rewards -------------------------------------------------------------------------------
