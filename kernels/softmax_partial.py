@@ -15,8 +15,8 @@ class SoftmaxPartial(NamedTuple):
     """Statistics of the logits z of some columns, each [tokens], or [parts, tokens] before a join.
 
     `maximum` max z; `total` sum exp(z - maximum); `weighted` sum exp(z - maximum) (z - maximum),
-    undefined if the entropy is not requested; `target` z of the target, -inf if the target is not
-    among the columns.
+    undefined if the entropy is not requested. `target` is z of the target, -inf if the target is
+    not among the columns.
     """
 
     maximum: torch.Tensor

@@ -30,7 +30,7 @@ class RolloutCorrection:
     """The old policy of the ratio, and the weights of samples from another policy.
 
     `old_log_probs=trainer correction=truncate` is the decoupled PPO of AReaL (arXiv 2505.24298,
-    equation 5) with bounded weights: the ratio is clipped around the policy before the update, the
+    equation 5) with bounded weights. The ratio is clipped around the policy before the update; the
     weight leads there from the policy that sampled. `old_log_probs=ewma correction=truncate` is
     PPO-EWMA (arXiv 2110.00641, section 3): the ratio is clipped around an average of policies.
     """

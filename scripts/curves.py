@@ -1,9 +1,9 @@
 """Train every recipe on the demo's task and draw how held-out accuracy rises: `make curves`.
 
-Each recipe runs by its defaults on experiment=spell_tiny, but for the settings in SETTINGS; runs
+Each recipe runs by its defaults on experiment=spell_tiny, but for the settings in SETTINGS. Runs
 stay in `runs/curves/`, and a recipe whose run is there already is only drawn. Writes
 docs/images/curves/RECIPE.png and prints a table. Reading: the line is greedy accuracy on 1,024
-held-out words (of `rm`: on as many held-out pairs), from the end of the warm start; dashed, for
+held-out words (of `rm`: on as many held-out pairs), from the end of the warm start. Dashed, for
 `safe_rlhf`, the mean cost of each step's samples.
 """
 

@@ -1,10 +1,12 @@
-"""One name for one thing: public classes and type aliases, and words that the code has replaced.
+"""One name for one thing, words that the code has replaced, and sentences that are short enough.
 
 Names are read with `ast`: classes, functions, arguments, variables and attributes. The name of a
 test is a sentence, and hypothesis has a function `given`.
 """
 
 import ast
+import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,10 @@ REPLACED = {
 
 # Names that say nothing of what they hold.
 EMPTY_WORDS = {"found", "made", "given", "part"}
+
+MOST_WORDS = 25
+# A formula, an example in its own block, a table.
+NO_PROSE = re.compile(r"( {4}|.*\|.*\|)")
 
 
 def modules(folders: tuple[str, ...] = PACKAGE) -> list[Path]:
@@ -159,3 +165,56 @@ def test_equal_classes_are_caught() -> None:
 def test_equal_types_are_caught() -> None:
     sources = {"a": "Rows = list[int]\n_Own = dict[str, int]", "b": "Rows = int | str\nMAX = a.b"}
     assert type_aliases(sources) == {"Rows": ["a", "b"]}
+
+
+# Sentences
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, those below attributes and constants too."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, inspect.cleandoc(text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of prose, without parentheses: they hold citations and asides.
+
+    Formulas, examples and tables in blocks of their own are no prose. Code is one word.
+    """
+    prose = "\n".join("" if NO_PROSE.match(line) else line for line in text.splitlines())
+    for paragraph in re.split(r"\n\s*\n|(?:^|\n)\s*(?:[-*]|\d+\.)\s", prose):
+        plain = re.sub(r"`[^`]*`", "Code", " ".join(paragraph.split()))
+        plain = re.sub(r"\([^()]*\)", "", re.sub(r"\([^()]*\)", "", plain))
+        yield from re.split(r"(?<=[.!?]) +(?=[^a-z ])", plain)
+
+
+def num_words(sentence: str) -> int:
+    """Words of a sentence; a sign is none."""
+    return sum(any(map(str.isalnum, word)) for word in sentence.split())
+
+
+def test_sentences_of_docstrings_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{line}: {sentence}"
+        for path in modules(ALL_CODE)
+        for line, text in docstrings(path.read_text())
+        for sentence in sentences(text)
+        if num_words(sentence) > MOST_WORDS
+    ]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("One (two, three) four. Five", [2, 1]),
+        ("Of `a b c` and 3 - 2.\n\n    x = y + z\n\nThe end.", [5, 2]),
+        ("- one two\n  three\n- four", [3, 1]),
+        ("state | next | then\nand one", [2]),
+    ],
+)
+def test_words_are_counted(text: str, words: list[int]) -> None:
+    counts = [num_words(sentence) for sentence in sentences(text)]
+    assert [count for count in counts if count] == words

@@ -337,10 +337,10 @@ def long_tail(
 ) -> list[str]:
     """Overrides of a run with a reference and a reward model of the actor's size, and a long tail.
 
-    Responses end at one of five letters, so half of them have at most ten tokens; calls are short,
-    so that a tail of 12 of 16 samples is on both of two instances. Few samples ride in one pass,
-    so that ranks share the passes. Plain descent: a gradient near zero stays small whatever its
-    sign. The recipe tells, of every sample, its tokens and their log-probabilities.
+    Responses end at one of five letters, so half of them have at most ten tokens. Calls are short,
+    so that a tail of 12 of 16 samples is on both of two instances. Few samples ride in one pass, so
+    that ranks share the passes. Plain descent: a gradient near zero stays small whatever its sign.
+    The recipe tells, of every sample, its tokens and their log-probabilities.
     """
     folder = tmp_path_factory.mktemp("reward")
     actor, reward = folder / "actor", folder / "reward"

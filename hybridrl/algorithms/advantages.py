@@ -103,7 +103,7 @@ def entropy_reshaped(advantages: Values, entropies: Values) -> list[float]:
 
     A_i (1 + (mean H - H_i) / mean H), where H_i is the mean entropy of the response's tokens, nats,
     and the mean is the group's (Liu et al., "ETTRL", arXiv 2508.11356, entropy-based advantage
-    reshaping): an unsure response has less weight, down to a sign change past twice the mean. A
+    reshaping). An unsure response has less weight, down to a sign change past twice the mean. A
     group without entropy keeps its advantages.
     """
     values = [float(entropy) for entropy in entropies]

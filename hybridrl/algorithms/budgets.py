@@ -1,8 +1,8 @@
 """Budgets of further samples for each prompt, from the rewards of its samples so far.
 
 Pure Python: they run in the driver, without torch. Each takes one list of rewards a prompt (for
-`Stream.by_batch(..., grouped=True)`) and gives one list a prompt, the same number at each of its
-samples, as `ActorHandle.generate_more` reads it. A prompt without samples gets no number.
+`Stream.by_batch(..., grouped=True)`) and gives one list a prompt. The number is the same at each of
+its samples, as `ActorHandle.generate_more` reads it. A prompt without samples gets no number.
 """
 
 import functools
@@ -63,13 +63,13 @@ def by_uncertainty(
 
         h(n) - h(n + 1) + exploration sqrt(log(1 + T) / n),  h(n) = t(n - 1) s / sqrt(n)
 
-    with t(n - 1) Student's two-sided quantile at `confidence`: how much one more sample narrows the
-    confidence interval of the mean reward, and a bonus for prompts seen less (Bamba et al., "XRPO",
-    arXiv 2510.06672, section on adaptive rollout allocation; h is from a review of the paper, the
-    rest from a public implementation). T are the samples of all prompts so far, the clock of upper
-    confidence bounds. While the budget is dealt, n grows and s stays. No prompt gets beyond
-    `max_samples`; of equals the first is served. A prompt with one sample has no s: its interval is
-    taken as infinite, so it is served first.
+    with t(n - 1) Student's two-sided quantile at `confidence`. It says how much one more sample
+    narrows the confidence interval of the mean reward, with a bonus for prompts seen less (Bamba et
+    al., "XRPO", arXiv 2510.06672, section on adaptive rollout allocation; h is from a review of the
+    paper, the rest from a public implementation). T are the samples of all prompts so far, the
+    clock of upper confidence bounds. While the budget is dealt, n grows and s stays. No prompt gets
+    beyond `max_samples`; of equals the first is served. A prompt with one sample has no s: its
+    interval is taken as infinite, so it is served first.
 
     XRPO's seeding of unsolved prompts with solved ones in their context is not part of it.
     """

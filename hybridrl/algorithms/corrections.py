@@ -51,7 +51,7 @@ class Correction:
     impossible setting.
 
     Example: for w of 0.4, 1.5 and 3 and the bound 2, `truncate` gives 0.4, 1.5 and 2, `mask` gives
-    0, 1.5 and 0; per sequence W is 1.8, and all three tokens weigh 1.8.
+    0, 1.5 and 0. Per sequence W is 1.8, and all three tokens weigh 1.8.
     """
 
     rule: CorrectionRule = CorrectionRule.truncate
@@ -134,7 +134,7 @@ def describe(figures: torch.Tensor, prefix: str) -> dict[str, float]:
     - `<prefix>/kl`: KL(rollout || trainer) per token by k3, the mean of w - 1 - log w: never
       negative, unbiased for tokens that the rollout engine sampled;
     - `<prefix>/ess_token`, `<prefix>/ess_sequence`: effective sample size of the weights w, and of
-      W, as a share: (sum w)^2 / (n sum w^2), 1 where all are alike, 1 / n where one has all.
+      W, as a share. It is (sum w)^2 / (n sum w^2): 1 where all are alike, 1 / n where one has all.
     """
     tokens, total, kl, responses, w, w2, product, product2, largest = figures.tolist()
     if not tokens:
@@ -164,7 +164,7 @@ def step_scale(ess: float, *, reference: float = 1.0, rule: StepScale = StepScal
     min(1, ess / reference) to the power of a half with `sqrt`, for optimizers like Adam, or of one
     with `linear` (VCPO: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", arXiv
     2602.17616, step scaling by effective sample size). `ess` is the share `ess_sequence` of
-    `describe`, of weights that nothing cut; `reference` is what it is on policy: 1, or less where
+    `describe`, of weights that nothing cut. `reference` is what it is on policy: 1, or less where
     the engines differ. Raises ConfigError for a setting that cannot work.
     """
     if not 0 < reference <= 1:

@@ -1,9 +1,9 @@
 """Actor-critic algorithms: rewards and advantages per token, their whitening, the value loss.
 
-Functions of one response are for `Stream.map`: they take tensors [response_tokens] and scalars, run
-on the rank that holds the tensors, and return tensors and scalars. Only scalars cross samples: the
-driver gets `moments` of each response, `whitening` joins them there (`by_batch`), and `whiten`
-applies the result on the rank. So results do not depend on the placement of samples.
+Functions of one response are for `Stream.map`. They take and return tensors [response_tokens] and
+scalars, and run on the rank that holds the tensors. Only scalars cross samples: the driver gets
+`moments` of each response, `whitening` joins them there (`by_batch`), and `whiten` applies the
+result on the rank. So results do not depend on the placement of samples.
 
 A `mask` [response_tokens] is False for tokens that the policy did not write (an environment did):
 they are skipped. None: all are the policy's.
@@ -61,10 +61,10 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns of one response, all [response_tokens].
 
-    A_t = d_t + gamma lam A_(t+1) with d_t = r_t + gamma V_(t+1) - V_t, V after the end being 0, and
-    the returns A + V that the critic learns (generalized advantage estimation: Schulman et al.,
-    arXiv 1506.02438, equation 16). The recursion runs in float64. Masked tokens have advantage 0
-    and their own value as return.
+    A_t = d_t + gamma lam A_(t+1) with d_t = r_t + gamma V_(t+1) - V_t, V after the end being 0. The
+    critic learns the returns A + V (generalized advantage estimation: Schulman et al., arXiv
+    1506.02438, equation 16). The recursion runs in float64. Masked tokens have advantage 0 and
+    their own value as return.
     """
     is_own = [True] * len(rewards) if mask is None else mask.tolist()
     advantages = [0.0] * len(rewards)

@@ -20,10 +20,9 @@ class DistillLoss(Loss[torch.Tensor]):
     """Reverse KL per token from the sampled token alone: (log p - log q)^2 / 2.
 
     Over tokens that the student sampled its expected gradient is that of the exact KL at each
-    token, since (log p - log q) grad log p is the gradient of both (k2 in
-    `hybridrl.algorithms.kl`). What a token does to later ones is left out, as in GKD (arXiv
-    2306.13649, section 3), which does not differentiate the sampling. Metric: `reverse_kl`, the
-    unbiased estimate log p - log q.
+    token: (log p - log q) grad log p is both gradients (k2 in `hybridrl.algorithms.kl`). What a
+    token does to later ones is left out, as in GKD (arXiv 2306.13649, section 3), which does not
+    differentiate the sampling. Metric: `reverse_kl`, the unbiased estimate log p - log q.
     """
 
     normalize: str = "token"

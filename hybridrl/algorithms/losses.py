@@ -28,7 +28,7 @@ class PolicyLoss(Loss[torch.Tensor]):
     where a subclass gives the surrogate. KL is to `reference_log_probs` by the estimator `kl`
     (GRPO: arXiv 2402.03300, eq. 3 and 4; see `hybridrl.algorithms.kl` for its gradients). With a
     `correction`, w are the `rollout_weights` which that correction has made of the samples
-    (`hybridrl.algorithms.corrections`), else 1; KL and entropy are not weighted, as in verl.
+    (`hybridrl.algorithms.corrections`), else 1. KL and entropy are not weighted, as in verl.
 
     `step_scale` (`sqrt`, `linear`) makes the learning rate of a step smaller by the effective
     sample size of its responses (VCPO, `hybridrl.algorithms.corrections.step_scale`).
@@ -109,8 +109,8 @@ class ClippedLoss(PolicyLoss):
     c > 1 bounds it by -c A where A < 0 (arXiv 1912.09729, section 5.3), so that a token whose ratio
     exploded does not.
 
-    Where `old_log_probs` are not of the policy that sampled, a truncating `correction` leads there:
-    that is the decoupled objective, with the old policy as the proximal one (PPO-EWMA, arXiv
+    Where `old_log_probs` are not of the policy that sampled, a truncating `correction` leads there.
+    That is the decoupled objective, with the old policy as the proximal one (PPO-EWMA, arXiv
     2110.00641; AReaL, arXiv 2505.24298, equation 5).
 
     Metrics per token: `clip_fraction_low`, `clip_fraction_high`, `clip_fraction_dual`,
@@ -161,8 +161,8 @@ class CISPOLoss(PolicyLoss):
         -clip(r, 1 - clip_low, 1 + clip_high) A log p
 
     (MiniMax-M1, arXiv 2506.13585, equations 4 and 5). Where PPO's clipping drops a token's
-    gradient, this bounds it. `clip_low` 1 is no lower bound, as in the paper, which gives no number
-    for `clip_high`; that r may be up to 5 is from ScaleRL (arXiv 2510.13786).
+    gradient, this bounds it. `clip_low` 1 is no lower bound, as in the paper. The paper gives no
+    number for `clip_high`; 5 is from ScaleRL (arXiv 2510.13786).
 
     Metrics per token: `clip_fraction_low`, `clip_fraction_high` (of the weights), `ratio`,
     `approx_kl`, and those of `PolicyLoss`.

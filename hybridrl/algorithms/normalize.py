@@ -24,11 +24,11 @@ def token_weights(
     num_sequences: int,
     max_tokens: int,
 ) -> torch.Tensor:
-    """Weight of every token [tokens] of packed sequences, float32, so that the batch loss is the
-    sum of weight times loss over all ranks and micro-batches.
+    """Weight of every token [tokens] of packed sequences, float32. The batch loss is the sum of
+    weight times loss over all ranks and micro-batches.
 
     `lengths` [sequences] are the trained tokens of each sequence here, `num_tokens` and
-    `num_sequences` the totals over all ranks and micro-batches, `max_tokens` the constant of
+    `num_sequences` the totals over all ranks and micro-batches. `max_tokens` is the constant of
     `constant`: the longest response that may be generated. A sequence without trained tokens has no
     weight; whether `num_sequences` counts it is the caller's choice. Raises ConfigError for an
     unknown name.

@@ -23,8 +23,8 @@ def majority_vote(answers: Sequence[str]) -> list[float]:
 
     Zuo et al., "TTRL: Test-Time Reinforcement Learning", arXiv 2504.16084, section 2.2 (majority
     voting reward). `answers` [samples] are what was extracted from the responses, in one spelling.
-    An empty answer has no vote and no reward; of equally frequent ones that of the first sample
-    wins, so that the result depends on the order alone.
+    An empty answer has no vote and no reward. Of equally frequent ones that of the first sample
+    wins, so the result depends on the order alone.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -44,7 +44,7 @@ def overlong_shaped(
     """DAPO's soft overlong punishment on top of the rewards, [samples].
 
     arXiv 2503.14476, section 3.4, equation 13: nothing up to `max_tokens` - `buffer_tokens`
-    response tokens, from there a straight line down to -`penalty` at `max_tokens`, and that beyond.
+    response tokens, from there a straight line to -`penalty` at `max_tokens`, and that beyond.
     Raises ValueError for a buffer that is not within 1 to `max_tokens`.
 
     Example: of 100 tokens with a buffer of 20, a response of 90 loses 0.5.

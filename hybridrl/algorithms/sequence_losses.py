@@ -34,8 +34,8 @@ class GSPOLoss(ClippedLoss):
         -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
 
     (section 4.1, equations 5 and 7; the bounds are those of section 5.1). Advantages may differ
-    between the tokens of a sequence: the gradient of s is then each token's own, s grad log p
-    (GSPO-token, section 4.3), which is the same where they do not differ.
+    between the tokens of a sequence. The gradient of s is then each token's own, s grad log p
+    (GSPO-token, section 4.3). Where they do not differ it is the same.
 
     Metrics: those of `ClippedLoss`; `ratio` is s, `approx_kl` of the tokens' own ratios.
     """
@@ -66,7 +66,7 @@ class DPOLoss(Loss[torch.Tensor]):
 
     `label_smoothing` is the share of labels that are thought to be wrong (Mitchell, "A note on DPO
     with noisy preferences & relationship to IPO", 2023). IPO is from arXiv 2310.12036, equation 17;
-    that h is per token there is not in the paper, but is what its authors did, says TRL.
+    h per token is not in the paper; its authors did so, says TRL.
 
     A pair of which one side has no trained token counts as a whole. Metrics: `accuracy`, the share
     of pairs with m > 0; `reward_margin`, m; `chosen_reward` and `rejected_reward`, beta h. Raises
@@ -119,9 +119,9 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
     for a harmful response, -1 for a safe one. That is the loss of Safe-RLHF's cost model (arXiv
     2310.12773): there the more costly response is the chosen one, and costs below 0 are allowed.
 
-    Its first argument are values (`TrainEngine(gives_values=True)`), one a sequence:
-    `needs_last_token_only` has the engine read the value head at the sequence's last token, where a
-    reward model is read too.
+    Its first argument are values (`TrainEngine(gives_values=True)`), one a sequence.
+    `needs_last_token_only` has the engine read the value head at the sequence's last token, as of a
+    reward model.
 
     Metrics: as `DPOLoss`, of the rewards r; with `signed` `sign_accuracy`, the share of responses
     whose r has their sign. Raises ConfigError for a setting that cannot work.

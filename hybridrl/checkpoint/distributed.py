@@ -1,7 +1,7 @@
 """Sharded checkpoints, written and read by all ranks under any layout (torch's DCP).
 
-A checkpoint holds full tensors under the model's own names, each rank's shards in a separate file,
-so another layout reads the boxes that it needs. Names are `model/PARAMETER`, `exp_avg/PARAMETER`,
+A checkpoint holds full tensors under the model's own names, each rank's shards in a separate file.
+So another layout reads the boxes that it needs. Names are `model/PARAMETER`, `exp_avg/PARAMETER`,
 `exp_avg_sq/PARAMETER`, and of a moving average `AVERAGE/average/PARAMETER`.
 """
 

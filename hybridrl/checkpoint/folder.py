@@ -1,7 +1,7 @@
 """Checkpoint folders: atomic publication, search, and checks of completeness.
 
 A checkpoint is a Hugging Face directory with `resume/` in it: the ranks' files
-(`checkpoint.distributed`), and `state.json`, the driver's state, which lists these files with sizes
+(`checkpoint.distributed`), and `state.json`, the driver's state. It lists these files with sizes
 and checksums (zlib's CRC-32).
 
 Invariant: a folder under its own name is complete. It is written under a hidden name

@@ -82,7 +82,7 @@ def write_hf(
 ) -> None:
     """Write `weights` in `dtype` with the model's config and the tokenizer.
 
-    The `adapter`, merged into the weights, is also written to a separate directory, in float32: in
+    The `adapter`, merged into the weights, is also written to a separate directory, in float32. In
     the same directory transformers would add it to the weights.
 
     `weights` yields every parameter of `shapes` once, in its order. A hidden directory in the same

@@ -122,8 +122,8 @@ class ClusterConfig:
     """Slurm: a directory on each node for compilers' caches and Ray's spilled objects; null takes
     the first of $SLURM_TMPDIR, $TMPDIR and /tmp there."""
     requeue: int = bounded(0, least=0)
-    """Slurm: how often the job may start again, at its time limit, after preemption, or when a
-    node or a rank has died; then `trainer.resume` is at least `auto`."""
+    """Slurm: how often the job may start again, at its time limit, after preemption, or when a node
+    or a rank has died. Then `trainer.resume` is at least `auto`."""
     warn_s: int = bounded(120, least=1)
     """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
 

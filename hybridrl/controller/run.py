@@ -129,9 +129,8 @@ def _logged_end() -> Iterator[None]:
 class Run:
     """The parts of a run. `step` counts optimizer iterations over warm start and recipe.
 
-    A resumed run does as one that starts: it makes each phase's roles at the phase's beginning, as
-    copies and value models are of that moment. Then the checkpoint's state of the roles replaces
-    theirs.
+    A resumed run, too, makes each phase's roles at the phase's beginning: copies and value models
+    are of that moment. Then the checkpoint's state of the roles replaces theirs.
     """
 
     def __init__(

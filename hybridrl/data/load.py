@@ -220,9 +220,9 @@ class PromptStream:
     on the items, the weights and the seed alone, so `seek` resumes exactly.
 
     Sources alternate by smooth weighted round robin: with weights 2 and 1 the order is a b a, a b
-    a, ...; over n positions a source gets its share of n to within one item per source. Each source
-    is reshuffled in every epoch over it: with items x, y and seed 0 the order is, say, y x, then
-    x y, and so on.
+    a, and so on. Over n positions a source gets its share of n to within one item per source. Each
+    source is reshuffled in every epoch over it. With items x, y and seed 0 the order is, say, y x,
+    then x y, and so on.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class Work:
     """The work that a call of an instance did, for the cost model.
 
     `admitted` samples began or resumed; `rows` sums the samples over the decode steps, `cached` the
-    tokens that they attended to; `kv_tokens` are those whose keys and values were packed or
+    tokens that they attended to. `kv_tokens` are those whose keys and values were packed or
     unpacked, in `kv_seconds` of the whole.
     """
 

@@ -95,7 +95,7 @@ class Ledger:
     | finished | queued   | its rank died                                                  |
     | used     | queued   | its rank died, and a later stage of the step may still read it |
 
-    Leaving a stream does not change the status, since another stream may hold the sample: `leave`
+    Leaving a stream does not change the status, since another stream may hold the sample. `leave`
     notes the reason, and `settle` drops samples that nothing has used by then. Which stage may
     start on a sample follows from its fields, not from its status.
 

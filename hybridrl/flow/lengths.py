@@ -285,10 +285,10 @@ def dispatch(
 ) -> tuple[list[list[int]], list[int]]:
     """Deal samples, or groups of them, to instances: longest first, to the one with fewest tokens.
 
-    `predicted` are tokens of each; `sizes` how many samples it is (1 each); `room` how many samples
-    an instance takes (one number, or one each); `loads` tokens that the instances have in flight
-    already. Gives the indices for each instance in order of dispatch, and those that fit nowhere,
-    longest first.
+    `predicted` are tokens of each; `sizes` how many samples it is (1 each). `room` is how many
+    samples an instance takes (one number, or one each); `loads` tokens that the instances have in
+    flight already. Gives the indices for each instance in order of dispatch, and those that fit
+    nowhere, longest first.
 
     Longest-processing-time-first: unless room runs out, the fullest instance has at most
     4/3 - 1/(3m) of the least that is possible on m instances (Graham 1969). Ties go by index.

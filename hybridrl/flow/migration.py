@@ -40,9 +40,9 @@ def best_migration_plan(
 
     RLHFuse keeps a decode step flat (`Costs.flat_rows`): the smallest cap tried. The others are its
     doublings up to `max_held` (samples that an instance has memory for). Where rows are not free, a
-    slower tail may still pay for a freed instance. (0, 0) when nothing is sooner than inference
-    after all samples are done. Of equal choices the smallest threshold, then the smallest cap. With
-    `threshold` only the cap is chosen. The other parameters as in `expected_seconds`.
+    slower tail may still pay for a freed instance. It is (0, 0) when nothing is sooner than
+    inference after all samples are done. Of equal choices the smallest threshold, then the smallest
+    cap. With `threshold` only the cap is chosen. The other parameters as in `expected_seconds`.
     """
     if num_instances < 2 or len(lengths) < 2 or threshold == 0:
         return NO_MIGRATION

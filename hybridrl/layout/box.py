@@ -55,9 +55,9 @@ class Box:
 def cut(boxes: Sequence[Box], dim: int, index: int, parts: int) -> tuple[Box, ...]:
     """Shard `index` of `parts` of a rank's tensor, in chunks of ceil(extent / parts) along `dim`.
 
-    The rank's tensor concatenates its boxes. FSDP2 cuts the local tensor of a tensor-parallel
-    rank, and so does this: boxes that differ along `dim` are cut as one row, others each alike.
-    Chunks at the end may be smaller, or empty.
+    The rank's tensor concatenates its boxes. FSDP2 cuts the local tensor of a tensor-parallel rank,
+    and so does this. Boxes that differ along `dim` are cut as one row, others each alike. Chunks at
+    the end may be smaller, or empty.
     """
     if not boxes:
         return ()

@@ -1,7 +1,7 @@
 """The weight switch one layer at a time, for destinations that cannot hold all of it at once.
 
-An engine that repacks its weights has no memory for all incoming tensors: each layer gets
-temporary tensors, is filled, and is repacked before the next layer arrives.
+An engine that repacks its weights has no memory for all incoming tensors. Each layer gets temporary
+tensors, is filled, and is repacked before the next layer arrives.
 """
 
 import re

@@ -3,12 +3,12 @@
 Invariants, asserted by the tests against single elements:
 1. every element that a rank holds in the destination is covered exactly once;
 2. an element that the rank holds already is never received;
-3. among several holders of a box the one with the receiver's own coordinates on the axes of copies
-   sends, so replicas serve themselves and senders are balanced.
+3. among several holders of a box the one with the receiver's coordinates on the axes of copies
+   sends: replicas serve themselves, and senders are balanced.
 
 Planning is by class: parameters of one shape and one rule in each layout. Within a class, ranks are
 symbolic. The boxes of all coordinates on the split axes are intersected once, whatever the number
-of copies, layers or ranks; only the arrays of senders and receivers name ranks.
+of copies, layers or ranks. Only the arrays of senders and receivers name ranks.
 """
 
 from collections import defaultdict

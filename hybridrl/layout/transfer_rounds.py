@@ -9,9 +9,9 @@ A rank computes the rounds of the ranks that it is connected with, and no others
 compute the same rounds, so they need no message to agree.
 
 Buckets are all-gathered if every member of a group sends all others the same boxes, of equal
-shapes: the micro data-parallel group of HybridFlow, section 5.3, whose training shards nest evenly
-in a generation shard. All other moves go from rank to rank. A move gets the earliest round in
-which both its sender and its receiver have room, and is cut if it does not fit.
+shapes. This is the micro data-parallel group of HybridFlow, section 5.3: its training shards nest
+evenly in a generation shard. All other moves go from rank to rank. A move gets the earliest round
+in which both its sender and its receiver have room, and is cut if it does not fit.
 """
 
 from collections import defaultdict

@@ -61,8 +61,8 @@ class WeightSwitch:
     in `dtype`, the generation weights'. Scratch is allocated during a switch: two rounds are in
     flight, each of at most `bucket_bytes`.
 
-    Example: with `source["w"]` rows 2 and 3 of a [4, 8] matrix and `destination["w"]` all of it,
-    rank 1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
+    Example: `source["w"]` is rows 2 and 3 of a [4, 8] matrix, `destination["w"]` is all of it. Rank
+    1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The model at `path` on CPU in `dtype`, in training mode with dropout off.
 
-    Raises ConfigError where the weights are missing, incomplete or not in safetensors, and
+    Raises ConfigError where the weights are missing, incomplete or not in safetensors. Raises
     ValueError for a family whose logits or attention the engines do not compute (see
     `check_supported`).
     """
@@ -150,9 +150,9 @@ def _is_dropout(name: str, value: object) -> bool:
 def check_supported(config: PretrainedConfig) -> None:
     """Raise ValueError for a model whose logits or attention would be wrong, with the reason.
 
-    Refused: logits that are scaled or capped after the head, capped attention scores, layers that
-    are neither full nor sliding-window attention (recurrent ones would leak between sequences),
-    routers that draw random numbers in training mode. Dropout is not refused: it is turned off.
+    Refused: scaled or capped logits, capped attention scores, layers that are neither full nor
+    sliding-window attention (recurrent ones would leak between sequences), and routers that are
+    random in training. Dropout is not refused: it is turned off.
     """
     supported = "supported are decoders such as llama, mistral, qwen2, qwen3"
     for name in (*_ALTERED_LOGITS, "attn_logit_softcapping"):

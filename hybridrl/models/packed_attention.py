@@ -5,9 +5,9 @@ micro-batch is described once (`Packing`); every layer gets the description as a
 the model's call. Two implementations:
 
 - `flash`: flash-attn's variable-length kernel, on a GPU;
-- `torch`: the row is sorted by length, so sequences of one length are a contiguous block. torch's
-  causal attention gets it as a batch [sequences, heads, length, head_dim]: one call per distinct
-  length, no padding and no mask over the row.
+- `torch`: the row is sorted by length, so sequences of one length are a contiguous block. A call of
+  torch's causal attention gets it as a batch [sequences, heads, length, head_dim]. So there is one
+  call per distinct length, no padding and no mask over the row.
 """
 
 import logging
@@ -34,9 +34,9 @@ NAME = "hybridrl_packed"
 class Packing:
     """The positions of sequences in a packed row, in the order of ascending length.
 
-    `blocks` holds (number of sequences, length) of each run of equal lengths, `starts`
-    [sequences + 1] the first token of each sequence (int32, on the row's device) and the end,
-    `longest` the length of the longest.
+    `blocks` holds (number of sequences, length) of each run of equal lengths. `starts` [sequences +
+    1] has the first token of each sequence (int32, on the row's device) and the end, `longest` the
+    length of the longest.
     """
 
     implementation: Attention

@@ -2,7 +2,7 @@
 
 All tokens of a forward pass are in one row of `input_ids` [1, tokens] with their own
 `position_ids`. The keyword argument `paged` of the model's call, a `PagedBatch`, says which cache
-rows their keys and values are written to and which pages each sequence reads.
+rows get their keys and values, and which pages each sequence reads.
 """
 
 from dataclasses import dataclass, field
@@ -115,7 +115,7 @@ class Workspace:
 
     A step reads them in place and writes one token, instead of copying every block. `flush` copies
     the written tokens to the pool before the group changes. `tables` [rows, pages] may have spare
-    pages, for later steps; `positions` [rows] are those of the first step; `memory` is a slice of
+    pages, for later steps. `positions` [rows] are those of the first step; `memory` is a slice of
     the pool's arena. Costs a second copy of the running sequences' cache.
     """
 

@@ -54,7 +54,7 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
     """Every parameter once, in the model's order; tied weights under their first name.
 
     With `classifier` the model is a sequence classifier: a `score` head, replicated on the last
-    stage, in place of the vocabulary's, so that a tied embedding is on the first stage only.
+    stage, in place of the vocabulary's. So a tied embedding is on the first stage only.
     """
     model = meta_model(config)
     prefix = f"{model.base_model_prefix}."

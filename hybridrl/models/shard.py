@@ -34,9 +34,9 @@ class GenParallel:
     """A rank's coordinates among the `pp` x `tp` ranks of a generation instance, and its groups.
 
     `tp_group` has the instance's ranks of the same stage, `pp_group` those of the same `tp_rank`;
-    None for a single rank. torch orders the ranks of a group by global rank, which may differ from
-    the order of coordinates: `tp_peers` and `pp_peers` map a coordinate to its group rank. Sampled
-    tokens are sent from the host: a group of GPUs needs both backends (`cpu:gloo,cuda:nccl`).
+    None for a single rank. By torch the ranks of a group ascend, and coordinates may not:
+    `tp_peers` and `pp_peers` map a coordinate to its group rank. Sampled tokens are sent from the
+    host: a group of GPUs needs both backends (`cpu:gloo,cuda:nccl`).
     """
 
     pp: int = 1

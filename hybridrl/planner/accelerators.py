@@ -1,6 +1,6 @@
 """Costs of a Llama-like model on other accelerators, by roofline.
 
-A decode step reads the weights and every cached token once; a prefill or a forward pass does two
+A decode step reads the weights and every cached token once. A prefill or a forward pass does two
 floating-point operations a parameter and token, training six. Each runs at a stated share of the
 datasheet's figure. Only the order of magnitude and the scaling are claimed.
 """
@@ -87,9 +87,9 @@ def roofline(
 ) -> Costs:
     """Costs of instances of `gpus` accelerators each (tensor parallel), `total_gpus` in all.
 
-    `forward` are the forward-only stages by name, with a replica on every instance; `trained` the
-    models that are trained one after the other on all accelerators. Pipeline bubbles, the optimizer
-    and loading a role's weights are not counted.
+    `forward` are the forward-only stages by name, with a replica on every instance. `trained` are
+    the models that are trained one after the other on all accelerators. Pipeline bubbles, the
+    optimizer and loading a role's weights are not counted.
     """
     read = accelerator.memory_bytes_per_s * _MEMORY_SHARE * gpus
     work = accelerator.flops * _FORWARD_SHARE * gpus

@@ -1,12 +1,12 @@
 """RLHFuse's setting under the simulator, with its published figures.
 
-Setting (arXiv 2409.13221, section 7): 32 nodes of 8 Hopper GPUs, 8 x 200 Gb/s between nodes; LLaMA
+Setting (arXiv 2409.13221, section 7): 32 nodes of 8 Hopper GPUs, 8 x 200 Gb/s between nodes. LLaMA
 actors and critics of 13B to 65B, the reference of the actor's size, the reward model of the
-critic's; HH-RLHF prompts; global batch 512; responses of at most 512, 1,024 and 2,048 tokens.
+critic's. HH-RLHF prompts; global batch 512; responses of at most 512, 1,024 and 2,048 tokens.
 
 Not published, and so assumed: response lengths below the limit (here `LMSYS`, by which the paper
 shows the tail), instances of one node each, and the efficiency of each stage. A roofline makes
-inference a smaller share of an iteration than on that testbed: it does not count the loading of
+inference a smaller share of an iteration than on that testbed. It does not count the loading of
 weights, the filling of pipelines and small batches, which slow short stages. Fusion hides
 inference, so the ratio is at most 1 + inference over generation. It is therefore given for the
 roofline and for inference that takes a stated share of generation.

@@ -147,9 +147,9 @@ def _summary(modeled: Outcome, tried: Sequence[Outcome]) -> list[Outcome]:
 def lower_bound(setting: Setting) -> float:
     """Lower bound, in seconds, on the time of any schedule before the update.
 
-    The largest of three: all forward passes and all decoding in the largest batches that fit,
-    spread over the instances without a gap; the longest sample alone; the stages of a separate
-    pool. Mean over the steps.
+    The largest of three: the longest sample alone; the stages of a separate pool; all forward
+    passes and all decoding. The last is in the largest batches that fit, spread over the instances
+    without a gap. Mean over the steps.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
     bounds = []

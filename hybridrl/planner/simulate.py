@@ -102,10 +102,10 @@ class SimulatedExecutor:
     `prompt_tokens_of` those of a prompt, by position. Stages have the scope in `scopes`, else RANK:
     they run concurrently with the instance, verifiers `verifier_s` longer. Samples that move for an
     `infer` arrive at once, even from a busy instance. A stage of scope WORLD shares its tokens
-    among the instances; one of scope POOL runs in a separate pool, also one call at a time. An
+    among the instances. One of scope POOL runs in a separate pool, also one call at a time. An
     instance decodes at most `max_running` samples at a time, the others wait.
 
-    Invariants: the clock never decreases; `slices` of an instance do not overlap; a sample's
+    Invariants: the clock never decreases; `slices` of an instance do not overlap. A sample's
     response has its known length, whether it was parked or moved or not.
 
     Example, step_s 1, row_s 0, call_s 0: samples of 3 and 5 tokens in calls of 4 steps end at

@@ -52,7 +52,7 @@ class RewardPool:
 
     States of a process: starting (its verifier is being built, START_TIMEOUT_S), idle, busy with a
     chunk. A busy process answers sample by sample, in order. So if it exceeds the time limit or
-    dies, the first unanswered sample caused it: it scores 0, the remaining chunk returns to the
+    dies, the first unanswered sample caused it. It scores 0, the remaining chunk returns to the
     queue, and a new process replaces the old. Invariant: every input gets exactly one result.
 
     kind=exact without `extract` cannot hang and is judged in this process: 128 samples take 0.1 ms

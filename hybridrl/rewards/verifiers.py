@@ -44,7 +44,7 @@ def make_verifier(
     """The verifier of `config`: returns an input's reward, and the judged text.
 
     The judged text is the first group of the last match of `extract` (the full match if it has no
-    group); without a match the reward is 0 and the text empty. kind=dataset needs `sources`
+    group). Without a match the reward is 0 and the text empty. kind=dataset needs `sources`
     (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
     """
     judge = _JUDGES[config.kind](config, sources or {})

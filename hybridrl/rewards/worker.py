@@ -1,6 +1,6 @@
 """The program of a verifier process: `python -m hybridrl.rewards.worker FD PARENT`.
 
-It reads pickles from its parent, which it trusts, and answers in JSON, since the parent must not
+It reads pickles from its parent, which it trusts. It answers in JSON, since the parent must not
 trust a process that judges a model's output. It imports neither torch nor ray.
 """
 

@@ -73,7 +73,7 @@ class DeviceResidency:
 
     A role that is active already does not move. Any other call in SWITCHING is a bug.
 
-    Invariant: `active` alone of all roles has its weights on the device; the rollout engine is
+    Invariant: `active` alone of all roles has its weights on the device. The rollout engine is
     awake if and only if the status is not TRAINING. The owner starts in TRAINING with no role
     active: new models are offloaded and a new rollout engine sleeps before their first call here.
 

@@ -1,7 +1,7 @@
 """Proximal policy optimization with a critic (arXiv 1707.06347), as RLHF has it (arXiv 2203.02155).
 
 InstructGPT's reward is that of the reward model at the last token, less a KL penalty to the
-reference at every token (section 3.5); the critic's values turn it into an advantage per token.
+reference at every token (section 3.5). The critic's values turn it into an advantage per token.
 """
 
 from dataclasses import dataclass

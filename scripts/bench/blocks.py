@@ -1,7 +1,7 @@
 """Sides that are processes and take turns: one runs a block of steps, the others wait.
 
-A side says `ready`, then reads a number of steps per line from its stdin, runs so many and answers
-with one line of JSON; it stops at the end of its stdin. While it waits it does nothing.
+A side says `ready`, then reads a number of steps per line from its stdin. It runs so many and
+answers with one line of JSON. It stops at the end of its stdin. While it waits it does nothing.
 """
 
 import json

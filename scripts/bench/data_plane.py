@@ -5,9 +5,9 @@ a quarter of the samples, rank r + 1 needs them.
 
 - ours: `SampleStore.take` and `RayDataPlane.put` where they were made, references through the
   driver, `RayDataPlane.get` and `SampleStore.accept` where they are needed.
-- plain Ray: the maker puts numpy arrays and answers with their reference, which the driver hands
-  to the consumer; that gets them and cuts them into samples. `flat` packs a field into one array
-  first, `listed` puts the list of the samples' arrays; the faster one is the baseline.
+- plain Ray: the maker puts numpy arrays and answers with their reference. The driver hands it to
+  the consumer, which gets the arrays and cuts them into samples. `flat` packs a field into one
+  array first, `listed` puts the list of the samples' arrays; the faster one is the baseline.
 - verl: `DataProto` out of one method and into another under DP_COMPUTE_PROTO, as its trainers do.
   Its batch is padded, so its samples are all of the mean length: the padding that ragged samples
   would need does not count against it.

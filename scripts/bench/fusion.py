@@ -1,8 +1,8 @@
 """Stage fusion: fused and partial against serial, in turns, on the same ranks and prompts.
 
 `make bench-fusion`. GRPO with a reward model and a reference model of the actor's size, on a task
-whose responses have a long tail; two ranks of one thread. docs/benchmarks.md, "Stage fusion", says
-what the figures are.
+whose responses have a long tail. Two ranks of one thread. "Stage fusion" in docs/benchmarks.md
+explains the figures.
 """
 
 import argparse

@@ -34,8 +34,8 @@ def line(
 ) -> dict[str, Any]:
     """The record of one comparison: medians, and the median of the ratios round by round.
 
-    A ratio of two measurements that were taken right after each other cancels most of what else
-    the machine did, so it is steadier than the ratio of the medians.
+    A ratio of two measurements that were taken right after each other cancels most of what else the
+    machine did. So it is steadier than the ratio of the medians.
     """
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     return {

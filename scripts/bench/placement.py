@@ -1,8 +1,8 @@
 """Placement: PPO with the critic on separate ranks against all on all ranks, in turns.
 
 `make bench-placement`. The same model for actor, reference and critic, random weights, so that
-every response is as long as it may be; two ranks of one thread in both placements, 1 + 1 under
-split. docs/controller.md, "Placement", says what the figures are.
+every response is as long as it may be. Two ranks of one thread in both placements, 1 + 1 under
+split. "Placement" in docs/controller.md explains the figures.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """GRPO in a plain single-process PyTorch loop, two threads: what a good programmer writes by hand.
 
-Generation: hand-written Qwen3 decoding with fused qkv and gate-up products, prompts prefilled once
-per group, a contiguous KV cache, rows that have ended taken out of the batch. Training: the Hugging
-Face model on right-padded micro-batches of similar length, the head on response tokens only.
+Generation: hand-written Qwen3 decoding with fused qkv and gate-up products and a contiguous KV
+cache. Prompts are prefilled once per group; rows that have ended leave the batch. Training: the
+Hugging Face model on right-padded micro-batches of similar length, the head on response tokens
+only.
 """
 
 from collections.abc import Iterator

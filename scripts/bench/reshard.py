@@ -4,11 +4,11 @@ Every layout runs on real gloo processes with a Qwen3 of 54 M random parameters,
 (FSDP2, tensor-parallel DTensors below it), generated with in bfloat16. Sides take turns:
 
 - `ours`: `WeightSwitch` under the order of ranks that `auto` takes;
-- `full_tensor`: `full_tensor()` of every parameter on every rank, of which it keeps its part; with
+- `full_tensor`: `full_tensor()` of every parameter on every rank, of which it keeps its part. With
   pipeline stages a parameter is then broadcast from its stage to the others;
 - `vanilla`: `WeightSwitch` under the order of ranks of HybridFlow-V;
-- `verl`: as verl 0.9.1's FSDP engine and bucketed transfer do it, with no process in between:
-  `full_tensor()` of every parameter in float32, a copy into a bucket of 2 GiB (here, of the
+- `verl`: as verl 0.9.1's FSDP engine and bucketed transfer do it, with no process in between.
+  `full_tensor()` of every parameter in float32 is copied into a bucket of 2 GiB (here, of the
   model's size), and from the bucket the engine's part. That engine has no pipeline stages, so the
   side is left out where training has them;
 - `exchange`: ours without all-gathers, where ours has them.

@@ -2,7 +2,7 @@
 
 Same weights, prompts, lengths and one thread for both, alternating in one process. The baseline is
 plain torch: contiguous KV cache, fused qkv and gate-up products, SDPA, the same sampling with
-log-probabilities; it pads every row to the longest response. Prints one JSON object per line.
+log-probabilities. It pads every row to the longest response. Prints one JSON object per line.
 """
 
 import argparse

@@ -14,8 +14,8 @@ def widen(source: Path, target: Path, times: int) -> None:
     """Write the Llama-like model at `source` with `times` the width, heads and MLP to `target`.
 
     Function-preserving growth (Net2Net, arXiv 1511.05641): the new units have random weights where
-    they read and zeros where they write; norms over the residual stream, whose mean square falls
-    by `times`, are scaled back. Every product is made in full, so work is that of the new size.
+    they read and zeros where they write. Norms over the residual stream, whose mean square falls by
+    `times`, are scaled back. Every product is made in full, so work is that of the new size.
     """
     old = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config = AutoConfig.from_pretrained(source)

@@ -79,7 +79,7 @@ def _path() -> str:
 class LocalSlurm:
     """Slurm's daemons as children of this process, in a separate directory.
 
-    Use it as a context manager: on the way out every daemon, and what is left of their jobs, has
+    Use it as a context manager. On the way out every daemon, and what is left of their jobs, has
     ended, and the directory is gone.
     """
 
@@ -151,8 +151,8 @@ class LocalSlurm:
     def kill_node(self, node: str, steps: bool = True) -> None:
         """End a node as a power cut does: its slurmd and all that runs on it, at once.
 
-        Without `steps` the daemons of its jobs' steps live long enough to tell Slurm of their end,
-        which otherwise ends steps on the node once more when it is back.
+        Without `steps` the daemons of its jobs' steps live long enough to tell Slurm of their end.
+        Otherwise Slurm ends steps on the node once more when it is back.
         """
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):

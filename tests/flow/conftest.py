@@ -34,12 +34,12 @@ class VirtualExecutor:
     """One rank per instance; what a sample is depends on its id alone, when it is made on `seed`.
 
     Holds callers to the seam's rules: phases, one call per instance, nothing in flight at a
-    whole-group call, one update per pool, no sample used after its release, where it does not lie,
-    or moved while something runs on it, parked samples resumed once. `length_of` gives response
+    whole-group call, one update per pool. No sample is used after its release or where it is not,
+    or moves while something runs on it. Parked samples are resumed once. `length_of` gives response
     tokens, `reward_of` (reward, status), `finish_of` how it ends. `deaths` maps the number of a
     `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
-    together. `given` are the fields that the engine and the roles make, by id and name, in place of
-    drawn ones; `map` computes with them for real.
+    together. `outputs_of` gives the fields that the engine and the roles make, by id and name, in
+    place of drawn ones. `map` computes with them for real.
     """
 
     def __init__(

@@ -264,8 +264,8 @@ def pair(
 ) -> Iterator[tuple[Jobs, str, str]]:
     """The same run twice, side by side on the same nodes: `whole`, and `short` in jobs of minutes.
 
-    They go on while other tests run. Their verifier sleeps for 173 seconds in all, and Slurm's
-    warning comes 150 to 180 seconds after a job's start: in the middle of the run.
+    They run while other tests run. Their verifier sleeps for 173 seconds in all. Slurm's
+    warning comes in the middle of the run, 150 to 180 seconds after a job's start.
     """
     jobs = Jobs(two_nodes, tmp_path_factory.mktemp("pair"))
     (jobs.folder / "patient.py").write_text(_PATIENT)

@@ -149,12 +149,12 @@ class Admitted:
 class Admission:
     """Waiting and running requests of one engine, first come first served.
 
-    When blocks run out, shared prompts are dropped first, then the newest sequence is preempted:
-    its blocks are freed, it waits at the head of the queue and is recomputed. The oldest sequence
+    When blocks run out, shared prompts are dropped first, then the newest sequence is preempted.
+    Its blocks are freed; it waits at the head of the queue and is recomputed. The oldest sequence
     is never preempted, and fits alone, so the queue drains.
 
-    Invariants: an entry waits (slot -1, no blocks) or is in one lane; `tables` [slots, pages] has
-    the blocks of running entries; a block is held once by each entry and each prefix that uses it.
+    Invariants: an entry waits (slot -1, no blocks) or is in one lane. `tables` [slots, pages] has
+    the blocks of running entries. A block is held once by each entry and each prefix that uses it.
 
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one.
     """

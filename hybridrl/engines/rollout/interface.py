@@ -36,9 +36,9 @@ class KV:
     """One rank's KV cache of a parked request, in host memory.
 
     `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
-    heads, of all tokens of prompt and response but the pending last one; contiguous. It pickles as
-    a numpy array, so that an object store needs no copy. Such a tensor may be in read-only memory:
-    do not write to it.
+    heads, contiguous. They are of all tokens of prompt and response but the pending last one. It
+    pickles as a numpy array, so that an object store needs no copy. Such a tensor may be in
+    read-only memory: do not write to it.
     """
 
     blocks: torch.Tensor

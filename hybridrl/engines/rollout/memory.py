@@ -100,9 +100,9 @@ def vllm_share(memory: MemoryLeft, needed: int) -> VLLMShare:
     `needed` is the minimum for vLLM, in bytes: the rank's weights, activations, the KV cache of one
     sample.
 
-    **The share of vLLM 0.30** covers total * share bytes: its weights, buffers of attention
-    backends and libraries, the peak of a profiled forward pass, its CUDA graphs (estimated, unless
-    VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0), and KV cache in the remaining bytes
+    **The share of vLLM 0.30** covers total * share bytes: weights, buffers of attention backends
+    and libraries, the peak of a profiled forward pass, CUDA graphs (estimated, unless
+    VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0). The KV cache has the remaining bytes
     (`v1/worker/gpu_worker.py`, `determine_available_memory`). All but the peak and the graphs are
     measured as the loss of memory *free on the device* since the start, by any process
     (`utils/mem_utils.py`, `memory_profiling`). The start is after vLLM creates its process groups
@@ -110,14 +110,14 @@ def vllm_share(memory: MemoryLeft, needed: int) -> VLLMShare:
 
     - memory in use before the start is not in the share: it is subtracted here. NCCL buffers that
       are created later fit into the margin, or are named in `resident`;
-    - total * share must be free at the start (`v1/worker/utils.py`, `request_memory`, raises), so
+    - total * share must be free at the start (`v1/worker/utils.py`, `request_memory`, raises). So
       training state is offloaded, and the caches are emptied, before the engine is created, not
       only before it generates;
     - nothing else allocates or frees on the device meanwhile: vLLM would subtract it from the KV
       cache, or fail an assertion.
 
     `kv_cache_memory_bytes`, if set, makes vLLM ignore the share for the size of the cache; the
-    check at the start remains. Sizes are those of one rank that does not share its device; ranks
+    check at the start remains. Sizes are those of one rank that does not share its device. Ranks
     that share a device would each have to name the others' memory as `resident`.
 
     Raises ConfigError (`rollout.engine`) if less than `needed` remains, with the sum.

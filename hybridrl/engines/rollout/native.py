@@ -1,8 +1,8 @@
 """The embedded rollout engine: continuous batching of a Hugging Face module over a paged KV cache.
 
-Every running sequence has a pending last token whose keys and values are not cached yet; one
-decode step feeds the pending tokens of all and draws the next ones. Prefill fills the cache up to
-the pending token and draws nothing, so a fresh, a resumed and a preempted request are one case.
+Every running sequence has a pending last token whose keys and values are not cached yet. One decode
+step feeds the pending tokens of all and draws the next ones. Prefill fills the cache up to the
+pending token and draws nothing, so a fresh, a resumed and a preempted request are one case.
 """
 
 import logging
@@ -60,9 +60,9 @@ class NativeEngine:
     are one step late; `park` collects them first.
 
     The output of a `deterministic` engine for a sample does not depend, bit for bit, on its other
-    work: every sequence decodes in a separate lane, a prefill has one prompt without its response
-    and its last token, and the response of a request without its KV cache is fed again token by
-    token. It holds among engines of the same layout, block size and number of threads, and forgoes
+    work. Every sequence decodes in a separate lane. A prefill has one prompt without its response
+    and its last token. The response of a request without its KV cache is fed again token by token.
+    It holds among engines of the same layout, block size and number of threads, and forgoes
     batching.
 
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
@@ -170,8 +170,8 @@ class NativeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, first come first served; a parked request continues from its last token.
 
-        Raises ValueError, before anything is queued, for a request that can never run, or whose
-        `kv` does not have this rank's layers and heads and all its tokens but the last.
+        Raises ValueError, before anything is queued, for a request that can never run. So does a
+        `kv` without this rank's layers and heads, or without all its tokens but the last.
         """
         requests = list(requests)
         for request in requests:

@@ -47,7 +47,7 @@ class RolloutStage:
     """The rank's layers with their weights, KV cache and neighbors.
 
     `decode` and `prefill` are called in the same order on all ranks of the instance, with the same
-    batches; each rank caches its own layers and heads.
+    batches. Each rank caches its own layers and heads.
     """
 
     def __init__(

@@ -13,16 +13,16 @@ class StopStrings:
     without clean-up of spaces. The prompt does not count. There is no state between calls, so a
     response may be parked and resumed on another rank. Raises ValueError for an empty text.
 
-    **Only a tail is decoded**, of B + 4 tokens if the longest text has B bytes in UTF-8, so the
+    **Only a tail is decoded**, of B + 4 tokens if the longest text has B bytes in UTF-8. So the
     cost of a token does not grow with the response. It suffices, since the caller asks after every
-    token and stops at the first match: a match ends in the last token and begins at most B - 1
+    token and stops at the first match. A match ends in the last token and begins at most B - 1
     tokens before it. Four more tokens are needed because a decoder may treat the first tokens
     differently:
 
     - the first token may lose its space (SentencePiece);
     - if tokens are bytes, the tail may begin inside a character. A byte-level decoder replaces the
       incomplete character by U+FFFD. A byte-fallback decoder replaces the entire run of bytes, so
-      on U+FFFD the check is repeated with up to three tokens less: one of these four tails begins
+      on U+FFFD the check is repeated with up to three tokens less. One of these four tails begins
       with a character.
 
     Example: "END" with the tokens "E", "ND.", "." has B = 3. After "E" no, after "ND." yes: the

@@ -73,11 +73,11 @@ class ScoreEngine:
         """The rank's part of `model_config`, or an engine over `model`, which `local_model` made.
 
         `classifier` is for a reward model (a sequence classifier). `temperature` divides the
-        logits. A row has at most `max_tokens_per_micro_batch` tokens, or one sequence; with
-        `deterministic` always one sequence, so that a result is the same bit for bit whatever else
-        is scored, at the cost of one pass a sequence. Raises ValueError for a temperature
-        that is not above 0, a bound below 1 or a model that is not supported, ConfigError for a
-        layout that the model cannot take.
+        logits. A row has at most `max_tokens_per_micro_batch` tokens, or one sequence. With
+        `deterministic` it is always one sequence: a result is the same bit for bit whatever else is
+        scored. It costs one pass a sequence. Raises ValueError for a temperature that is not above
+        0, a bound below 1 or a model that is not supported. Raises ConfigError for a layout that
+        the model cannot take.
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: wanted a number above 0")

@@ -1,7 +1,7 @@
 """Balances sequences over ranks and micro-batches by length. Pure and deterministic.
 
 Invariants, asserted by the tests: every index is in exactly one part; indices ascend within a part;
-the same lengths give the same parts; no micro-batch exceeds the bound unless it is one row;
+the same lengths give the same parts. No micro-batch exceeds the bound unless it is one row.
 `samples_per_row` consecutive sequences, a row, are in one part.
 """
 

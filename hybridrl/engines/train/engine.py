@@ -43,8 +43,8 @@ from hybridrl.models.parallel import head_size
 logger = logging.getLogger(__name__)
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
-"""Up to this size weights and gradients stay unsharded from the first micro-batch to the last
-(at most 4 GiB a rank): one all-gather and one reduce-scatter an update, not one a micro-batch."""
+"""Up to this size weights and gradients stay unsharded from the first micro-batch to the last (at
+most 4 GiB a rank). So an update has one all-gather and one reduce-scatter."""
 
 
 class TrainEngine(ModelShards):
@@ -79,8 +79,8 @@ class TrainEngine(ModelShards):
         has a value head (`models.load.load_value_model`) and `values`, not `log_probs`; losses are
         called with values. With `lora` of a rank above 0 adapters are trained, which `seed` draws,
         and the value head; the weights are frozen, in the compute format. Raises ConfigError for a
-        model that cannot be used, naming `key`, and for axes that it cannot take, ValueError for a
-        temperature that is not above 0.
+        model that cannot be used, naming `key`, and for axes that it cannot take. Raises ValueError
+        for a temperature that is not above 0.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
@@ -264,13 +264,13 @@ class TrainEngine(ModelShards):
         Sequences of one row of the loss are consecutive and on one rank.
 
         The gradient is that of sum_i w_i loss_i over the trained tokens of all ranks, with w by
-        `loss.normalize`, whatever the split into ranks and micro-batches. `max_response_tokens` is
-        the constant of the normalization `constant` (0: the longest response of this update).
-        `compare` names fields with another engine's log-probabilities of the responses, which
-        sequences may lack, and a prefix for the metrics of their distance from those computed here,
-        before the step (`hybridrl.algorithms.corrections.describe`); `effective_share` is the
-        effective sample size of the responses of all fields together. The loss may reduce this
-        step's learning rate by it.
+        `loss.normalize`. The split into ranks and micro-batches does not change it.
+        `max_response_tokens` is the constant of the normalization `constant` (0: the longest
+        response of this update). `compare` names fields with another engine's log-probabilities of
+        the responses, which sequences may lack, and a prefix for metrics. These are the distance
+        from the log-probabilities before the step (`hybridrl.algorithms.corrections.describe`).
+        `effective_share` is the effective sample size of the responses of all fields together. The
+        loss may reduce this step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
         `entropy`, `tokens`, and the loss's own, averaged with w. If loss or gradient is not finite

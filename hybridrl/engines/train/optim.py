@@ -37,8 +37,8 @@ def make_optimizer(
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0), relative to the peak.
 
-    Warm-up rises to 1 over `warmup_steps`; until `total_steps` the rate is constant, or falls to
-    `min_lr_ratio` along a line or half a cosine; after `total_steps` it keeps the last value.
+    Warm-up rises to 1 over `warmup_steps`. Until `total_steps` the rate is constant, or falls to
+    `min_lr_ratio` along a line or half a cosine. Then it keeps the last value.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

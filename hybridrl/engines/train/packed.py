@@ -49,8 +49,8 @@ def pack(
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
     A row shorter than `total_tokens` is padded by a sequence with nothing to score, -1 in `order`:
-    pipelines need rows of equal length. No sequences give a row of one token with nothing to score:
-    a rank without work computes it to take part in the collectives, and its gradient is exactly
+    pipelines need rows of equal length. No sequences give a row of one token with nothing to score.
+    A rank without work computes it to take part in the collectives, and its gradient is exactly
     zero. Raises ValueError for a response without a token before it, or a mask of another length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
@@ -144,12 +144,12 @@ class PackedModel(nn.Module):
     """A causal language model, or a pipeline chunk of one, over a packed row.
 
     The last chunk's forward returns log-probabilities of the scored tokens only. The head is
-    applied to the scored positions in chunks, so logits of the prompt are never computed and logits
-    of the response never exist all at once. Under tensor parallelism the head's rows are sharded
-    over `tp_group`.
+    applied to the scored positions in chunks. So logits of the prompt are never computed, and
+    logits of the response never exist all at once. Under tensor parallelism the head's rows are
+    sharded over `tp_group`.
 
-    A sequence classifier returns a value for each scored token, that of the state before it: its
-    head (`score`) over the hidden state that predicts the token.
+    A sequence classifier returns a value for each scored token, that of the state before it. It is
+    the head (`score`) over the hidden state that predicts the token.
     """
 
     def __init__(

@@ -145,8 +145,8 @@ class Schedule(ABC):
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
 
         Raises `ValueError` when the prompts end, when `take` does not get enough groups, and when a
-        recipe's function returns a result that does not fit; `RuntimeError` when no instance is
-        left, or one dies while a stage runs that waits for the whole batch.
+        recipe's function returns a result that does not fit. Raises `RuntimeError` when no instance
+        is left, or one dies while a stage runs that waits for the whole batch.
         """
         self.release()
         num_before = len(self._ledger.samples)  # pending since earlier steps

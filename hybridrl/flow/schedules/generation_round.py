@@ -86,7 +86,7 @@ class GenerationRound:
     that holds it. A sample that decodes is held by one instance (`Ledger` has the statuses).
 
     Example, threshold 4, instances A to D with 2, 1, 1, 0 samples left and room for 3: A and B
-    keep; when C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
+    keep. When C's call returns it parks c, whose tokens go to B. C and D run the forward passes of
     finished samples, their own first, then those of A and B.
     """
 

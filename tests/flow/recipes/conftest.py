@@ -149,7 +149,7 @@ class TrainedBatch:
         self, responses: list[Response], loss: Tensor, role: str = "actor", **fields: Any
     ) -> None:
         """The last update of `role` read these responses in this order, with their advantages and
-        these `fields` of its loss, one a response; its loss is `loss`, and so are the gradients.
+        these `fields` of its loss, one a response. Its loss is `loss`, and so are the gradients.
         """
         of_role = ((self.graph.stages[name], seen) for name, seen in self.updates)
         *_, (stage, seen) = (update for update in of_role if update[0].role == role)

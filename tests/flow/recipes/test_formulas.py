@@ -1,9 +1,9 @@
 """What each recipe trains on, against its paper's formula.
 
-The recipe's own graph runs under the serial schedule: its maps, groups, batches, filters, pairs and
-joins compute for real, and its loss gets tokens and their weights as from the train engine. Only
-what engines and models would say of a response is given (`bench`). The formulas are written out
-here once more, over the bench's responses; they read nothing that a recipe has made.
+The recipe's own graph runs under the serial schedule. Its maps, groups, batches, filters, pairs and
+joins compute for real. Its loss gets tokens and their weights as from the train engine. Only what
+engines and models would say of a response is given (`bench`). The formulas are written out here
+once more, over the bench's responses; they read nothing that a recipe has made.
 """
 
 import math
@@ -192,7 +192,7 @@ def test_dr_grpo(bench: Bench) -> None:
     [(1.0, {}), (0.0, {"overlong_share": 0.0}), (0.0, {"overlong_penalty": 0.0})],
 )
 def test_dapo(bench: Bench, penalty: float, keys: dict[str, float]) -> None:
-    """Equations 8 and 9, less the punishment of equation 13 for the last 2 of 10 tokens; prompts
+    """Equations 8 and 9, less the punishment of equation 13 for the last 2 of 10 tokens. Prompts
     are sampled until as many groups as the step wants meet equation 11.
     """
     groups = varied([bench.group(prompt, 8) for prompt in range(8)])[:4]
@@ -424,8 +424,8 @@ def test_ppo_follows_a_target_of_its_kl(bench: Bench) -> None:
 
 @pytest.mark.parametrize("group_baseline", [False, True])
 def test_reinforce_pp(bench: Bench, group_baseline: bool) -> None:
-    """The reward less beta times the KL of this token and all after it, normalized over the batch;
-    the variant with baseline takes the mean of the prompt's rewards off first.
+    """The reward less beta times the KL of this token and all after it, normalized over the batch.
+    The variant with baseline takes the mean of the prompt's rewards off first.
     """
     groups = bench.groups(4)
     lasts = [x for g in groups for x in (less_mean if group_baseline else list)(rewards(g))]

@@ -61,7 +61,7 @@ class VLLMEngine:
     until `update_weights`. Raises ValueError if `max_sequence` exceeds the model's positions.
 
     Tokens are sampled by the request's own stream, as in `NativeEngine`: same weights, same seeds,
-    same tokens, up to the order of float operations; see `vllm.sampling`. A parked request is
+    same tokens, up to the order of float operations (`vllm.sampling`). A parked request is
     resubmitted as a prompt. On the same engine, vLLM's prefix cache has all its full blocks.
 
     `kv_cache_tokens` 0 sizes the cache on a CPU for `max_running` sequences at full length; on a

@@ -42,9 +42,9 @@ def set_environment(layers: Sequence[int]) -> None:
 def groups_of(mesh: Mesh) -> Iterator[None]:
     """While vLLM starts: its tp and pp groups are those of the generation mesh.
 
-    vLLM numbers ranks as replicas x pp x tp; such a number is an index into the mesh, and is
+    vLLM numbers ranks as replicas x pp x tp. Such a number is an index into the mesh, and is
     replaced by the rank with these coordinates. Shared memory gets a name unique on this node,
-    which is unlinked once all ranks have mapped it: so it is freed even if processes are killed.
+    which is unlinked once all ranks have mapped it. So it is freed even if processes are killed.
     """
     from vllm.distributed import parallel_state
 

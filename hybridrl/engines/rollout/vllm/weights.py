@@ -31,9 +31,9 @@ class _Rows:
 class VLLMWeights:
     """The parameters of one rank's vLLM model under Hugging Face's names.
 
-    `shapes` are those of the rank's shards by the layout, padding included; None for parameters of
-    other stages, which are freed if vLLM has them nevertheless. Raises ValueError if vLLM's model
-    has another layout.
+    `shapes` are those of the rank's shards by the layout, padding included. They are None for
+    parameters of other stages, which are freed if vLLM has them nevertheless. Raises ValueError if
+    vLLM's model has another layout.
     """
 
     def __init__(
