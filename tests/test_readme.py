@@ -51,8 +51,7 @@ class Command:
     @property
     def script(self) -> str:
         """What bash runs: in a copy of the tree instead of a clone, arguments at the end."""
-        text = self.text.strip().replace("git clone URL hybridrl && cd hybridrl\n", "")
-        return f"set -e\n{text} {re.sub('needs=.*', '', self.arguments)}"
+        return f"set -e\n{self.text.strip()} {re.sub('needs=.*', '', self.arguments)}"
 
 
 def commands(markdown: str) -> list[Command]:
