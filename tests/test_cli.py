@@ -205,6 +205,18 @@ WRONG = [
     ("rollout.parked_kv=keep", "rollout.parked_kv=keep: renamed, now schedule.parked_kv"),
     ("recipe=grpo recipe.normalise=token", "recipe.normalise=token: renamed, now recipe.normalize"),
     ("recipe=rm +recipe.centre=1", "recipe.centre=1: renamed, now recipe.center"),
+    ("recipe=rm recipe.centre=1 recipe.x=2", "recipe.centre=1: renamed, now recipe.center"),
+    ("recipe=grpo +recipe.centre=1", "recipe.centre=1: wanted a known key: one of baseline, "),
+    ("recipe=grpo recipe.centre=1", "recipe.centre=1: wanted a known key: one of baseline, "),
+    (
+        "cluster=slurm cluster.ranks=2 cluster.requeue=1 trainer.keep_last=0",
+        "trainer.keep_last=0: wanted 1 or more, with cluster.requeue",
+    ),
+    ("cluster.pools.actor=-1", "cluster.pools.actor=-1: wanted 0 or more"),
+    (
+        "data.sources.spell.weight=0",
+        "data.sources.spell.weight=0.0: wanted above 0",
+    ),
     ("rollout=vllm rollout.block_size=16", "rollout.block_size=16: wanted a multiple of 32 with"),
     (
         "model.attention=flash",

@@ -120,6 +120,9 @@ class Config:
         self.cost.check("cost")
         self.rollout.check()
         self.trainer.check()
+        if self.cluster.requeue and not self.trainer.keep_last:
+            # The checkpoint that a signal asks for would be deleted as soon as it is written.
+            raise ConfigError("trainer.keep_last", 0, "1 or more, with cluster.requeue")
         self.warm_start.optim.check("warm_start.optim")
 
     def resolve_device(self, gpus: int, owner: str) -> None:

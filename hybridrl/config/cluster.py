@@ -46,9 +46,9 @@ class Container(Enum):
 class PoolsConfig:
     """Ranks of each pool under placement=split; 0 takes the rest, or half."""
 
-    actor: int = 0
+    actor: int = bounded(0, least=0)
     """The actor, reference, copies and teacher. Samples stay here."""
-    critic: int = 0
+    critic: int = bounded(0, least=0)
     """Critics, a reward model that is trained, and judges that are models."""
 
     def resolve(self, ranks: int) -> None:

@@ -234,7 +234,7 @@ def _explain_key(
         known = _keys_of(parent, key, [*overrides, *_searchpath(config_dir)])
     if parent == "recipe":
         known = [name for name in known if name != "target"]
-        if not known and key not in RENAMED_KEYS:
+        if not known:
             allowed = "no key but target: this recipe's yaml lists no settings"
             return ConfigError(key, value, allowed)
     return unknown_key(key, value, known)
@@ -242,9 +242,10 @@ def _explain_key(
 
 def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
     """The error for a key that is not among those `known` in its place."""
-    if key in RENAMED_KEYS:
-        return RenamedKeyError(key, value, RENAMED_KEYS[key])
     parent, _, name = key.rpartition(".")
+    new_parent, _, new_name = RENAMED_KEYS.get(key, "").rpartition(".")
+    if new_parent and (new_parent != parent or new_name in known):  # else another recipe had it
+        return RenamedKeyError(key, value, RENAMED_KEYS[key])
     if parent == "schedule" and (others := owners(name)):
         return ConfigError(key, value, f"schedule={' or '.join(others)} with it")
     return ConfigError(key, value, f"a known key: {names(name, known)}")
@@ -290,8 +291,13 @@ def _allowed(message: str) -> str:
 
 
 def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
-    """Keys below `path` in the composition of the other overrides."""
-    others = [o for o in overrides if o.lstrip("+~").partition("=")[0] != wrong]
+    """Keys below `path` in the composition of the other overrides; a recipe's without any of it."""
+
+    def matters(override: str) -> bool:
+        key = override.lstrip("+~").partition("=")[0]
+        return key != wrong and not (path == "recipe" and key.startswith("recipe."))
+
+    others = [override for override in overrides if matters(override)]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):

@@ -36,7 +36,7 @@ class SourceConfig:
     """jsonl, parquet, huggingface: the column with the question (text, or a list of messages)."""
     answer_column: str = "answer"
     """jsonl, parquet, huggingface: the column with the expected answer."""
-    weight: float = 1.0
+    weight: float = bounded(1.0, above=0)
     """Share of this source in the mixture, relative to the others."""
 
 

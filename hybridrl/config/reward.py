@@ -60,7 +60,7 @@ class RewardPartConfig(JudgeConfig):
     """One of several judges."""
 
     weight: float = 1.0
-    """The factor of its score; with 0 it is only recorded."""
+    """The factor of its score, any number: below 0 it is a penalty, with 0 it is only recorded."""
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that cannot work; `key` is their place."""

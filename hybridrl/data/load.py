@@ -195,9 +195,6 @@ def _warn_of_unknown_characters(
 
 
 def _weights(config: DataConfig) -> dict[str, float]:
-    for name, source in config.sources.items():
-        if source.weight <= 0:
-            raise ConfigError(f"data.sources.{name}.weight", source.weight, "above 0")
     total = sum(source.weight for source in config.sources.values())
     return {name: source.weight / total for name, source in config.sources.items()}
 

@@ -227,8 +227,6 @@ def test_a_prompt_of_two_sources_counts_once(load: Load, jsonl: Any) -> None:
 def test_sources_are_asked_for(load: Load, jsonl: Any) -> None:
     with pytest.raises(ConfigError, match=r"data\.sources"):
         load(sources={})
-    with pytest.raises(ConfigError, match=r"data\.sources\.s\.weight=0"):
-        load(SourceConfig(name="spell_backward", weight=0))
 
 
 def test_characters_that_the_tokenizer_lacks_are_reported(
