@@ -87,8 +87,8 @@ class RolloutConfig:
     block_size: int = bounded(16, least=1)
     """Tokens per block of the paged KV cache."""
     kv_cache_tokens: int = bounded(0, least=0)
-    """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples, on
-    a GPU as far as its memory holds them."""
+    """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples. A
+    GPU may hold fewer."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)

@@ -452,8 +452,8 @@ class NativeEngine:
 def _cache_tokens(parts: EngineParts) -> int:
     """Tokens of the KV cache on a GPU, the same on all ranks: an instance's must decide alike.
 
-    Beside weights and cache, a step has float32 logits, several times while it samples, and the
-    activations of a prefill; attention gathers the keys and values of a layer.
+    Beside weights and cache, a step has logits in float32, several times while it samples. A
+    prefill has its activations. Attention gathers the keys and values of a layer.
     """
     config, rollout = parts.model_config, parts.rollout
     logits = _LOGITS_COPIES * 4 * rollout.max_running * config.vocab_size
