@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import nccl_order
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from nccl_recorder import Recorder
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # A loaded machine is slow, not wrong.
@@ -37,6 +39,15 @@ settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["whole_runs"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nccl-order",
+        action="store_true",
+        help="hold every run of `ranks` to NCCL's order, see tests/nccl_order.py",
+    )
+
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
@@ -94,13 +105,24 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(environment)
 
 
-def _run(payload: bytes, number: int, rank: int, size: int, rendezvous: Path) -> bytes:
-    """What the function returns. `number` counts calls, so no name of a group comes back."""
+def _run(
+    payload: bytes, number: int, rank: int, size: int, rendezvous: Path, records: bool
+) -> bytes:
+    """What the function returns. `number` counts calls, so no name of a group comes back.
+
+    With `records` also what the rank has sent and waited for (`nccl_recorder`), else None.
+    """
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     dist.distributed_c10d._world.group_count += 1000 * number
     dist.barrier()  # a rank that is done at once would leave before the others have met it
-    answer = io.BytesIO()
-    torch.save(pickle.loads(payload)(), answer)
+    answer, call, log = io.BytesIO(), pickle.loads(payload), None
+    if records:
+        with Recorder() as recorder:
+            result = call()
+        log = recorder.log
+    else:
+        result = call()
+    torch.save((result, log), answer)
     dist.destroy_process_group()
     _clear_sharding_prop_cache()  # it holds the meshes of these groups
     gc.collect()
@@ -110,20 +132,37 @@ def _run(payload: bytes, number: int, rank: int, size: int, rendezvous: Path) ->
 class _Ranks:
     """Processes that serve one call after another; those of a call that failed are replaced."""
 
-    def __init__(self, rendezvous: Path) -> None:
+    def __init__(self, rendezvous: Path, checks: bool) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._rendezvous = rendezvous
+        self._rendezvous, self._checks = rendezvous, checks
         self._ranks: list[_Rank] = []
         self._calls = 0
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self._checks:
+            return [result for result, _ in self._call(False, size, function, *args)]
+        results, logs = self.recorded(size, function, *args)
+        faults = nccl_order.check(logs)
+        assert not faults, "under NCCL: " + "\n".join(map(str, faults))
+        return results
+
+    def recorded(
+        self, size: int, function: Callable[..., Any], *args: Any
+    ) -> tuple[list[Any], list[nccl_order.Log]]:
+        """What the function returns and what it sends, both by rank."""
+        answers = self._call(True, size, function, *args)
+        return [result for result, _ in answers], [log for _, log in answers]
+
+    def _call(
+        self, records: bool, size: int, function: Callable[..., Any], *args: Any
+    ) -> list[tuple[Any, Any]]:
         self._calls += 1
         self._ranks += [_Rank(self._context) for _ in range(size - len(self._ranks))]
         ranks, payload = self._ranks[:size], ForkingPickler.dumps(_ByValue(function, *args))
         for number, rank in enumerate(ranks):
             file = self._rendezvous / str(self._calls)
-            rank.pipe.send((bytes(payload), self._calls, number, size, file))
+            rank.pipe.send((bytes(payload), self._calls, number, size, file, records))
         end = time.monotonic() + 120
         answers = [_answer(rank, end - time.monotonic()) for rank in ranks]
         errors = [error for _, error in answers if error]
@@ -149,21 +188,24 @@ def _answer(rank: _Rank, timeout: float) -> tuple[bytes, str | None]:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Callable[..., list[Any]]]:
     """`ranks(size, function, *args)` runs `function(*args)` in `size` gloo processes.
 
     Returns what they returned, by rank; raises with their tracebacks when one failed. The processes
     serve all tests of a session. A server that has imported torch forks them.
+    `ranks.recorded(size, function, *args)` also returns their logs for `nccl_order.check`.
     """
-    pool = _Ranks(tmp_path_factory.mktemp("ranks"))
+    pool = _Ranks(tmp_path_factory.mktemp("ranks"), pytestconfig.getoption("--nccl-order"))
     yield pool
     pool.end()
 
 
 @pytest.fixture
-def fresh_ranks(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+def fresh_ranks(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[Callable[..., list[Any]]]:
     """The same in processes that end with the test: for functions that leave something behind."""
-    pool = _Ranks(tmp_path)
+    pool = _Ranks(tmp_path, pytestconfig.getoption("--nccl-order"))
     yield pool
     pool.end()
 
