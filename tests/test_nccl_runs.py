@@ -1,6 +1,5 @@
 """Runs of the engines, held to the order that NCCL keeps."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,9 +73,5 @@ def test_pipelines(
     call: Any,
     schedule: PipelineSchedule,
     pp: int,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if (call, schedule, pp) == (score, PipelineSchedule.interleaved, 2):
-        reason = "the chunks of two ranks send to each other over one stream"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError))
     held_to_nccls_order(ranks, pp, call, model, TrainLayoutConfig(pp=pp, schedule=schedule))

@@ -83,29 +83,43 @@ class Pipeline:
     def score(self, batches: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward of all micro-batches: through one chunk of this rank after the other.
 
-        torch's schedules with several chunks a rank have no forward alone.
+        torch's schedules with several chunks a rank have no forward alone. All ranks count the same
+        ticks, and what a rank sends and receives in one tick is one batch. Single messages would
+        share a stream in both directions under NCCL, so that some block others.
         """
-        hidden: dict[int, torch.Tensor] = {}  # for this rank's own next chunk
-        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        num_batches, rank = len(batches), self.group.rank()
+        holders = [self._holder(index) for index in range(self.num_chunks + 1)]
+        starts = _first_ticks(holders[:-1], num_batches)
+        chunks = dict(zip(self.numbers, self.chunks, strict=True))
+        hidden: dict[tuple[int, int], torch.Tensor] = {}  # inputs by chunk and micro-batch
+        messages: dict[int, list[dist.Work]] = {}  # by tick
+        sent: list[torch.Tensor] = []  # kept until it has left
         with self._prepared(batches, finish, with_entropy=False):
-            for chunk, index in zip(self.chunks, self.numbers, strict=True):
-                source, target = self._holder(index - 1), self._holder(index + 1)
-                for number, batch in enumerate(batches):
-                    x = batch.ids
-                    if source == self.group.rank():
-                        x = hidden.pop(number)
-                    elif source is not None:
+            for tick in range(starts[-1] + num_batches):
+                operations: list[dist.P2POp] = []
+                for index, number in _active(starts, num_batches, tick):
+                    holder, target = holders[index], holders[index + 1]
+                    x = batches[number].ids
+                    if holder == rank:
+                        if index:
+                            _wait(messages.pop(starts[index - 1] + number, []))
+                            x = hidden.pop((index, number))
+                        x = chunks[index](x, torch.tensor([number]))
+                    elif target == rank:
                         x = x.new_empty(self._hidden_shape(x.shape[1]), dtype=self.dtype)
-                        dist.recv(x, group=self.group, group_src=source)
-                    out = chunk(x, torch.tensor([number]))
-                    if target == self.group.rank():
-                        hidden[number] = out
-                    elif target is not None:
-                        out = out.contiguous()
-                        sent.append((dist.isend(out, group=self.group, group_dst=target), out))
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
+                        operations.append(self._message(dist.irecv, x, holder))
+                    if target == rank:
+                        hidden[index + 1, number] = x
+                    elif holder == rank and target is not None:
+                        sent.append(x.contiguous())
+                        operations.append(self._message(dist.isend, sent[-1], target))
+                if operations:
+                    messages[tick] = dist.batch_isend_irecv(operations)
+        for works in messages.values():
+            _wait(works)
+
+    def _message(self, kind: Callable[..., Any], x: torch.Tensor, peer: int | None) -> dist.P2POp:
+        return dist.P2POp(kind, x, group=self.group, group_peer=peer)
 
     def _hidden_shape(self, tokens: int) -> tuple[int, int, int]:
         """Shape sent for a row of `tokens`: under sequence parallelism a shard of them."""
@@ -156,6 +170,32 @@ class Pipeline:
             output_args=loss if chunk.last else hidden,
             group=self.group,
         )
+
+
+def _first_ticks(holders: Sequence[int | None], num_batches: int) -> list[int]:
+    """The tick in which each chunk gets its first micro-batch; it gets one a tick from then on.
+
+    `holders` are the chunks' ranks. A chunk begins a tick after the one before it, when its rank
+    has ended the chunk that it had. Example: chunks of the ranks 0, 1, 0, 1 and two micro-batches
+    begin in the ticks 0, 1, 2, 3.
+    """
+    starts: list[int] = []
+    free: dict[int | None, int] = {}
+    for holder in holders:
+        starts.append(max(starts[-1] + 1 if starts else 0, free.get(holder, 0)))
+        free[holder] = starts[-1] + num_batches
+    return starts
+
+
+def _active(starts: Sequence[int], num_batches: int, tick: int) -> list[tuple[int, int]]:
+    """The chunks of all ranks that compute in a tick, each with its micro-batch."""
+    numbers = [(index, tick - start) for index, start in enumerate(starts)]
+    return [(index, number) for index, number in numbers if 0 <= number < num_batches]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
