@@ -173,7 +173,7 @@ def _partial_first_batches(logs: Sequence[Log]) -> Iterator[Fault]:
     """torch: if a group's first operation is a batch, all its ranks take part in it."""
     for group, members in _groups(logs).items():
         first = {
-            rank: next((op for op in _ops(logs[rank]) if _communicator(op) == (group,)), None)
+            rank: next((op for op in _ops(logs[rank]) if _communicator(op, rank) == (group,)), None)
             for rank in members
         }
         in_batch = [rank for rank, op in first.items() if op is not None and op.kind == P2P]
@@ -190,18 +190,15 @@ def _partial_first_batches(logs: Sequence[Log]) -> Iterator[Fault]:
 _Key = tuple[str | int, ...]
 
 
-def _communicator(op: Op, rank: int | None = None) -> _Key:
-    """What orders the operation on its rank: a communicator; of gloo a direction or a group."""
-    if op.kind == P2P and op.host:
-        (message,) = op.messages
-        assert rank is not None or not op.host
-        ends = (rank, message.peer) if message.sends else (message.peer, rank)
-        return op.group, "host", *(end for end in ends if end is not None)
-    if op.kind == P2P and not op.batched:
-        (message,) = op.messages
-        pair = () if rank is None else tuple(sorted((rank, message.peer)))
-        return op.group, "pair", *pair
-    return (op.group, "host") if op.host else (op.group,)
+def _communicator(op: Op, rank: int) -> _Key:
+    """What orders an operation of `rank`: a communicator; of gloo a group or a direction."""
+    if op.kind != P2P:
+        return (op.group, "host") if op.host else (op.group,)
+    if op.batched:
+        return (op.group,)
+    (message,) = op.messages
+    ends = (rank, message.peer) if message.sends else (message.peer, rank)
+    return (op.group, "host", *ends) if op.host else (op.group, "pair", *sorted(ends))
 
 
 @dataclass(slots=True)
@@ -225,6 +222,11 @@ class _Rank:
     compute: list[_Entry] = field(default_factory=list)
     position: int = 0
     issued: dict[int, _Entry] = field(default_factory=dict)
+
+    def advance(self) -> None:
+        """Let the compute stream pass what has ended."""
+        while self.position < len(self.compute) and self.compute[self.position].done:
+            self.position += 1
 
 
 class _Model:
@@ -268,6 +270,7 @@ class _Model:
                 if entry.op.host:
                     return entry.done
                 rank.compute.append(entry)
+                rank.advance()
                 return True
             case Sync():
                 return rank.position == len(rank.compute)
@@ -343,10 +346,8 @@ class _Model:
 
     def _end(self, entry: _Entry) -> None:
         entry.done = True
-        self.queues[entry.key][entry.rank].remove(entry)
-        rank = self.ranks[entry.rank]
-        while rank.position < len(rank.compute) and rank.compute[rank.position].done:
-            rank.position += 1
+        self.queues[entry.key][entry.rank].pop(0)
+        self.ranks[entry.rank].advance()
 
     # What waits for whom
 

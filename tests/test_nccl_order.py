@@ -89,12 +89,28 @@ def test_a_read_blocks_the_host() -> None:
     assert kinds(warm, other) == [FaultKind.deadlock]
 
 
+def test_what_has_ended_holds_nothing_up() -> None:
+    """The read lets the first operation end, so its second wait is over at once."""
+    log = [gather(), Wait(0), Sync(), Wait(0), gather(), Wait(4), Sync()]
+    assert not kinds(log, log)
+
+
 def test_gloo_blocks_the_host() -> None:
     objects = Op("h", PAIR, "all_gather", 8, host=True)
     early = [gather("a"), objects, Wait(1), gather("b"), gather("a")]
     late = [gather("a"), gather("b"), objects, Wait(2), gather("a")]
     assert kinds(early, late) == [FaultKind.deadlock]
     assert not kinds(early, early)
+
+
+def test_gloo_keeps_no_order_between_directions() -> None:
+    """Tokens that come back do not stand behind hidden states that go on."""
+    tokens = Op("g", PAIR, P2P, messages=(Message(True, 0, 8),), host=True)
+    back = Op("g", PAIR, P2P, messages=(Message(False, 1, 8),), host=True)
+    first = [send(1), back, send(1), Wait(1)]
+    assert not kinds(first, [receive(0), Wait(0), Sync(), tokens, Wait(3), receive(0)])
+    late = [receive(0), receive(0), Wait(1), Sync(), tokens, Wait(4)]
+    assert kinds([send(1), back, Wait(1), send(1)], late) == [FaultKind.deadlock]
 
 
 def test_a_cycle_of_three() -> None:
