@@ -1,24 +1,50 @@
-"""Runs of the engines, held to the order that NCCL keeps."""
+"""Runs of engines, switches and a rank's whole life, held to the order that NCCL keeps."""
 
+import os
+import pickle
+import uuid
+from collections.abc import Iterator
+from itertools import islice, product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_order import check
+from nccl_order import FaultKind, Log, Op, check
+from nccl_recorder import fake_logs
+from torch.distributed.device_mesh import init_device_mesh
 
 from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    Grouping,
     ModelConfig,
     OptimConfig,
     PipelineSchedule,
+    RolloutConfig,
+    RolloutLayoutConfig,
     TinyModelConfig,
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.data import Item
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.flow.executor import Command, Park, Parked, Phase, Resume, Sampling, Submit
+from hybridrl.flow.graph import ComputeStage
+from hybridrl.flow.sample import SampleId
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
+from hybridrl.layout.plan import Plan
+from hybridrl.layout.process_groups import warm_up
+from hybridrl.layout.switching import plan_switch
+from hybridrl.layout.weight_switch import WeightSwitch, gather_groups
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.workers.actor_worker import ActorWorker
 
 TINY = TinyModelConfig(
     hidden_size=16, intermediate_size=24, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=4,
@@ -75,3 +101,226 @@ def test_pipelines(
     pp: int,
 ) -> None:
     held_to_nccls_order(ranks, pp, call, model, TrainLayoutConfig(pp=pp, schedule=schedule))
+
+
+# The weight switch, in a world where nothing is sent
+
+
+def dense_model(vocab: int, tied: bool, layers: int = 4) -> list[Parameter]:
+    """A decoder of which no weight has more than a few elements."""
+    parameters = [Parameter("embed", (vocab, 8), BOTH if tied else FIRST, 0)]
+    for i in range(layers):
+        parameters += [
+            Parameter(f"{i}.q", (16, 8), i, 0, units=8),
+            Parameter(f"{i}.k", (16, 8), i, 0, units=8),
+            Parameter(f"{i}.o", (8, 16), i, 1, units=8),
+            Parameter(f"{i}.norm", (8,), i),
+        ]
+    parameters.append(Parameter("norm", (8,), LAST))
+    return parameters if tied else [*parameters, Parameter("head", (vocab, 8), LAST, 0)]
+
+
+def switch_twice(plan: Plan, bucket_bytes: int, warm: bool) -> None:
+    rank = dist.get_rank()
+    if warm:
+        warm_up([dist.group.WORLD], CPU)
+        warm_up(gather_groups(plan, rank), CPU)
+    switch = WeightSwitch(plan, rank, torch.float32, bucket_bytes)
+    source, destination = (
+        {name: torch.zeros(local.shape, device=CPU) for name, local in side.items() if local.shape}
+        for side in (switch.source, switch.destination)
+    )
+    for _ in range(2):
+        switch.switch(source, destination)
+
+
+def layouts(num_ranks: int) -> Iterator[tuple[TrainAxes, int, int, Grouping]]:
+    """Training axes, pp and tp of generation, and its order of ranks: all powers of two."""
+    sizes = [2**i for i in range(num_ranks.bit_length())]
+    for pp, replicas, fsdp, tp in product(sizes, repeat=4):
+        axes = TrainAxes(pp, replicas, fsdp, tp)
+        if axes.ranks != num_ranks or pp > 4 or tp > 8:
+            continue
+        for gen_pp, gen_tp in product(sizes, repeat=2):
+            if gen_pp <= 4 and gen_tp <= 8 and num_ranks % (gen_pp * gen_tp) == 0:
+                for order in (Grouping.strided, Grouping.vanilla):
+                    yield axes, gen_pp, gen_tp, order
+
+
+@pytest.mark.parametrize(
+    ("size", "every"),
+    [(2, 1), (4, 7), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8, 1), (16, 9)])],
+)
+def test_switches_of_every_layout(size: int, every: int) -> None:
+    """In rounds that hold everything, and in many; of the layouts of 4 and of 16 ranks some."""
+    for number, at in enumerate(islice(layouts(size), 0, None, every)):
+        plan = plan_switch(dense_model(40, tied=number % 2 == 0), *at).plan
+        faults = check(fake_logs(size, switch_twice, plan, (400, 2**20)[number // 2 % 2], True))
+        assert not faults, (at, "\n".join(map(str, faults)))
+
+
+def test_an_exchange_of_some_ranks_needs_a_warm_group() -> None:
+    """A vocabulary that 64 does not divide moves between the outer stages alone."""
+    plan = plan_switch(
+        dense_model(131, tied=False), TrainAxes(pp=4, tp=2), 4, 2, vocab_multiple=64, ascending=True
+    ).plan
+    partial, *_ = check(fake_logs(8, switch_twice, plan, 2**20, False))
+    assert partial.kind is FaultKind.partial_batch
+    assert "of the ranks [0, 1, 2, 3, 4, 5, 6, 7] only [0, 1, 6, 7] begin" in partial.text
+    assert not check(fake_logs(8, switch_twice, plan, 2**20, True))
+
+
+# Warm-up
+
+
+def warm_mesh(sizes: tuple[int, ...]) -> int:
+    """The number of groups, handed over in an order of the rank's own."""
+    names = tuple("abcd"[: len(sizes)])
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    groups = [mesh.get_group(name) for name in names]
+    warm_up([*groups[:: (-1) ** dist.get_rank()], dist.group.WORLD, groups[0], None], CPU)
+    return len(groups)
+
+
+def rounds(logs: list[Log]) -> int:
+    """Collectives one after another until all ranks have ended theirs."""
+    done, todo = 0, [[op for op in log if isinstance(op, Op)] for log in logs]
+    while any(todo):
+        firsts = {op.group: op for ops in todo for op in ops[:1]}
+        ended = {
+            group
+            for group, op in firsts.items()
+            if all(todo[rank] and todo[rank][0].group == group for rank in op.members)
+        }
+        todo = [ops[1:] if ops and ops[0].group in ended else ops for ops in todo]
+        done += 1
+    return done
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ((2, 3), 3),
+        ((2, 1, 4), 3),
+        ((4, 4), 3),
+        pytest.param((8, 2, 8, 4), 5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_warm_up_takes_one_collective_an_axis(sizes: tuple[int, ...], groups: int) -> None:
+    """And one for the world, at the same time on all ranks, in whatever order they come."""
+    size = torch.Size(sizes).numel()
+    logs = fake_logs(size, warm_mesh, sizes)
+    assert not check(logs)
+    assert all(sum(isinstance(event, Op) for event in log) == groups for log in logs)
+    assert rounds(logs) == groups
+
+
+# A rank's life
+
+
+class Files:
+    """A data plane of files."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def put(self, value: Any) -> Any:
+        file = self.folder / uuid.uuid4().hex
+        file.write_bytes(pickle.dumps(value))
+        return str(file)
+
+    def get(self, references: list[Any]) -> list[Any]:
+        return [pickle.loads(Path(reference).read_bytes()) for reference in references]
+
+
+IDS = tuple(SampleId(0, k=k) for k in range(6))
+PROMPT = Item("abc", (3, 4, 5), "", (), "main", {})
+OLD_POLICY = ComputeStage(name="old", role="actor", outputs=("old_log_probs",))
+
+
+def begin(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> ActorWorker:
+    size = dist.get_world_size()
+    config = Config(
+        model=ModelConfig(path=path, tiny=TINY),
+        cluster=ClusterConfig(ranks=size),
+        data=DataConfig(max_prompt_tokens=8),
+        trainer=TrainerConfig(layout=TrainLayoutConfig(**train)),
+        rollout=RolloutConfig(max_new_tokens=12, layout=RolloutLayoutConfig(**gen)),
+    )
+    worker = ActorWorker(dist.get_rank(), size, config, path, Files(folder))
+    with (
+        mock.patch.object(dist, "init_process_group"),  # the fixture has made it
+        mock.patch.dict(os.environ, MASTER_ADDR="localhost"),
+    ):
+        worker.setup(*worker.listen().value)
+    return worker
+
+
+def hand_over(worker: ActorWorker) -> None:
+    """The first instance generates, parks with its KV cache; the last one resumes and scores."""
+    actor, last = worker.actor, worker.size // (worker.actor.parallel.pp * worker.actor.parallel.tp)
+    events: tuple[Parked, ...] = ()
+
+    def advance(commands: list[Command], steps: int) -> Any:
+        return worker.advance(actor.instance, commands, steps).value.event
+
+    if actor.instance == 0:
+        advance([Submit(IDS, PROMPT, Sampling(12))], 4)
+        events = advance([Park(IDS, True)], 1).parked
+    parts: list[Any] = [None] * worker.size
+    dist.all_gather_object(parts, events)
+    parked = [event for part in parts for event in part]
+    state = {place: share for event in parked for place, share in event.state.items()}
+    if actor.instance == last - 1:
+        first = parked[0]
+        resumed = Parked(first.ids, first.tokens, first.version, state)
+        advance([Resume(resumed.ids, resumed)], 100)
+        own = [id for id in IDS if id in worker.store._samples]
+        worker.scorers["actor"].compute(OLD_POLICY, own)
+
+
+def live(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> None:
+    """Switch, generate, migrate, score, train, save, load, and switch again."""
+    worker = begin(path, folder, train, gen)
+    for step in range(2):
+        worker.enter(Phase.GENERATE)
+        hand_over(worker)
+        worker.release(IDS)
+        worker.enter(Phase.TRAIN)
+        engine = worker.actor.train_engine
+        worker.residency.activate(engine)
+        engine.log_probs(own_sequences())
+        engine.update(own_sequences(), CrossEntropyLoss())
+        progress = worker.save(f"{folder}/hf{step}", f"{folder}/resume{step}").value
+        worker.load(f"{folder}/resume{step}", progress)
+
+
+@pytest.mark.parametrize(
+    ("train", "gen"),
+    [
+        ({"fsdp": 4}, {"tp": 2}),
+        ({"pp": 2, "tp": 2}, {"pp": 2}),
+        pytest.param({"pp": 2, "fsdp": 2}, {"tp": 4}, marks=pytest.mark.slow),
+        pytest.param({"replicas": 2, "fsdp": 2}, {"tp": 1}, marks=pytest.mark.slow),
+        pytest.param({"pp": 4}, {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tp": 2}, {"pp": 4}, marks=pytest.mark.slow),
+        pytest.param({"pp": 4, "fsdp": 2}, {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_ranks_life(
+    ranks: Ranks, model: str, tmp_path: Path, train: dict[str, int], gen: dict[str, int]
+) -> None:
+    """Every group that tensors of the device use has been warmed up before."""
+    size = torch.Size(train.values()).numel()
+    _, logs = ranks.recorded(size, live, model, str(tmp_path), train, gen)
+    faults = check(logs)
+    assert not faults, "\n".join(map(str, faults))
+    for log in logs:
+        first: dict[str, Op] = {}
+        for op in log:
+            if isinstance(op, Op) and not op.host:
+                first.setdefault(op.group, op)
+        assert len(first) >= 2
+        for op in first.values():
+            assert "warm_up" in op.site, str(op)

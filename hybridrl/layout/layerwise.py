@@ -14,13 +14,7 @@ import torch
 
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.plan import Plan
-from hybridrl.layout.weight_switch import (
-    BUCKET_BYTES,
-    ProcessGroups,
-    SwitchStats,
-    Tensors,
-    WeightSwitch,
-)
+from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 
 class LayerwiseSwitch:
@@ -41,11 +35,9 @@ class LayerwiseSwitch:
         """Raises ValueError where `layers` do not name every parameter of the plan once."""
         if sorted(name for names in layers for name in names) != sorted(plan.dst.rules):
             raise ValueError("the layers must name every parameter of the plan once")
-        groups: ProcessGroups = {}
         self.layers = [tuple(names) for names in layers]
         self._switches = [
-            WeightSwitch(subplan(plan, names), rank, dtype, bucket_bytes, groups=groups)
-            for names in self.layers
+            WeightSwitch(subplan(plan, names), rank, dtype, bucket_bytes) for names in self.layers
         ]
 
     def switch(

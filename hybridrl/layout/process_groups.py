@@ -11,10 +11,11 @@ create their groups in one common order; `WeightSwitch` sorts them.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -31,6 +32,42 @@ class GroupTimeout(RuntimeError):
 def group_name(ranks: Sequence[int], num_before: int) -> str:
     """The name of the group of `ranks` after `num_before` others of the same ranks."""
     return f"{_prefix(ranks)}{num_before}"
+
+
+def shared_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of exactly these ranks, created at the first call; only they call it.
+
+    A communicator on a GPU takes memory, so a process has one for the same ranks.
+    """
+    if len(ranks) == dist.get_world_size():
+        whole = dist.group.WORLD
+        assert whole is not None
+        return whole
+    world: Any = distributed_c10d._world
+    created = {name: group for group, name in world.pg_names.items()}
+    group: dist.ProcessGroup | None = created.get(group_name(ranks, 0))
+    return new_group(ranks) if group is None else group
+
+
+def warm_up(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """One all-reduce in each of `groups`, those of one rank and None left out.
+
+    NCCL's communicators are created by a group's first operation, which takes memory and blocks the
+    host until all members come. Where that operation is a batch of messages of only some members,
+    it hangs. So all members warm a group up before it is used, and before free memory is measured.
+
+    Members call it together, each with all groups that it is in. The order is common to all ranks,
+    so that none waits in a circle: by size, then by the distance of the first two ranks, so that
+    the groups of a mesh's axis come up at the same time. A mesh takes one all-reduce an axis, at
+    any number of ranks.
+    """
+    ordered = {}
+    for group in groups:
+        if group is not None and group.size() > 1:
+            ranks = dist.get_process_group_ranks(group)
+            ordered[-len(ranks), ranks[1] - ranks[0], *ranks, group.group_name] = group
+    for _, group in sorted(ordered.items()):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.ProcessGroup:

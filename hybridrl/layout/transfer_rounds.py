@@ -107,6 +107,12 @@ def transfer_rounds(plan: Plan, rank: int, bucket: int, least_group: int = 3) ->
     )
 
 
+def gather_ranks(plan: Plan, rank: int, least_group: int = 3) -> list[tuple[int, ...]]:
+    """The ranks of each all-gather of `rank`, as in `transfer_rounds`, without the rounds."""
+    links = [_Links(cls, plan.num_ranks, least_group) for cls in plan.classes]
+    return sorted({link.group_of[rank] for link in links if rank in link.group_of})
+
+
 _LOOK_BACK = 64
 """Rounds before a rank's last one that are still searched for room."""
 

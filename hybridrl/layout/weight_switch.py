@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
-from hybridrl.layout.process_groups import new_group
-from hybridrl.layout.transfer_rounds import Exchange, Gather, Piece, transfer_rounds
+from hybridrl.layout.process_groups import shared_group
+from hybridrl.layout.transfer_rounds import Exchange, Gather, Piece, gather_ranks, transfer_rounds
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ BUCKET_BYTES = 16 * 2**20
 """Default size of a bucket; two are in flight."""
 
 Tensors = Mapping[str, torch.Tensor]
-ProcessGroups = dict[tuple[int, ...], dist.ProcessGroup]
 
 
 @dataclass(slots=True)
@@ -52,14 +51,22 @@ class SwitchStats:
     """Copies out of buckets. On GPUs, their launch."""
 
 
+def gather_groups(plan: Plan, rank: int) -> list[dist.ProcessGroup]:
+    """The process groups of the rank's all-gathers, for `warm_up`; all ranks of the plan call it.
+
+    The plan's ranks are those of the world. A `WeightSwitch` of the plan uses the same groups.
+    """
+    return [shared_group(ranks) for ranks in gather_ranks(plan, rank)]
+
+
 class WeightSwitch:
     """Moves the weights of one rank from the source layout of a plan to its destination layout.
 
     All ranks of the plan make one and call `switch` together, any number of times; the rounds are
-    computed once. Ranks of the plan are those of `group` (by default, of all processes). Under NCCL
-    it must have run a collective before, as torch's `batch_isend_irecv` demands. Weights are sent
-    in `dtype`, the generation weights'. Scratch is allocated during a switch: two rounds are in
-    flight, each of at most `bucket_bytes`.
+    computed once. Ranks of the plan are those of `group` (by default, of all processes). It must be
+    warm (`process_groups.warm_up`): under NCCL its first operation cannot be an exchange. Weights
+    are sent in `dtype`, the generation weights'. Scratch is allocated during a switch: two rounds
+    are in flight, each of at most `bucket_bytes`.
 
     Example: `source["w"]` is rows 2 and 3 of a [4, 8] matrix, `destination["w"]` is all of it. Rank
     1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
@@ -73,9 +80,7 @@ class WeightSwitch:
         bucket_bytes: int = BUCKET_BYTES,
         group: dist.ProcessGroup | None = None,
         least_gather: int = 3,
-        groups: "ProcessGroups | None" = None,
     ) -> None:
-        """`groups` are process groups that other switches of the same ranks have made already."""
         self.dtype = dtype
         self.source = _locals(plan.src, rank)
         self.destination = _locals(plan.dst, rank)
@@ -86,11 +91,10 @@ class WeightSwitch:
             )
         )
         sides = self.source, self.destination
-        groups = {} if groups is None else groups
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in {g.ranks: 0 for g in rounds.gathers}:
-            if ranks not in groups:
-                members = [dist.get_global_rank(group, r) if group else r for r in ranks]
-                groups[ranks] = new_group(members)
+            members = [dist.get_global_rank(group, r) if group else r for r in ranks]
+            groups[ranks] = shared_group(members)
         self._rounds: list[_Round] = [
             *(
                 _GatherRound(gather, rank, *sides, groups[gather.ranks])

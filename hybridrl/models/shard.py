@@ -26,6 +26,7 @@ from transformers import (
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
+from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_style
 
 
@@ -78,7 +79,19 @@ class GenParallel:
             settings[axis], settings[f"{axis}_rank"] = len(ranks), coordinates[axis]
             settings[f"{axis}_peers"] = tuple(sorted(ranks).index(rank) for rank in ranks)
             settings[f"{axis}_group"] = groups.get_group(axis) if len(ranks) > 1 else None
-        return cls(**settings)
+        parallel = cls(**settings)
+        parallel.warm_up(torch.device(device_type))
+        return parallel
+
+    def warm_up(self, device: torch.device) -> None:
+        """Create the communicators on `device`; those of two neighboring stages by a message."""
+        warm_up([self.tp_group, self.pp_group], device)
+        link = StageLink(self)
+        if not self.first:
+            link.receive((1, 1), torch.float32, device)
+        if not self.last:
+            link.send(torch.zeros(1, 1, device=device))
+        link.flush()
 
     @property
     def instance_rank(self) -> int:

@@ -31,8 +31,9 @@ from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
 from hybridrl.layout.adapters import AdapterSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
+from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.switching import Switch, plan_switch
-from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
+from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
@@ -89,6 +90,8 @@ class Actor:
         # The ranks of this instance, of which each keeps a share of the finished samples.
         self._peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
         self.parallel = GenParallel.make(mesh, device.type)
+        # Before the rollout engine takes the memory that communicators leave.
+        warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
         self.train_engine.offload()
         self.rollout = make_rollout_engine(

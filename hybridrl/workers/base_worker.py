@@ -22,6 +22,7 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.layout.process_groups import warm_up
 from hybridrl.system.devices import bind_to_gpu, compute_deterministically
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
@@ -129,6 +130,7 @@ class BaseWorker:
         torch.set_num_threads(cluster.threads_per_rank or 1)
         store = self._store or open_store(host, port, listens=False)
         self.device = join_group(self.rank, self.size, store, host, cluster)
+        warm_up([dist.group.WORLD], self.device)
         if self.device.type == "cuda":
             cores = bind_to_gpu(self.device)
             torch.set_num_threads(cluster.threads_per_rank or cores)

@@ -14,9 +14,9 @@ from hybridrl.config.layout import Grouping
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
 from hybridrl.layout.plan import Plan
-from hybridrl.layout.process_groups import GroupTimeout, group_name, new_group
+from hybridrl.layout.process_groups import GroupTimeout, group_name, new_group, shared_group
 from hybridrl.layout.switching import plan_switch
-from hybridrl.layout.transfer_rounds import _Links, transfer_rounds
+from hybridrl.layout.transfer_rounds import _Links, gather_ranks, transfer_rounds
 from hybridrl.layout.weight_switch import WeightSwitch
 
 Ranks = Callable[..., list[Any]]
@@ -129,6 +129,7 @@ def test_the_groups_are_those_of_the_schedules(
         plan = planned(*at)
         for rank in range(plan.num_ranks):
             assert every_layout[at][rank] == groups_in_order(plan, rank), (at, rank)
+            assert every_layout[at][rank] == gather_ranks(plan, rank), (at, rank)
 
 
 def test_the_same_check_finds_what_hung(every_layout: dict[Layouts, list[list[Group]]]) -> None:
@@ -213,3 +214,21 @@ def groups_of_groups() -> list[str]:
 def test_groups_of_the_same_ranks_are_told_apart(fresh_ranks: Ranks) -> None:
     names = fresh_ranks(3, groups_of_groups)
     assert names == [["hybridrl/0_1_2/0", "hybridrl/0_1_2/1"]] * 3
+
+
+def shared_groups() -> list[str]:
+    """A group of the same ranks is made once; that of all ranks is the world."""
+    assert shared_group([0, 1, 2]) is dist.group.WORLD
+    if dist.get_rank() == 1:
+        return []
+    group = shared_group([0, 2])
+    assert shared_group([0, 2]) is group
+    other = new_group([0, 2])
+    assert shared_group([0, 2]) is group
+    return [group.group_name, other.group_name]
+
+
+def test_a_group_of_the_same_ranks_is_shared(fresh_ranks: Ranks) -> None:
+    first, none, last = fresh_ranks(3, shared_groups)
+    assert first == last == ["hybridrl/0_2/0", "hybridrl/0_2/1"]
+    assert none == []

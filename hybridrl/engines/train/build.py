@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -50,6 +51,10 @@ class TrainDims:
             mesh_dim_names=("pp", "replica", "fsdp", "tp"),
         )
         return cls(axes, layout, mesh)
+
+    def groups(self) -> list[ProcessGroup]:
+        """This rank's process groups, one an axis."""
+        return [self.mesh.get_group(axis) for axis in self.mesh.mesh_dim_names or ()]
 
     @property
     def schedule(self) -> PipelineSchedule:

@@ -35,6 +35,7 @@ from hybridrl.engines.train.packed import (
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.replica import Replica
 from hybridrl.engines.train.weights import ModelShards
+from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.load import TORCH_DTYPES, load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
@@ -87,6 +88,7 @@ class TrainEngine(ModelShards):
         self.trainer, self.device, self.gives_values = trainer, device, gives_values
         compute = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
+        warm_up(self.dims.groups(), device)
 
         # The whole model on every rank, and its adapters.
         logger.debug("loading %s", model_path)

@@ -37,7 +37,9 @@ def place(pp: int, tp: int) -> GenParallel:
     pp_rank, tp_rank = divmod(dist.get_rank(), tp)
     rows = [dist.new_group(list(range(p * tp, (p + 1) * tp))) for p in range(pp)]
     columns = [dist.new_group(list(range(t, pp * tp, tp))) for t in range(tp)]
-    return GenParallel(pp, tp, pp_rank, tp_rank, rows[pp_rank], columns[tp_rank])
+    parallel = GenParallel(pp, tp, pp_rank, tp_rank, rows[pp_rank], columns[tp_rank])
+    parallel.warm_up(torch.device("cpu"))
+    return parallel
 
 
 def cut(config: PretrainedConfig, weights: Weights, pp: int, tp: int) -> Iterator[tuple[str, Any]]:
