@@ -220,8 +220,8 @@ def everything() -> list[str]:
     return told
 
 
-def test_what_is_recorded(fresh_ranks: Ranks) -> None:
-    first, second = fresh_ranks(2, everything)
+def test_what_is_recorded(ranks: Ranks) -> None:
+    first, second = ranks(2, everything)
     assert first == [
         "world all_reduce 8 nccl", "wait 0",
         "read",  # x[0].item()

@@ -61,12 +61,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def held_to_nccls_order(ranks: Ranks, size: int, *call: Any) -> None:
-    _, logs = ranks.recorded(size, *call)
-    faults = check(logs)
-    assert not faults, "\n".join(map(str, faults))
-
-
 def own_sequences() -> list[TrainSequence]:
     """This rank's share of eight sequences of nine tokens."""
     random = torch.Generator().manual_seed(0)
@@ -82,25 +76,20 @@ def make_engine(path: str, layout: TrainLayoutConfig) -> TrainEngine:
     return TrainEngine(path, model=ModelConfig(), trainer=trainer, device=CPU)
 
 
-def score(path: str, layout: TrainLayoutConfig) -> None:
-    make_engine(path, layout).log_probs(own_sequences())
-
-
-def train(path: str, layout: TrainLayoutConfig) -> None:
-    make_engine(path, layout).update(own_sequences(), CrossEntropyLoss())
+def score_and_train(path: str, layout: TrainLayoutConfig) -> None:
+    engine = make_engine(path, layout)
+    engine.log_probs(own_sequences())
+    engine.update(own_sequences(), CrossEntropyLoss())
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", PipelineSchedule)
-@pytest.mark.parametrize("call", [score, train])
-def test_pipelines(
-    ranks: Ranks,
-    model: str,
-    call: Any,
-    schedule: PipelineSchedule,
-    pp: int,
-) -> None:
-    held_to_nccls_order(ranks, pp, call, model, TrainLayoutConfig(pp=pp, schedule=schedule))
+def test_pipelines(ranks: Ranks, model: str, schedule: PipelineSchedule, pp: int) -> None:
+    _, logs = ranks.recorded(
+        pp, score_and_train, model, TrainLayoutConfig(pp=pp, schedule=schedule)
+    )
+    faults = check(logs)
+    assert not faults, "\n".join(map(str, faults))
 
 
 # The weight switch, in a world where nothing is sent
@@ -282,24 +271,25 @@ def hand_over(worker: ActorWorker) -> None:
 def live(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> None:
     """Switch, generate, migrate, score, train, save, load, and switch again."""
     worker = begin(path, folder, train, gen)
-    for step in range(2):
-        worker.enter(Phase.GENERATE)
-        hand_over(worker)
-        worker.release(IDS)
-        worker.enter(Phase.TRAIN)
-        engine = worker.actor.train_engine
-        worker.residency.activate(engine)
-        engine.log_probs(own_sequences())
-        engine.update(own_sequences(), CrossEntropyLoss())
-        progress = worker.save(f"{folder}/hf{step}", f"{folder}/resume{step}").value
-        worker.load(f"{folder}/resume{step}", progress)
+    worker.enter(Phase.GENERATE)
+    hand_over(worker)
+    worker.release(IDS)
+    worker.enter(Phase.TRAIN)
+    engine = worker.actor.train_engine
+    worker.residency.activate(engine)
+    engine.log_probs(own_sequences())
+    engine.update(own_sequences(), CrossEntropyLoss())
+    progress = worker.save(f"{folder}/hf", f"{folder}/resume").value
+    worker.load(f"{folder}/resume", progress)
+    worker.enter(Phase.GENERATE)
 
 
 @pytest.mark.parametrize(
     ("train", "gen"),
     [
-        ({"fsdp": 4}, {"tp": 2}),
+        ({"fsdp": 2}, {"tp": 1}),
         ({"pp": 2, "tp": 2}, {"pp": 2}),
+        pytest.param({"fsdp": 4}, {"tp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "fsdp": 2}, {"tp": 4}, marks=pytest.mark.slow),
         pytest.param({"replicas": 2, "fsdp": 2}, {"tp": 1}, marks=pytest.mark.slow),
         pytest.param({"pp": 4}, {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
@@ -321,6 +311,6 @@ def test_a_ranks_life(
         for op in log:
             if isinstance(op, Op) and not op.host:
                 first.setdefault(op.group, op)
-        assert len(first) >= 2
+        assert first
         for op in first.values():
             assert "warm_up" in op.site, str(op)
