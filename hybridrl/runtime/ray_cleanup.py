@@ -12,24 +12,29 @@ MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster th
 
 @contextmanager
 def no_process_stays(mark: str) -> Iterator[None]:
-    """On exit, kill every process whose environment has `MARK=mark`, with its descendants.
+    """On exit, `kill_marked(mark)`."""
+    try:
+        yield
+    finally:
+        kill_marked(mark)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process whose environment has `MARK=mark`, with its descendants.
 
     All processes of Ray inherit it, orphans too; Ray's agents overwrite theirs with a title. A
     process may start another while it is being killed, hence several rounds.
     """
     import psutil
 
-    try:
-        yield
-    finally:
-        for _ in range(5):
-            ours = _marked(mark)
-            for process in ours:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(ours, timeout=5)
-            if not ours:
-                break
+    for _ in range(5):
+        ours = _marked(mark)
+        for process in ours:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(ours, timeout=5)
+        if not ours:
+            break
 
 
 def _marked(mark: str) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.compat.verl import Bundle
 from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Device
 from hybridrl.runtime.errors import RayStartError
-from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
+from hybridrl.runtime.ray_cleanup import MARK, keep_logs, kill_marked, no_process_stays
 from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES, RANK
 from hybridrl.runtime.ray_on_slurm import ray_on_slurm
 from hybridrl.system import signals
@@ -23,6 +23,9 @@ __all__ = ["RayStartError", "check_ranks", "ranks_placement", "ray_runtime"]
 # A rank of a tiny model on CPU, measured: torch, transformers, verl and Ray, all imported.
 RANK_BYTES = int(0.6 * 2**30)
 _CONNECT_S = 5.0
+_LOCAL_STARTS = 2
+
+logger = logging.getLogger(__name__)
 
 
 def check_ranks(config: ClusterConfig) -> None:
@@ -91,21 +94,31 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     os.environ[MARK] = str(temp)
     try:
         with no_process_stays(str(temp)), _ended(ray):
-            _start_local(ray, options)
+            _start_local(ray, options, str(temp))
             yield ray
     finally:
         os.environ.pop(MARK, None)
         keep_logs(temp, logs)
 
 
-def _start_local(ray: Any, options: dict[str, Any]) -> None:
-    _forget_token()
-    try:
-        with _signals_kept(ray):
-            ray.init(address="local", **options)
-    except Exception as error:  # Ray raises bare Exceptions, after 30 s on a busy machine
-        reason = " ".join(str(error).split())
-        raise RayStartError(f"Ray did not start on this machine: {reason}") from error
+def _start_local(ray: Any, options: dict[str, Any], mark: str) -> None:
+    """Start Ray here, twice if need be: on a busy machine its own limit of 30 s may be too short.
+
+    What a failed start has left behind, the processes with `MARK=mark`, ends first.
+    """
+    for start in range(1, _LOCAL_STARTS + 1):
+        _forget_token()
+        try:
+            with _signals_kept(ray):
+                ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray raises bare Exceptions
+            reason = " ".join(str(error).split())
+            if start == _LOCAL_STARTS:
+                raise RayStartError(f"Ray did not start on this machine: {reason}") from error
+            logger.warning("Ray did not start, which is tried again: %s", reason)
+        ray.shutdown()
+        kill_marked(mark)
 
 
 @contextmanager
