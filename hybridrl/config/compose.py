@@ -1,5 +1,6 @@
 """From a command line to a `Config`: Hydra composes, dataclasses check, errors are one line."""
 
+import functools
 import importlib.resources
 import itertools
 import re
@@ -36,8 +37,9 @@ from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 CONFIG_MODULE = "hybridrl.conf"
 
 
+@functools.cache
 def register() -> None:
-    """Make known to Hydra the options that have no file in the tree.
+    """Make known to Hydra, once in a process, the options that have no file in the tree.
 
     These are the typed schema, the recipes, and `cost=NAME`: each is `reward=NAME` under another
     key. A recipe is imported when it is chosen.
