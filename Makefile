@@ -8,8 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 PYTEST := $(BIN)/python -m pytest
-# Whole files, whose tests share runs, on two processes.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Whole files, whose tests share runs, on three processes: they fill two cores, since tests wait, too.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 

@@ -50,7 +50,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 ROOT = Path(__file__).parents[1]
+# Files whose tests take longest, in CPU seconds: none of them runs alone at the end.
+LONG_FILES = (
+    "test_cli.py",
+    "engines/train/test_layouts.py",
+    "controller/test_runs.py",
+    "controller/test_ppo.py",
+    "controller/test_fused.py",
+    "engines/rollout/test_parallel.py",
+    "controller/test_recipes.py",
+    "controller/test_run_records.py",
+    "rewards/test_pool.py",
+    "engines/train/test_sequence_losses.py",
+    "engines/rollout/test_deterministic.py",
+    "engines/score/test_parallel.py",
+    "runtime/test_join.py",
+    "engines/train/test_engine.py",
+    "telemetry/test_report.py",
+)
 PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: xdist hands files out in the order of their tests."""
+    order = {ROOT / "tests" / file: place for place, file in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 class _ByValue:

@@ -1,6 +1,7 @@
 """Whole jobs on a small Ray cluster of their own, and traces of processes that should be gone."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -240,16 +241,28 @@ def _start_cluster(**environment: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray") as temp, marked() as (env, processes):
         options = ["--num-cpus=4", "--include-dashboard=false", f"--temp-dir={temp}"]
         options += [f"--port={port}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        # No idle workers for each driver that joins: the ranks, whose environment differs, are
+        # others.
+        options += ['--system-config={"prestart_worker_first_driver":false}']
         env |= environment
         try:
-            subprocess.run(
-                [ray, "start", "--head", *options], env=env, check=True, capture_output=True
-            )
+            with _one_at_a_time():
+                subprocess.run(
+                    [ray, "start", "--head", *options], env=env, check=True, capture_output=True
+                )
             yield f"127.0.0.1:{port}"
         finally:
             for process in processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Among the processes of the tests: several clusters that start make each other late."""
+    with (Path(tempfile.gettempdir()) / "hybridrl-tests-ray.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass(frozen=True)
