@@ -24,11 +24,12 @@ def answer(address: str, logs: Path) -> Any:
         return ray.get(ray.remote(Actor).remote().answer.remote(), timeout=60)
 
 
+@pytest.mark.parametrize("homes", [["one"], pytest.param(["one", "other"], marks=pytest.mark.slow)])
 def test_a_token_is_not_shown_to_a_cluster_that_knows_none(
-    cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, homes: list[str]
 ) -> None:
     """A local run before, in this process, has made Ray write one; another with another home."""
-    for home in (tmp_path / "one", tmp_path / "other"):
+    for home in (tmp_path / name for name in homes):
         home.mkdir()
         monkeypatch.setenv("HOME", str(home))
         with ray_runtime(ClusterConfig(ranks=1), {}, tmp_path / "logs"):

@@ -143,8 +143,9 @@ def same(
 @pytest.mark.parametrize(
     ("pp", "tp", "families"),
     [
-        (1, 2, FAMILIES), (1, 4, FAMILIES), (2, 1, FAMILIES), (2, 2, FAMILIES),
-        (3, 1, ("qwen3", "gemma3")),
+        (1, 2, FAMILIES), (2, 1, FAMILIES), (2, 2, FAMILIES),
+        (1, 4, ("qwen3", "llama_biased")), (3, 1, ("qwen3", "gemma3")),
+        pytest.param(1, 4, FAMILIES, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_equals_one_process(

@@ -83,9 +83,12 @@ def wanted(path, sequences, padded_log_probs, field):
 @pytest.mark.parametrize("max_tokens", [20, pytest.param(8192, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"fsdp": 2, "tp": 2})],
+    [
+        (1, {}), (2, {}), (2, {"pp": 2}), (4, {"fsdp": 2, "tp": 2}),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_figures_equal_one_process_in_float64(
     ranks, tiny, sequences, padded_log_probs, size, layout, max_tokens
 ):
