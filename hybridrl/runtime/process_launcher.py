@@ -75,6 +75,7 @@ class ProcessLauncher:
         self.config = config
         self.data_plane: DataPlane = LocalDataPlane()
         self._ranks: list[_DriverRank | _ChildRank] = []
+        self._forking = False
 
     def __enter__(self) -> Self:
         os.environ |= rank_environment(self.config) | {"MASTER_ADDR": "127.0.0.1"}  # rank 0's
@@ -89,7 +90,7 @@ class ProcessLauncher:
         for rank in self._ranks:
             rank.kill()
         logger.debug("all ranks have ended")
-        if error is not None:
+        if self._forking:
             _end_fork_server()
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
@@ -97,11 +98,13 @@ class ProcessLauncher:
         # Forked by a server that has only imported the worker: no rank repeats the import.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([worker.__module__])
+        self._forking = size > 1
         if size > 1:
             _start_fork_server()
         for rank in range(1, size):
             pickled_worker = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_ChildRank(context, rank, pickled_worker))
+        self._forking = False  # each rank has told its process id: the server has nothing to do
         with as_rank(0):
             self._ranks.insert(0, _DriverRank(make(0, size, *args)))
         logger.debug("%d ranks have been started, the first in this process", size)

@@ -180,6 +180,25 @@ def test_calls_reach_their_ranks() -> None:
             os.kill(pid, 0)
 
 
+def fork_servers() -> list[int]:
+    """The process ids of this process's fork servers."""
+    children = psutil.Process().children()
+    return [c.pid for c in children if any("multiprocessing.forkserver" in x for x in c.cmdline())]
+
+
+def test_a_run_that_fails_leaves_the_fork_server_to_the_next() -> None:
+    """It has imported the worker, which takes seconds."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    config = ClusterConfig(kind=ClusterKind.processes, ranks=2)
+    with pytest.raises(CallFailed), ProcessLauncher(config) as launcher:
+        launcher.get(launcher.start(Worker, Worker, 100).fail(["", "raise"])[1])
+    (server,) = fork_servers()
+    with ProcessLauncher(config) as launcher:
+        group = launcher.start(Worker, Worker, 100)
+        assert [launcher.get(call)[0] for call in group.add(1)] == [100, 101]
+    assert fork_servers() == [server]
+
+
 DRIVER = """
 import sys
 import time
