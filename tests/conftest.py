@@ -68,12 +68,14 @@ LONG_FILES = (
     "engines/train/test_engine.py",
     "telemetry/test_report.py",
 )
-PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "peft"]
+# Also for the ranks of whole runs, which the same server forks.
+PRELOAD = ["hybridrl.workers.worker_factory", "torch.distributed.fsdp", "peft"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: xdist hands files out in the order of their tests."""
     order = {ROOT / "tests" / file: place for place, file in enumerate(LONG_FILES)}
+    assert all(file.is_file() for file in order), "LONG_FILES has a file that is gone"
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
