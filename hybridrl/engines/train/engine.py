@@ -384,7 +384,7 @@ class TrainEngine(ModelShards):
         weight = metrics.pop("weight")
         metrics = {k: v if k == "loss" else v / weight for k, v in metrics.items()}
         metrics |= {"grad_norm": square**0.5, "lr": lr_scale * self.lr_scheduler.get_last_lr()[0]}
-        finite = all(map(torch.isfinite, values[[0, 1 + names.index("loss")]]))
+        finite = math.isfinite(square) and math.isfinite(metrics["loss"])
         if finite:
             limit = self.optim.clip_grad_norm
             if limit and metrics["grad_norm"] > limit:
