@@ -39,8 +39,8 @@ PLAN_USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
 
 Prints what each rank holds, receives and sends at the switch from training to generation.
 
-  the model      model=llama3_8b | llama3_70b | qwen3_8b | qwen3_32b, model.path=DIR (where a
-                 config.json is enough), or model.shape={model_type: ..., hidden_size: ..., ...}
+  the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b, model.path=DIR
+                 (where a config.json is enough), or model.shape={model_type: ..., ...}
   the ranks      cluster.ranks=128
   in training    trainer.layout.pp, .replicas, .fsdp, .tp, .schedule
   in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb
