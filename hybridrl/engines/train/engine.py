@@ -352,7 +352,8 @@ class TrainEngine(ModelShards):
         if not any(module.p for module in self._dropouts):
             yield
             return
-        with torch.random.fork_rng():
+        # Of this device alone: by default torch saves the states of every GPU that it sees.
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.version * dist.get_world_size() + dist.get_rank())
             for module in self._dropouts:
                 module.train()
