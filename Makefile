@@ -70,6 +70,12 @@ test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order t
 test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
 
+gpu-dry: $(BIN)/.dev  ## the CUDA branches on fake GPUs, at 1, 8 and 64 ranks; needs g++
+	$(PYTEST) -q -m gpu_dry tests/gpu_dry
+
+gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth: kernels and syncs, as JSON
+	PYTHONPATH=tests $(BIN)/python -m gpu_dry --full --out .cache/gpu_dry/full.json
+
 test-vllm: $(BIN)/.dev $(BIN)/.vllm  ## tests that need vLLM
 	$(PYTEST) -q -m "vllm and not slow"
 
@@ -120,4 +126,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-gpu install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-gpu gpu-dry gpu-dry-full install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

@@ -1,0 +1,144 @@
+"""Lines of the package that run only where there is a GPU, and which of them a dry run has run.
+
+A line counts if it calls `torch.cuda`, or stands under a test of a device's type: `device.type ==
+"cuda"`, `is_cuda`, a name that was set from such a test, and what follows where the device is not
+"cpu". Lines are named by file, function and text, so that they survive edits above them.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("hybridrl", "kernels")
+
+
+def cuda_lines(source: str) -> dict[int, str]:
+    """The lines of a module that need a GPU, by number, with their functions."""
+    found: dict[int, str] = {}
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            names = {
+                target.id
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign) and _side(node.value, set()) == "cuda"
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            for number in _in_block(function.body, names):
+                found[number] = function.name
+    return found
+
+
+def _in_block(block: list[ast.stmt], names: set[str]) -> Iterator[int]:
+    for index, node in enumerate(block):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if isinstance(node, ast.If) and (side := _side(node.test, names)):
+            there, elsewhere = (
+                (node.body, node.orelse) if side == "cuda" else (node.orelse, node.body)
+            )
+            yield from _statements(there)
+            yield from _in_block(elsewhere, names)
+            if side == "cpu" and isinstance(node.body[-1], ast.Return | ast.Raise | ast.Continue):
+                yield from _statements(block[index + 1 :])
+            continue
+        inner = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+        inner += [handler.body for handler in getattr(node, "handlers", [])]
+        for part in inner:
+            yield from _in_block(part, names)
+        own: list[ast.AST] = [] if any(inner) else [node]
+        if isinstance(node, ast.With):
+            own = [item.context_expr for item in node.items]
+        if any(_asks_cuda(part, names) for part in own):
+            yield node.lineno
+
+
+def _statements(block: list[ast.stmt]) -> Iterator[int]:
+    """The first line of every statement of a block."""
+    for statement in block:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.stmt):
+                yield node.lineno
+
+
+def _side(test: ast.expr, names: set[str]) -> str | None:
+    """The device that a test asks for, `cuda` or `cpu`; None for another test."""
+    if isinstance(test, ast.BoolOp):
+        sides = [_side(value, names) for value in test.values]
+        return next((side for side in sides if side), None)
+    if isinstance(test, ast.Name):
+        return "cuda" if test.id in names else None
+    text = ast.unparse(test)
+    if "is_cuda" in text or "cuda.is_available" in text:
+        return "cuda"
+    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
+        device = test.comparators[0].value
+        if device in ("cuda", "cpu"):
+            same = isinstance(test.ops[0], ast.Eq)
+            return device if same else {"cuda": "cpu", "cpu": "cuda"}[device]
+    return None
+
+
+def _asks_cuda(node: ast.AST, names: set[str]) -> bool:
+    """Whether a statement calls `torch.cuda`, or chooses a value by the device."""
+    return any(
+        ast.unparse(x) == "torch.cuda"
+        if isinstance(x, ast.Attribute)
+        else isinstance(x, ast.IfExp) and _side(x.test, names) is not None
+        for x in ast.walk(node)
+    )
+
+
+def package_lines() -> dict[str, dict[int, str]]:
+    """`cuda_lines` of every module of the package that has some, by path."""
+    files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    texts = {str(path): path.read_text() for path in files}
+    lines = {
+        path: cuda_lines(text)
+        for path, text in texts.items()
+        if "cuda" in text or '"cpu"' in text  # parsing all takes seconds
+    }
+    return {path: found for path, found in lines.items() if found}
+
+
+class LineTrace:
+    """The lines that need a GPU, and those that were run."""
+
+    def __init__(self) -> None:
+        self._lines = package_lines()
+        self._run: dict[str, set[int]] = {path: set() for path in self._lines}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note every line that this thread runs in the body."""
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+        run = self._run.get(frame.f_code.co_filename)
+        if run is None:
+            return None
+
+        def note(inner: FrameType, event: str, _: Any) -> Any:
+            run.add(inner.f_lineno)
+            return note
+
+        return note
+
+    def missed(self) -> list[str]:
+        """The lines that were not run, as `file function: text`."""
+        missed = []
+        for path, found in self._lines.items():
+            text = Path(path).read_text().splitlines()
+            for number in sorted(found.keys() - self._run[path]):
+                name = Path(path).relative_to(ROOT)
+                missed.append(f"{name} {found[number]}: {text[number - 1].strip()}")
+        return missed

@@ -1,0 +1,69 @@
+"""Mistakes that a dry run must find: each is made here, and the error that it raised noted."""
+
+from collections.abc import Callable
+
+import torch
+
+from gpu_dry.fake_device import FakeDevice
+from gpu_dry.world import kernels
+
+
+def _two_devices() -> None:
+    torch.ones(2, 2, device="cuda") @ torch.ones(2, 2)
+
+
+def _two_dtypes() -> None:
+    torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda", dtype=torch.bfloat16)
+
+
+def _condition() -> None:
+    if torch.ones((), device="cuda") > 0:
+        pass
+
+
+def _mask() -> None:
+    x = torch.ones(2, device="cuda")
+    x[x > 0].sum()
+
+
+def _numpy() -> None:
+    torch.ones(2, device="cuda").numpy()
+
+
+def _flash_in_float32() -> None:
+    from flash_attn import flash_attn_varlen_func
+
+    x = torch.ones(4, 2, 8, device="cuda")
+    starts = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    flash_attn_varlen_func(x, x, x, starts, starts, 4, 4)
+
+
+def _attention_mask_of_another_dtype() -> None:
+    x = torch.ones(1, 2, 4, 8, device="cuda", dtype=torch.bfloat16)
+    mask = torch.zeros(4, 4, device="cuda")
+    torch.nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "two devices": _two_devices,
+    "two dtypes": _two_dtypes,
+    "if tensor": _condition,
+    "index by a mask": _mask,
+    "numpy": _numpy,
+    "flash-attn in float32": _flash_in_float32,
+    "a mask of another dtype": _attention_mask_of_another_dtype,
+}
+
+
+def provoke(device: FakeDevice) -> dict[str, str]:
+    """The error's class by mistake; empty where none was raised."""
+    raised = {}
+    with kernels(device, flash=True), device:
+        for name, mistake in MISTAKES.items():
+            try:
+                mistake()
+            except Exception as error:
+                raised[name] = type(error).__name__
+            else:
+                raised[name] = ""
+    return raised

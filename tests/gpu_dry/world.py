@@ -1,0 +1,262 @@
+"""The surroundings of a dry run: a process group of one rank, models without weights, kernels."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import peft
+import torch
+import torch.distributed as dist
+import yaml
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from triton.runtime.jit import JITFunction
+
+from gpu_dry.fake_device import ROOT, FakeDevice
+from hybridrl.config import TinyModelConfig
+from hybridrl.layout import process_groups
+from hybridrl.models import local_weights
+from hybridrl.models.parallel import model_parameters
+from hybridrl.models.tiny import make_char_tokenizer
+from hybridrl.system.rendezvous import join_group
+from hybridrl.workers.actor import ENGINE_GAPS
+
+
+@contextmanager
+def joined(rank: int, size: int) -> Iterator[torch.device]:
+    """This process as `rank` of `size` of a group whose other ranks say what this one says."""
+    join = dist.init_process_group
+
+    def fake(backend: str, **settings: Any) -> None:
+        assert backend == "cpu:gloo,cuda:nccl", backend
+        join("fake", **settings | {"store": FakeStore()})
+
+    with mock.patch.object(dist, "init_process_group", fake):
+        device = join_group(rank, size, None)
+    try:
+        with (
+            mock.patch.object(process_groups, "_meet", return_value=None),
+            mock.patch.object(dist, "all_gather_object", _all_gather_object),
+            mock.patch.object(dist, "broadcast_object_list", _broadcast_object_list),
+        ):
+            yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
+    _refuse_device(value)
+    gathered[:] = [value] * len(gathered)
+
+
+def _broadcast_object_list(values: list[Any], **_: Any) -> None:
+    """Every rank keeps its own object, and a rank of another stage gets the last one's metrics."""
+    _refuse_device(values)
+    if values == [({}, [])]:
+        scalar = torch.zeros((), device="cuda")
+        figures = scalar.expand(len(ENGINE_GAPS), 9)
+        values[0] = {"loss": scalar, "weight": scalar}, [figures]
+
+
+def _refuse_device(value: Any) -> None:
+    """Pickling a tensor on the device reads it, and restores it on the sender's device."""
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
+            _Attention.device.sync("pickled")
+
+
+def write_model(folder: Path, name: str, layers: int | None) -> Path:
+    """A directory with the config of `conf/model/NAME.yaml`, cut to `layers`, and a tokenizer.
+
+    In it a directory `judge`, with the same as a sequence classifier.
+    """
+    shape = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text())["model"]["shape"]
+    settings = dict(shape) | ({"num_hidden_layers": layers} if layers else {})
+    config = AutoConfig.for_model(
+        settings.pop("model_type"), max_position_embeddings=32768, **settings
+    )
+    path = folder / f"{name}_{config.num_hidden_layers}"
+    tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, 32768)
+    for folder in (path, path / "judge"):
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        config.update({"architectures": ["ForSequenceClassification"], "num_labels": 1})
+        config.tie_word_embeddings = False
+    return path
+
+
+class _WeightFile:
+    """In place of a safetensors file: tensors of a model's shapes without values, on the host."""
+
+    def __init__(self, path: Path, device: FakeDevice) -> None:
+        config = AutoConfig.from_pretrained(path.parent)
+        classifier = "SequenceClassification" in (config.architectures or [""])[0]
+        self.shapes = {p.name: p.shape for p in model_parameters(config, classifier)}
+        self._device = device
+
+    def __enter__(self) -> "_WeightFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def get_slice(self, name: str) -> "_Slice":
+        return _Slice(self.shapes[name], self._device)
+
+
+class _Slice:
+    def __init__(self, shape: tuple[int, ...], device: FakeDevice) -> None:
+        self._shape, self._device = shape, device
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        sizes = [len(range(*i.indices(n))) for i, n in zip(index, self._shape, strict=True)]
+        with self._device.fake:
+            return torch.empty(sizes, dtype=torch.bfloat16)
+
+
+@contextmanager
+def weights_without_values(device: FakeDevice) -> Iterator[None]:
+    """Models load from a directory without weights: fake tensors in host memory."""
+
+    def from_pretrained(auto: Any, path: str, **settings: Any) -> Any:
+        with torch.device("meta"):
+            model = auto.from_config(
+                settings["config"],
+                dtype=settings["dtype"],
+                attn_implementation=settings["attn_implementation"],
+            )
+        with device.fake:
+            model = model.to_empty(device="cpu")
+            model.tie_weights()
+        missing = ["score.weight"] if hasattr(model, "score") else []
+        return model, {"missing_keys": missing, "mismatched_keys": []}
+
+    inject = peft.inject_adapter_in_model
+
+    def adapters_without_values(config: Any, model: Any, name: str) -> Any:
+        inject(config, model, name)
+        for module in model.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if not isinstance(parameter, FakeTensor):
+                    with device.fake:
+                        fake = torch.nn.Parameter(torch.empty(parameter.shape))
+                    setattr(module, leaf, fake)
+        return model
+
+    def names(path: str) -> dict[str, Path]:
+        file = Path(path) / "model.safetensors"
+        return dict.fromkeys(_WeightFile(file, device).shapes, file)
+
+    with (
+        mock.patch.object(AutoModelForCausalLM, "from_pretrained", classmethod(from_pretrained)),
+        mock.patch.object(
+            AutoModelForSequenceClassification, "from_pretrained", classmethod(from_pretrained)
+        ),
+        mock.patch.object(peft, "inject_adapter_in_model", adapters_without_values),
+        mock.patch.object(local_weights, "weight_files", names),
+        mock.patch.object(local_weights, "_open", lambda file: _WeightFile(file, device)),
+    ):
+        yield
+
+
+class _Attention(torch.autograd.Function):
+    """A fused attention kernel: what it keeps, and how often it runs."""
+
+    device: FakeDevice
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
+        _Attention.device.launch("attention")
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _Attention.device.launch("attention_backward")
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """torch's attention, with the checks of its fused kernels on CUDA."""
+    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    assert all(x.device.type == "cuda" for x in tensors), "attention on two devices"
+    assert len({x.dtype for x in tensors} - {torch.bool}) == 1, "attention in two dtypes"
+    assert query.shape[:2] == key.shape[:2] == value.shape[:2], "the kernels repeat no heads"
+    if attn_mask is not None:
+        assert not is_causal
+        attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return _Attention.apply(query, key, value)
+
+
+def _flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """flash-attn's function, with the checks of its `mha_varlen_fwd`."""
+    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16"
+    assert q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype"
+    assert all(x.device.type == "cuda" for x in (q, k, v, cu_seqlens_q)), "must be on CUDA"
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32, "must have dtype int32"
+    assert cu_seqlens_q.is_contiguous()
+    assert all(x.stride(-1) == 1 for x in (q, k, v)), "must have contiguous last dimension"
+    assert q.shape[-1] % 8 == 0
+    assert q.shape[-1] <= 256
+    assert q.shape[1] % k.shape[1] == 0, "heads of keys must divide heads of queries"
+    return _Attention.apply(q, k, v)
+
+
+@contextmanager
+def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
+    """Kernels that cannot run: attention, Triton's, torch's fused norm. With `flash` flash-attn."""
+    _Attention.device = device
+
+    def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        assert all(x.device.type == "cuda" for x in tensors), "Triton takes pointers to the device"
+        device.launch(function.__name__)
+
+    def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
+        assert weight is None or weight.shape == tuple(shape)
+        device.launch("rms_norm")
+        return torch.empty_like(x)
+
+    module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    module.flash_attn_varlen_func = _flash_attn_varlen_func
+    with (
+        mock.patch.dict(sys.modules, {"flash_attn": module if flash else None}),
+        mock.patch.object(functional, "scaled_dot_product_attention", _sdpa),
+        mock.patch.object(functional, "rms_norm", rms_norm),
+        mock.patch.object(JITFunction, "run", launch),
+    ):
+        yield
