@@ -44,6 +44,16 @@ def own_device() -> Any:
     return torch.device("cuda", index)
 
 
+def prepare_gpu(device: Any, num_threads: int, strict: bool) -> None:
+    """Settle this rank on its GPU: its cores, its CPU threads (0: its share), its determinism."""
+    import torch
+
+    cores = bind_to_gpu(device)
+    torch.set_num_threads(num_threads or cores)
+    if strict:
+        compute_deterministically()
+
+
 def bind_to_gpu(device: Any) -> int:
     """Keep this process on the cores beside its GPU; returns its share of the node's cores.
 

@@ -23,7 +23,7 @@ from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
-from hybridrl.system.devices import bind_to_gpu, compute_deterministically
+from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import address_here, join_group, open_store
@@ -132,10 +132,7 @@ class BaseWorker:
         self.device = join_group(self.rank, self.size, store, host, cluster)
         warm_up([dist.group.WORLD], self.device)
         if self.device.type == "cuda":
-            cores = bind_to_gpu(self.device)
-            torch.set_num_threads(cluster.threads_per_rank or cores)
-            if self.config.strict:
-                compute_deterministically()
+            prepare_gpu(self.device, cluster.threads_per_rank, self.config.strict)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         return ProcessDescription(pid=os.getpid(), node=node_name(), log=_log_file())
 

@@ -18,7 +18,7 @@ from hybridrl.config import (
     ClusterConfig,
     Config,
     DataConfig,
-    DType,
+    Device,
     LoraConfig,
     ModelConfig,
     RewardConfig,
@@ -67,16 +67,14 @@ class Case:
 
     def config(self, path: Path) -> Config:
         """The settings of the run."""
-        bf16 = DType.bfloat16
         dropout = 0.0 if self.train.get("tp", 1) > 1 else 0.05  # tp refuses it
         return Config(
-            model=ModelConfig(path=str(path), compute_dtype=bf16),
+            model=ModelConfig(path=str(path)),
             actor=ActorConfig(lora=LoraConfig(rank=self.lora, dropout=dropout)),
             data=DataConfig(max_prompt_tokens=2048),
             reward=RewardConfig(model=str(path / "judge")),
             critic=ValueModelConfig(layout=TrainLayoutConfig(**self.train)),
             rollout=RolloutConfig(
-                dtype=bf16,
                 max_new_tokens=2048,
                 max_running=ROWS,
                 layout=RolloutLayoutConfig(**self.gen),
@@ -86,7 +84,7 @@ class Case:
                 activation_checkpointing=self.checkpointing,
                 layout=TrainLayoutConfig(**self.train),
             ),
-            cluster=ClusterConfig(ranks=self.ranks),
+            cluster=ClusterConfig(ranks=self.ranks, device=Device.cuda),
         )
 
 

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MEMORY_BYTES = 80 * 2**30
+PROPERTIES = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
 
 
 def load() -> None:
@@ -116,6 +118,7 @@ def install(synchronized: Callable[[str], None]) -> None:
         "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
         "memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
+        "get_device_properties": lambda device: PROPERTIES,
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: None,

@@ -21,11 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from triton.runtime.jit import JITFunction
 
 from gpu_dry.fake_device import ROOT, FakeDevice
-from hybridrl.config import TinyModelConfig
+from hybridrl.config import ClusterConfig, Device, TinyModelConfig
 from hybridrl.layout import process_groups
 from hybridrl.models import local_weights
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
+from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group
 from hybridrl.workers.actor import ENGINE_GAPS
 
@@ -40,7 +41,8 @@ def joined(rank: int, size: int) -> Iterator[torch.device]:
         join("fake", **settings | {"store": FakeStore()})
 
     with mock.patch.object(dist, "init_process_group", fake):
-        device = join_group(rank, size, None)
+        device = join_group(rank, size, None, "127.0.0.1", ClusterConfig(device=Device.cuda))
+        prepare_gpu(device, num_threads=1, strict=False)
     try:
         with (
             mock.patch.object(process_groups, "_meet", return_value=None),
