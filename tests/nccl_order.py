@@ -6,11 +6,11 @@ run that is green on a CPU may hang on GPUs. `nccl_recorder` logs what each rank
 with communicators that are created at first use:
 
 - The host issues operations. An operation runs on the stream of its communicator, after everything
-  before it on that stream, and after what the compute stream has waited for at its issue.
+  before it there. It also runs after what the compute stream has waited for at its issue.
 - A collective or a batch of messages (`batch_isend_irecv`) uses the group's communicator; a single
   message one of its two ranks, in both directions.
-- Nothing is buffered. A collective ends when it has begun on all ranks; a message when its other
-  end has begun; a batch when all of its messages have ended.
+- Nothing is buffered. A collective ends when it has begun on all ranks. A message ends when its
+  other end has begun, a batch when all of its messages have ended.
 - The first use of a communicator blocks the host until all of its ranks use it.
 - `wait` makes the compute stream wait, not the host; reading a tensor (`item`, `cpu`) the host.
 - Tensors on the CPU and pickled objects travel by gloo, where `wait` blocks the host.
@@ -40,8 +40,8 @@ class Message:
 class Op:
     """A collective, or messages (`kind` P2P), as a rank has issued it.
 
-    `members` are the group's global ranks; `num_bytes` is what all ranks give alike, 0 where they
-    may differ; `host` says that it travels by gloo, `device_only` that the group has no gloo.
+    `members` are the group's global ranks. `num_bytes` is what all ranks give alike, 0 where they
+    may differ. `host` says that it travels by gloo, `device_only` that the group has no gloo.
     """
 
     group: str

@@ -1,9 +1,9 @@
 """Logs what a rank of a gloo run would do with NCCL on a GPU, for `nccl_order.check`.
 
 Every collective and message passes torch's dispatcher, also those that FSDP, DTensor and torch's
-pipelines issue, so a dispatch mode sees them all. In a CPU run all tensors are on the CPU; which
-ones would be there on a GPU, too, is inferred: what `Tensor.cpu` returns, what is created without a
-device, and what is computed from these alone. All else counts as the device's.
+pipelines issue, so a dispatch mode sees them all. In a CPU run all tensors are on the CPU. Which
+ones would be there on a GPU, too, is inferred. It is what `Tensor.cpu` returns, what is created
+without a device, and what is computed from these alone. All else counts as the device's.
 """
 
 import sys

@@ -21,6 +21,7 @@ from hybridrl.config import (
     ClusterConfig,
     Config,
     DataConfig,
+    Device,
     Grouping,
     ModelConfig,
     OptimConfig,
@@ -231,7 +232,7 @@ def begin(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) ->
     size = dist.get_world_size()
     config = Config(
         model=ModelConfig(path=path, tiny=TINY),
-        cluster=ClusterConfig(ranks=size),
+        cluster=ClusterConfig(ranks=size, device=Device.cpu),
         data=DataConfig(max_prompt_tokens=8),
         trainer=TrainerConfig(layout=TrainLayoutConfig(**train)),
         rollout=RolloutConfig(max_new_tokens=12, layout=RolloutLayoutConfig(**gen)),
@@ -256,9 +257,9 @@ def hand_over(worker: ActorWorker) -> None:
     if actor.instance == 0:
         advance([Submit(IDS, PROMPT, Sampling(12))], 4)
         events = advance([Park(IDS, True)], 1).parked
-    parts: list[Any] = [None] * worker.size
-    dist.all_gather_object(parts, events)
-    parked = [event for part in parts for event in part]
+    gathered: list[Any] = [None] * worker.size
+    dist.all_gather_object(gathered, events)
+    parked = [event for events_of_rank in gathered for event in events_of_rank]
     state = {place: share for event in parked for place, share in event.state.items()}
     if actor.instance == last - 1:
         first = parked[0]

@@ -57,8 +57,8 @@ def warm_up(groups: Iterable[dist.ProcessGroup | None], device: torch.device) ->
     it hangs. So all members warm a group up before it is used, and before free memory is measured.
 
     Members call it together, each with all groups that it is in. The order is common to all ranks,
-    so that none waits in a circle: by size, then by the distance of the first two ranks, so that
-    the groups of a mesh's axis come up at the same time. A mesh takes one all-reduce an axis, at
+    so that none waits in a circle: by size, then by the distance of the first two ranks. So the
+    groups of a mesh's axis come up at the same time. A mesh takes one all-reduce an axis, at
     any number of ranks.
     """
     ordered = {}

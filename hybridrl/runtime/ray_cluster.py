@@ -157,9 +157,14 @@ def _ended(ray: Any) -> Iterator[None]:
         ray.shutdown()
 
 
+def in_ray_job() -> bool:
+    """Whether a Ray cluster runs this process as a job."""
+    return "RAY_ADDRESS" in os.environ
+
+
 def _cluster_of_job() -> str:
     """The address of the Ray cluster that runs this process as a job."""
-    if "RAY_ADDRESS" not in os.environ:
+    if not in_ray_job():
         raise ConfigError("cluster", "ray", "a job of a Ray cluster; hybridrl submit makes one")
     return os.environ["RAY_ADDRESS"]
 

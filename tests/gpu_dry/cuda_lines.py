@@ -1,8 +1,9 @@
 """Lines of the package that run only where there is a GPU, and which of them a dry run has run.
 
-A line counts if it calls `torch.cuda`, or stands under a test of a device's type: `device.type ==
-"cuda"`, `is_cuda`, a name that was set from such a test, and what follows where the device is not
-"cpu". Lines are named by file, function and text, so that they survive edits above them.
+A line counts if it calls `torch.cuda`, or stands under a test of a device's type. Such tests are
+`device.type == "cuda"`, `is_cuda`, and a name that was set from one. What follows where the device
+is not "cpu" counts, too. Lines are named by file, function and text, so that they survive edits
+above them.
 """
 
 import ast
@@ -19,7 +20,7 @@ ROOMS = ("hybridrl", "kernels")
 
 def cuda_lines(source: str) -> dict[int, str]:
     """The lines of a module that need a GPU, by number, with their functions."""
-    found: dict[int, str] = {}
+    functions: dict[int, str] = {}
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef):
             names = {
@@ -30,8 +31,8 @@ def cuda_lines(source: str) -> dict[int, str]:
                 if isinstance(target, ast.Name)
             }
             for number in _in_block(function.body, names):
-                found[number] = function.name
-    return found
+                functions[number] = function.name
+    return functions
 
 
 def _in_block(block: list[ast.stmt], names: set[str]) -> Iterator[int]:
@@ -49,12 +50,12 @@ def _in_block(block: list[ast.stmt], names: set[str]) -> Iterator[int]:
             continue
         inner = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
         inner += [handler.body for handler in getattr(node, "handlers", [])]
-        for part in inner:
-            yield from _in_block(part, names)
+        for statements in inner:
+            yield from _in_block(statements, names)
         own: list[ast.AST] = [] if any(inner) else [node]
         if isinstance(node, ast.With):
             own = [item.context_expr for item in node.items]
-        if any(_asks_cuda(part, names) for part in own):
+        if any(_asks_cuda(code, names) for code in own):
             yield node.lineno
 
 
@@ -103,7 +104,7 @@ def package_lines() -> dict[str, dict[int, str]]:
         for path, text in texts.items()
         if "cuda" in text or '"cpu"' in text  # parsing all takes seconds
     }
-    return {path: found for path, found in lines.items() if found}
+    return {path: functions for path, functions in lines.items() if functions}
 
 
 class LineTrace:
@@ -136,9 +137,9 @@ class LineTrace:
     def missed(self) -> list[str]:
         """The lines that were not run, as `file function: text`."""
         missed = []
-        for path, found in self._lines.items():
+        for path, functions in self._lines.items():
             text = Path(path).read_text().splitlines()
-            for number in sorted(found.keys() - self._run[path]):
+            for number in sorted(functions.keys() - self._run[path]):
                 name = Path(path).relative_to(ROOT)
-                missed.append(f"{name} {found[number]}: {text[number - 1].strip()}")
+                missed.append(f"{name} {functions[number]}: {text[number - 1].strip()}")
         return missed

@@ -21,6 +21,6 @@ CASES = {
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES.keys())
 def test_lines_are_found(body: str, expected: set[str]) -> None:
     lines = ["def f():", *(f"    {line}" for line in body.splitlines())]
-    found = cuda_lines("\n".join(lines))
-    assert {lines[number - 1].strip() for number in found} == expected
-    assert set(found.values()) <= {"f"}
+    functions = cuda_lines("\n".join(lines))
+    assert {lines[number - 1].strip() for number in functions} == expected
+    assert set(functions.values()) <= {"f"}

@@ -58,20 +58,20 @@ def test_every_case_is_run(results: dict[str, Any]) -> None:
 
 def test_kernels_and_syncs_are_those_of_the_table(results: dict[str, Any]) -> None:
     """A change of either is a decision: fewer, or more for a reason that the commit names."""
-    found = results["cases"]
+    counted = results["cases"]
     if WRITE in os.environ:
-        COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+        COUNTS.write_text(json.dumps(counted, indent=1) + "\n")
     table = json.loads(COUNTS.read_text())
-    assert found.keys() == table.keys()
+    assert counted.keys() == table.keys()
     changes = [
         f"{case}, {phase}: {table[case]['phases'].get(phase)} -> {counts}"
-        for case, figures in found.items()
+        for case, figures in counted.items()
         for phase, counts in figures["phases"].items()
         if counts != table[case]["phases"].get(phase)
     ]
     changes += [
         f"{case}: no phase {phase}"
-        for case, figures in found.items()
+        for case, figures in counted.items()
         for phase in table[case]["phases"].keys() - figures["phases"].keys()
     ]
     assert not changes, "\n".join([*changes, f"`{WRITE}=1 make gpu-dry` rewrites {COUNTS.name}"])
@@ -100,11 +100,11 @@ def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(
     results: dict[str, Any],
 ) -> None:
     listed = json.loads(MISSED.read_text())
-    found = results["missed"]
+    missed = results["missed"]
     assert all(listed.values()), "every line has a reason"
-    new = sorted(set(found) - listed.keys())
+    new = sorted(set(missed) - listed.keys())
     assert not new, "\n".join(["run these, or list them with a reason:", *new])
-    run = sorted(listed.keys() - set(found))
+    run = sorted(listed.keys() - set(missed))
     assert not run, "\n".join(["these are run, or gone: take them off the list", *run])
 
 

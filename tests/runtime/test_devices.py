@@ -93,6 +93,20 @@ def test_the_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [([], 1), (["trainer.layout.tp=2", "rollout.layout.pp=3"], 6), (["cluster.ranks=5"], 5)],
+)
+def test_who_submits_to_a_cluster_does_not_know_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], ranks: int
+) -> None:
+    """The layouts are checked at the least number of ranks that they take."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = check(["cluster=ray", "cluster.address=http://head:8265", *settings])
+    devices.resolve_device(config)
+    assert config.cluster.ranks == ranks
+
+
+@pytest.mark.parametrize(
     ("assigned", "visible", "index"),
     [
         ("3", None, 3),
