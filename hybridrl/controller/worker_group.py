@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import Config, ConfigError
+from hybridrl.controller.node_crossing import crossing_warnings
 from hybridrl.controller.placement import HOME
 from hybridrl.flow.executor import Advanced, Command, Computed, Phase, TargetsLoaded
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
@@ -180,6 +181,9 @@ class WorkerGroup:
             [rank for rank in self.home.ranks if instance_of[rank] == instance]
             for instance in range(1 + max(instance_of))
         ]
+        node_of = [process.node for process in processes]
+        for line in crossing_warnings(self.config, node_of, self.home.ranks, self.instances):
+            logger.warning("%s", line)
         return answers
 
     def nodes(self) -> list[NodeInfo]:

@@ -238,7 +238,7 @@ class TrainEngine(ModelShards):
                 return torch.zeros(1)
 
             self.pipeline.score(batches, finish)
-            scores = self._replica.from_last_stage(scores)
+            scores = self._replica.from_last_stage(scores, torch.device("cpu"))
         self._reshard()
         return scores[own_slice]
 
@@ -329,7 +329,7 @@ class TrainEngine(ModelShards):
                 self.pipeline.train(batches, finish)
         if self.pipeline is not None:
             sum_tied(self.chunks, self.dims)
-            sums, compared = self._replica.from_last_stage((sums, compared))
+            sums, compared = self._replica.from_last_stage((sums, compared), self.device)
         figures = (
             distance_metrics(compared, tuple(compare.values()), self.device) if compare else {}
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridrl.config import Attention
 from hybridrl.engines.train.balance import balance, micro_batches
@@ -61,12 +62,25 @@ class Replica:
         before = sum(map(len, gathered[: self._group.rank()]))
         return [s for of_rank in gathered for s in of_rank], slice(before, before + len(sequences))
 
-    def from_last_stage(self, value: Any) -> Any:
-        """The last pipeline stage's `value`, on all stages."""
-        values = [value]
+    def from_last_stage(self, value: Any, device: torch.device) -> Any:
+        """The last pipeline stage's `value` on all stages, its floating tensors on `device`.
+
+        They travel through the host as one: pickled tensors would each be read alone, and restored
+        on the sender's GPU.
+        """
+        tensors, structure = tree_flatten(value)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        numbers = [tensor.double().flatten() for tensor in tensors]  # exact for smaller formats
+        message: list[Any] = [(torch.cat(numbers).cpu() if numbers else None, shapes, structure)]
         group = self.dims.mesh.get_group("pp")
-        dist.broadcast_object_list(values, group=group, group_src=self._last_stage)
-        return values[0]
+        dist.broadcast_object_list(message, group=group, group_src=self._last_stage)
+        joined, shapes, structure = message[0]
+        if joined is None:
+            return value
+        pieces = joined.to(device).split([shape.numel() for shape, _ in shapes])
+        pairs = zip(pieces, shapes, strict=True)
+        tensors = [piece.view(shape).to(dtype) for piece, (shape, dtype) in pairs]
+        return tree_unflatten(tensors, structure)
 
     def split(
         self, sequences: Sequence[TrainSequence], samples_per_row: int = 1

@@ -31,6 +31,9 @@ def set_environment(layers: Sequence[int]) -> None:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if settings := os.environ.get("PYTORCH_ALLOC_CONF"):
+        # vLLM 0.30 knows the old name alone. Unseen, expandable segments would break its pool.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", settings)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, layers))
     # vLLM asks for these, though the process group exists.
