@@ -16,7 +16,7 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from triton.runtime.jit import JITFunction
 
@@ -62,10 +62,11 @@ def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> No
 def _broadcast_object_list(values: list[Any], **_: Any) -> None:
     """Every rank keeps its own object, and a rank of another stage gets the last one's metrics."""
     _refuse_device(values)
-    if values == [({}, [])]:
-        scalar = torch.zeros((), device="cuda")
-        figures = scalar.expand(len(ENGINE_GAPS), 9)
-        values[0] = {"loss": scalar, "weight": scalar}, [figures]
+    if isinstance(values[0], tuple) and values[0][0] is None:  # Replica.from_last_stage
+        scalar, figures = torch.zeros(()), torch.zeros(len(ENGINE_GAPS), 9)
+        tensors, structure = tree_flatten(({"loss": scalar, "weight": scalar}, [figures]))
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        values[0] = torch.zeros(2 + figures.numel(), dtype=torch.float64), shapes, structure
 
 
 def _refuse_device(value: Any) -> None:
