@@ -1,11 +1,5 @@
-"""Which GPU is whose: by Ray's logical GPUs, which need no hardware."""
+"""Which GPU is whose, and what follows from the GPUs that there are."""
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,73 +137,3 @@ def test_cores_beside_a_gpu(tmp_path: Path, text: str | None, cores: set[int]) -
     if text is not None:
         (folder / "local_cpulist").write_text(text)
     assert cores_beside("0000:3b:00", tmp_path) == cores
-
-
-PROGRAM = """
-    import json, os, sys
-    from pathlib import Path
-    import ray
-    from ray.cluster_utils import Cluster
-    from hybridrl.config.compose import check, register
-    from hybridrl.runtime.devices import resolve_device
-    from hybridrl.runtime.launchers import launched
-    from hybridrl.workers.dispatch import Dispatch, dispatch
-
-    class Worker:
-        def __init__(self, rank, size):
-            self.rank = rank
-
-        @dispatch(Dispatch.SAME)
-        def describe(self):
-            names = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "RANK", "MASTER_ADDR")
-            said = {name: os.environ.get(name) for name in names}
-            context = ray.get_runtime_context()
-            return {**said, "rank": self.rank, "node": context.get_node_id()}
-
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False)  # the driver's
-    for visible in json.loads(sys.argv[1]):
-        env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        cluster.add_node(num_cpus=8, num_gpus=4, env_vars=env)
-    try:
-        register()
-        config = check([f"cluster.address={cluster.address}", *sys.argv[2:]])
-        resolve_device(config)
-        with launched(config.cluster, Path()) as launcher:
-            group = launcher.start(Worker, Worker)
-            print(json.dumps([launcher.get(answer) for answer in group.describe()]))
-    finally:
-        cluster.shutdown()
-"""
-
-
-@pytest.fixture
-def on_nodes() -> Callable[..., list[dict[str, Any]]]:
-    """Descriptions of the ranks of a run on a cluster with nodes of 4 GPUs, by logical ones."""
-
-    def run(visible: list[str | None], *overrides: str) -> list[dict[str, Any]]:
-        env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-        env.pop("CUDA_VISIBLE_DEVICES", None)
-        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), json.dumps(visible), *overrides]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-        assert done.returncode == 0, done.stderr
-        answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-        return answers
-
-    return run
-
-
-def test_ranks_of_a_node_are_neighbors_and_see_all_its_gpus(
-    on_nodes: Callable[..., list[dict[str, Any]]],
-) -> None:
-    """A rank per GPU of the cluster, though the driver's node has none."""
-    ranks = on_nodes(["4,5,6,7", "GPU-a,GPU-b,GPU-c,GPU-d"])
-    assert [rank["rank"] for rank in ranks] == list(range(8))
-    nodes = [rank["node"] for rank in ranks]
-    assert nodes == [nodes[0]] * 4 + [nodes[4]] * 4
-    assert nodes[0] != nodes[4]
-    for half in (ranks[:4], ranks[4:]):
-        assert sorted(rank["LOCAL_RANK"] for rank in half) == ["0", "1", "2", "3"]
-        (visible,) = {rank["CUDA_VISIBLE_DEVICES"] for rank in half}
-        assert visible in ("4,5,6,7", "GPU-a,GPU-b,GPU-c,GPU-d")
-    assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
