@@ -18,12 +18,13 @@ from hybridrl.telemetry.log import command_log
 
 if TYPE_CHECKING:
     from hybridrl.planner.layout import LayoutReport
+    from hybridrl.planner.memory import MemoryPlan
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
-  plan     traffic of a weight switch            hybridrl plan layout model=llama3_70b
+  plan     switch, memory or schedule, on paper  hybridrl plan memory model=qwen3_8b
   report   render a run's page                   hybridrl report RUN
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
@@ -35,9 +36,12 @@ exit 2."""
 
 
 PLAN_USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
+       hybridrl plan memory [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
        hybridrl plan schedule --lengths=... [OPTIONS]     see hybridrl plan schedule --help
 
-Prints what each rank holds, receives and sends at the switch from training to generation.
+`layout` prints what each rank holds, receives and sends at the switch from training to generation.
+`memory` prints what a rank holds in each phase of a step, and whether it fits a GPU of N GiB (that
+of this node, else 80), or with cluster.device=cpu this node's memory.
 
   the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b, model.path=DIR
                  (where a config.json is enough), or model.shape={model_type: ..., ...}
@@ -46,7 +50,8 @@ Prints what each rank holds, receives and sends at the switch from training to g
   in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb
 
   hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
-      trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8"""
+      trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8
+  hybridrl plan memory model=qwen3_8b cluster.ranks=8 recipe=ppo rollout.max_new_tokens=8192"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -159,23 +164,37 @@ def _plan(args: list[str]) -> None:
     if {"-h", "--help"} & set(args):
         print(PLAN_USAGE)
         return
-    if not args or args[0] != "layout":
-        _fail(f"plan={args[0] if args else ''}: wanted layout or schedule, then its options", 2)
+    if not args or args[0] not in ("layout", "memory"):
+        got = args[0] if args else ""
+        _fail(f"plan={got}: wanted layout, memory or schedule, then its options", 2)
     from rich.console import Console
     from rich.table import Table
 
     from hybridrl.config import compose
 
     compose.register()
-    gpus_per_node, overrides = _gpus_per_node(args[1:])
-    config = compose.check(overrides)
-    with command_log(config.log.level):
-        planned = _plan_layout(config, gpus_per_node)
+    gpus_per_node, rest = _number_option(args[1:], "--gpus-per-node", 8)
+    gpu_gib, rest = _number_option(rest, "--gpu-gib", 0)
+    options = "--gpus-per-node=N" + (" or --gpu-gib=N" if args[0] == "memory" else "")
+    wrong = next((arg for arg in rest if arg.startswith("-")), None)
+    if wrong or (gpu_gib and args[0] == "layout"):
+        raise ConfigError("option", wrong or "--gpu-gib", f"key=value, or {options}")
+    config = compose.check(rest)
     table = Table(box=None, show_header=False, pad_edge=False)
-    for row in planned.rows():
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(120, console.width)  # without a terminal it takes 80
+    with command_log(config.log.level):
+        if config.cluster.kind is not ClusterKind.slurm:
+            config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
+        plan = (
+            _plan_layout(config, gpus_per_node)
+            if args[0] == "layout"
+            else _plan_memory(config, gpu_gib)
+        )
+    for row in plan.rows():
         table.add_row(*row)
-    Console(highlight=False, soft_wrap=True).print(table)
-    print(json.dumps(planned.record()), flush=True)
+    console.print(table)
+    print(json.dumps(plan.record()), flush=True)
 
 
 def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
@@ -186,8 +205,6 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     from hybridrl.models.shape import model_shape
     from hybridrl.planner.layout import report
 
-    if config.cluster.kind is not ClusterKind.slurm:
-        config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
     train, gen = config.trainer.layout, config.rollout.layout
     shape = model_shape(config.model)
     check_train_layout(shape, train)
@@ -236,18 +253,37 @@ def _plan_schedule(args: list[str]) -> None:
     print(json.dumps(record), flush=True)
 
 
-def _gpus_per_node(args: list[str]) -> tuple[int, list[str]]:
-    """The option `--gpus-per-node=N`, and the other arguments."""
-    name, number = "--gpus-per-node", "8"
+def _plan_memory(config: Config, gpu_gib: int) -> "MemoryPlan":
+    """Of a rank of the planned cluster, whose GPUs have `gpu_gib` GiB (0: those here, else 80)."""
+    from hybridrl.config import Device
+    from hybridrl.controller import memory_plan
+    from hybridrl.controller.preflight import build_recipe, check_attention
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.shape import model_shape
+
+    graph, shape = build_recipe(config.recipe), model_shape(config.model)
+    check_attention(config.model, shape)
+    check_train_layout(shape, config.trainer.layout)
+    check_gen_layout(shape, config.rollout.layout.pp, config.rollout.layout.tp)
+    room = None
+    if not gpu_gib:
+        room = memory_plan.local_room(config)
+    elif config.cluster.device is Device.cpu:
+        raise ConfigError("--gpu-gib", gpu_gib, "cluster.device=cuda with it")
+    return memory_plan.plan_run(
+        config, graph, shape, *(room or memory_plan.gpu_room((gpu_gib or 80) * 2**30))
+    )
+
+
+def _number_option(args: list[str], name: str, default: int) -> tuple[int, list[str]]:
+    """The value of the option `name=N`, and the other arguments."""
     rest = [arg for arg in args if not arg.startswith(f"{name}=")]
+    number = str(default)
     for arg in args:
         if arg.startswith(f"{name}="):
             number = arg.partition("=")[2]
-    if not number.isdecimal() or int(number) < 1:
-        raise ConfigError(name, number, "1 or more")
-    wrong = next((arg for arg in rest if arg.startswith("-")), None)
-    if wrong:
-        raise ConfigError("option", wrong, f"key=value, or {name}=N")
+            if not number.isdecimal() or int(number) < 1:
+                raise ConfigError(name, number, "1 or more")
     return int(number), rest
 
 

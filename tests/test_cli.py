@@ -359,8 +359,8 @@ def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture
 
 LLAMA = "model=llama3_8b cluster.ranks=8 "
 WRONG_LAYOUTS = [
-    ("", "plan=: wanted layout or schedule, then its options"),
-    ("speed", "plan=speed: wanted layout or schedule, then its options"),
+    ("", "plan=: wanted layout, memory or schedule, then its options"),
+    ("speed", "plan=speed: wanted layout, memory or schedule, then its options"),
     ("layout trainer.layout.x=1", "trainer.layout.x=1: wanted a known key: one of fsdp, pp"),
     ("layout --nodes=2", "option=--nodes=2: wanted key=value, or --gpus-per-node=N"),
     ("layout --gpus-per-node=0", "--gpus-per-node=0: wanted 1 or more"),
@@ -381,6 +381,13 @@ WRONG_LAYOUTS = [
         "layout model=llama3_8b cluster.ranks=64 trainer.layout.pp=64",
         "trainer.layout.pp=64: wanted at most 32 (32 layers)",
     ),
+    ("memory model=foo", "model=foo: wanted one of llama3_70b, "),
+    ("memory cluster=slurm cluster.nodes=0", "cluster.nodes=0: wanted 1 or more"),
+    ("memory cluster=slurm", "cluster.gpus_per_node=0: wanted the GPUs of each node"),
+    ("memory --gpu-gib=x", "--gpu-gib=x: wanted 1 or more"),
+    ("memory --gpu-gib=80 cluster.device=cpu", "--gpu-gib=80: wanted cluster.device=cuda with it"),
+    ("memory model.attention=flash cluster.device=cpu", "model.attention=flash: wanted torch or"),
+    ("layout --gpu-gib=80", "option=--gpu-gib: wanted key=value, or --gpus-per-node=N"),
     ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),
     ("schedule --lengths=lmsys --steps=0", "--steps=0: wanted a whole number, 1 or more"),
     ("layout model.path=empty", "model.path=empty: wanted a directory with config.json"),

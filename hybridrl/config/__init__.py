@@ -13,6 +13,7 @@ from hybridrl.config.cluster import (
     ClusterKind,
     Container,
     Device,
+    MemoryCheck,
     Placement,
     PoolsConfig,
 )
@@ -254,6 +255,7 @@ __all__ = [
     "LogConfig",
     "LogLevel",
     "LoraConfig",
+    "MemoryCheck",
     "Migration",
     "ModelConfig",
     "OptimConfig",

@@ -22,6 +22,13 @@ class Device(Enum):
     cuda = "cuda"  # one GPU for each rank
 
 
+class MemoryCheck(Enum):
+    """What becomes of a run whose memory plan does not fit."""
+
+    refuse = "refuse"  # it does not start, where a phase needs more than there is
+    warn = "warn"  # it starts, with a line in the log
+
+
 class ClusterKind(Enum):
     """Where the nodes of the ranks come from."""
 
@@ -80,6 +87,8 @@ class ClusterConfig:
     """How roles map to ranks."""
     pools: PoolsConfig = field(default_factory=PoolsConfig)
     """Sizes of the pools, for placement=split."""
+    memory_check: MemoryCheck = MemoryCheck.refuse
+    """What becomes of a run whose memory plan does not fit (`hybridrl plan memory`)."""
     threads_per_rank: int = bounded(0, least=0)
     """CPU threads of one rank; 0: the node's cores by the node's GPUs, or 1 on CPUs."""
     address: str | None = None

@@ -24,6 +24,7 @@ from hybridrl.config.bounds import check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.memory_plan import check_memory
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -74,6 +75,7 @@ def prepare(config: Config) -> PreparedRun:
     model_path = _model_path(config, run_dir)
     data = _load(config, model_path, graph)
     _check_schedule(config.schedule, graph)
+    check_memory(config, graph, model_path)
     return PreparedRun(model_path, data, graph, warm_start)
 
 
@@ -197,7 +199,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_train_layout(model, config.trainer.layout)
     check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     check_lora(model, config.actor.lora, "actor.lora")
-    _check_attention(config.model, model)
+    check_attention(config.model, model)
     engine_checks(config.rollout).check_model(config.model, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
@@ -215,7 +217,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     return data
 
 
-def _check_attention(config: ModelConfig, model: Any) -> None:
+def check_attention(config: ModelConfig, model: Any) -> None:
     """Raise for flash-attn by name that cannot attend with this model; ranks check the rest."""
     from hybridrl.models.load import TORCH_DTYPES
     from hybridrl.models.packed_attention import flash_obstacle

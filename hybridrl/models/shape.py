@@ -3,6 +3,7 @@
 import tempfile
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from hybridrl.config import ConfigError, ModelConfig
 from hybridrl.models.load import load_config
@@ -27,6 +28,7 @@ def model_shape(config: ModelConfig) -> PretrainedConfig:
             ) from error
     if config.path:
         return load_config(config.path)
+    transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
         make_tiny_model(directory, config.tiny, seed=0)
         return load_config(directory)

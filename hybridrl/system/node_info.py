@@ -90,6 +90,12 @@ class NodeInfo:
         return min(self.memory, self.memory_limit or self.memory)
 
 
+def usable_memory() -> int:
+    """Bytes that processes of this node may have in all, within the limit of a container."""
+    total = int(psutil.virtual_memory().total)
+    return min(total, _memory_limit() or total)
+
+
 def node_name() -> str:
     """Slurm's name for this node, or the host's."""
     return os.environ.get("SLURMD_NODENAME", os.uname().nodename)

@@ -17,6 +17,7 @@ from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.cases import CASES, FULL  # noqa: E402
 from gpu_dry.cuda_lines import LineTrace  # noqa: E402
 from gpu_dry.dry_run import run_case  # noqa: E402
+from gpu_dry.planned import planned  # noqa: E402
 from gpu_dry.provoke import provoke  # noqa: E402
 
 
@@ -33,13 +34,17 @@ def main() -> None:
     device, trace = fake_device.FakeDevice(), LineTrace()
     fake_cuda.install(lambda name: device.sync("wait"))
     fake_device.install(device)
-    results = {"all": [*CASES], "provoked": provoke(device), "cases": {}}
+    results = {"all": [*CASES], "provoked": provoke(device), "cases": {}, "memory": {}}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.case or table:
             begun = time.process_time()
             case = table[name]
             with trace.running() if case.traced else nullcontext():
-                results["cases"][name] = run_case(case, device, Path(folder))
+                counts, config, shape = run_case(case, device, Path(folder))
+            phases = {phase: figures.summary() for phase, figures in counts.items()}
+            results["cases"][name] = {"layers": shape.num_hidden_layers, "phases": phases}
+            sizes = planned(case, config, shape)
+            results["memory"][name] = {p: [counts[p].peak, size] for p, size in sizes.items()}
             print(
                 f"{name}: {time.process_time() - begun:.1f} s of CPU", file=sys.stderr, flush=True
             )

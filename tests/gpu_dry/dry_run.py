@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.world import joined, kernels, weights_without_values, write_model
@@ -43,7 +43,7 @@ ROWS = 16
 SAMPLES = 2
 """Samples that a rank scores and trains; with those of its replica they fill micro-batches."""
 MICRO_BATCH_TOKENS = 4096
-_SAMPLE_TOKENS, _PROMPT_TOKENS = 1024, 256
+SAMPLE_TOKENS, PROMPT_TOKENS = 1024, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +164,7 @@ class DryRun:
         self.residency.activate(reference)
         with self.phase("reference"):
             reference.compute(stage, ids)
+        self.residency.activate(None)
         with self.phase("judge"):
             judge = self.roles.neural_judge("reward", self.actor.parallel)
             self.residency.activate(judge)
@@ -186,6 +187,13 @@ class DryRun:
             self.residency.activate(None)
         tensors = list(self.actor.train_engine.trained_parameters())
         assert {x.device.type for x in tensors} == {"cpu"}, "offloaded weights are on the host"
+        actor = self.actor
+        with (
+            self.phase("switch after updates"),
+            self.residency.entering_generation(actor.train_engine) as woken,
+        ):
+            actor.switch_weights(woken)
+        self.residency.enter_training()
 
     def _train_critic(self, ids: tuple[SampleId, ...]) -> None:
         """Values, and two optimizer steps of a value model that starts as the actor."""
@@ -196,7 +204,7 @@ class DryRun:
         with self.phase("values"):
             critic.compute(ComputeStage(name="values", outputs=("values",)), ids)
         for id in ids:
-            self.store[id].tensors["returns"] = torch.ones(_SAMPLE_TOKENS - _PROMPT_TOKENS)
+            self.store[id].tensors["returns"] = torch.ones(SAMPLE_TOKENS - PROMPT_TOKENS)
         stage = UpdateStage(
             name="update critic", loss=ValueLoss(), fields={"returns": "returns"}, role="critic"
         )
@@ -209,11 +217,11 @@ class DryRun:
     def _samples(self) -> tuple[SampleId, ...]:
         """Finished samples in the store."""
         ids = tuple(SampleId(i, k=1) for i in range(SAMPLES))
-        response = _SAMPLE_TOKENS - _PROMPT_TOKENS
+        response = SAMPLE_TOKENS - PROMPT_TOKENS
         for id in ids:
-            tensors = {"tokens": torch.full((_SAMPLE_TOKENS,), 3)}
+            tensors = {"tokens": torch.full((SAMPLE_TOKENS,), 3)}
             tensors["log_probs"] = torch.zeros(response)
-            self.store.add(id, StoredSample(response, _item(_PROMPT_TOKENS), tensors))
+            self.store.add(id, StoredSample(response, _item(PROMPT_TOKENS), tensors))
         return ids
 
 
@@ -221,8 +229,10 @@ def _item(length: int) -> Item:
     return Item("", (3,) * length, "", (), "", {})
 
 
-def run_case(case: Case, device: FakeDevice, folder: Path) -> dict[str, Any]:
-    """The layers of the case's model, and what every phase did."""
+def run_case(
+    case: Case, device: FakeDevice, folder: Path
+) -> tuple[dict[str, Counts], Config, PretrainedConfig]:
+    """What every phase did, the settings, and the model's config."""
     with ExitStack() as stack:
         path = write_model(folder, case.model, case.layers)
         cuda = stack.enter_context(joined(case.rank, case.ranks))
@@ -231,8 +241,7 @@ def run_case(case: Case, device: FakeDevice, folder: Path) -> dict[str, Any]:
         # Backward on this thread, which is the one that is traced.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(device)
+        stack.enter_context(device.memory)
         run = DryRun(case, path, device, cuda)
         run.run()
-        layers = run.actor.train_engine.model.config.num_hidden_layers
-        phases = {name: counts.summary() for name, counts in run.counts.items()}
-    return {"layers": layers, "phases": phases}
+        return run.counts, run.config, run.actor.train_engine.model.config

@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybridrl.models.peak_memory import PeakMemory
+
 ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("hybridrl", "kernels"))
 READABLE = 2**16
@@ -46,17 +48,19 @@ class Counts:
     `kernels` are operations dispatched on the device besides views and allocations. `collectives`
     are calls of process groups with tensors on the device. `syncs` are waits of the host, by
     function and kind: `read` (device to host), `upload` (pageable host memory to device), `wait`.
+    `peak` is the most bytes on the device.
     """
 
     kernels: int = 0
     collectives: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
+    peak: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> dict[str, Any]:
-        """As JSON, without the kernels' names."""
+        """As JSON, without the kernels' names and the memory."""
         figures = asdict(self)
-        del figures["by_name"]
+        del figures["by_name"], figures["peak"]
         return figures | {"syncs": dict(sorted(self.syncs.items()))}
 
 
@@ -72,13 +76,16 @@ class FakeDevice(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.integer = 1
         self.counts = Counts()
+        self.memory = PeakMemory()
 
     @contextmanager
     def phase(self, counts: dict[str, Counts], name: str) -> Iterator[Counts]:
         """Count what the body does under `name`."""
         before, self.counts = self.counts, Counts()
         counts[name] = self.counts
+        self.memory.restart()
         yield self.counts
+        self.counts.peak = self.memory.peak("cuda")
         self.counts = before
 
     def launch(self, name: str) -> None:

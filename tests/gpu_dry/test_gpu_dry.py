@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 COUNTS = HERE / "counts.json"
+MEMORY = HERE / "memory.json"
 MISSED = HERE / "missed.json"
 WRITE = "GPU_DRY_WRITE"
 """Set this variable to rewrite `counts.json`."""
@@ -46,6 +47,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     first, second = (json.loads(out.read_text()) for _, out in started)
     return {
         "cases": {**first["cases"], **second["cases"]},
+        "memory": {**first["memory"], **second["memory"]},
         "all": set(first["all"]),
         "provoked": first["provoked"],
         "missed": [line for line in first["missed"] if line in second["missed"]],
@@ -123,3 +125,19 @@ def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(
 def test_a_mistake_raises(results: dict[str, Any], mistake: str, error: str) -> None:
     """Or a dry run would be green whatever the code did."""
     assert results["provoked"][mistake] == error
+
+
+# Two layers, so that what a layer's backward pass holds for a moment weighs a tenth.
+LESS_CLOSE = {("32b on 64, adapters", "update"): 0.12}
+
+
+def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, Any]) -> None:
+    """Bytes that torch's tracker counts in a phase, and those of `hybridrl plan memory`."""
+    memory = results["memory"]
+    if WRITE in os.environ:
+        MEMORY.write_text(json.dumps(memory, indent=1) + "\n")
+    assert json.loads(MEMORY.read_text()) == memory, f"`{WRITE}=1 make gpu-dry` rewrites it"
+    for case, phases in memory.items():
+        for phase, (peak, planned) in phases.items():
+            most = LESS_CLOSE.get((case, phase), 0.05)
+            assert abs(planned / peak - 1) < most, f"{case}, {phase}: {peak} counted, {planned}"

@@ -1,5 +1,6 @@
 """The memory that a rollout engine may use on a device, given all other users of it."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +9,20 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from hybridrl.config import ConfigError
+from hybridrl.config import Attention, ConfigError
+from hybridrl.engines.rollout.batch import PREFILL_TOKENS
 from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import Mesh
+from hybridrl.models.activations import layer_activations
 from hybridrl.models.parallel import head_size
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
-_MARGIN = 0.02  # of the device: fragmentation of a caching allocator
-_MIN_MARGIN = GIB // 2
+_MARGIN = 0.04  # of the device
+_MIN_MARGIN = 3 * 10**9
+_LOGITS_COPIES = 8  # of a step's logits in float32, while it samples
 _DIGITS = 4  # of the share; it is rounded down
 _MORE_TP = "more ranks in rollout.layout.tp need less on each"
 
@@ -28,6 +34,15 @@ class MemoryLeft:
     left: int
     total: int
     explanation: str
+
+
+def device_margin(total: int) -> int:
+    """Bytes of a GPU of `total` that no plan counts: 4 percent, at least 3 GB.
+
+    For CUDA's context, modules that it loads late, cuBLAS's workspaces, NCCL's buffers (0.1 to 0.5
+    GB a communicator), and what torch's allocator cannot give back. None of it was measured yet.
+    """
+    return max(_MIN_MARGIN, math.ceil(total * _MARGIN))
 
 
 def memory_left(total: int, used: int, resident: Mapping[str, int]) -> MemoryLeft:
@@ -42,11 +57,11 @@ def memory_left(total: int, used: int, resident: Mapping[str, int]) -> MemoryLef
 
         left = total - used - sum(resident) - margin
 
-    with a margin of 2 percent of the device, at least 0.5 GiB. It can be negative.
+    with the margin of `device_margin`. It can be negative.
     """
     assert 0 <= used <= total, f"{used} of {total} bytes in use"
     assert all(size >= 0 for size in resident.values()), resident
-    margin = max(_MIN_MARGIN, math.ceil(total * _MARGIN))
+    margin = device_margin(total)
     parts = {"others": used, **resident, "margin": margin}
     left = total - sum(parts.values())
     sums = ", ".join(f"{_gib(size)} {name}" for name, size in parts.items() if size)
@@ -82,8 +97,52 @@ def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: 
     With more tp ranks than heads several ranks hold the same one.
     """
     layers = stages_of_layers(config.num_hidden_layers, mesh.extent("pp")).count(stage)
-    heads = max(1, config.num_key_value_heads // mesh.extent("tp"))
-    return layers * 2 * heads * head_size(config) * dtype.itemsize
+    return layers * layer_token_bytes(config, mesh.extent("tp"), dtype)
+
+
+def layer_token_bytes(config: PretrainedConfig, tp: int, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in one layer on one of `tp` ranks."""
+    heads = max(1, config.num_key_value_heads // tp)
+    return 2 * heads * head_size(config) * dtype.itemsize
+
+
+def native_step_bytes(
+    config: PretrainedConfig,
+    max_running: int,
+    max_sequence: int,
+    dtype: torch.dtype,
+    tp: int,
+    attention: Attention = Attention.torch,
+) -> tuple[int, int]:
+    """Bytes of a prefill's activations, and of a decode step's logits while it samples."""
+    tokens = max(PREFILL_TOKENS, max_sequence)
+    layer = layer_activations(config, tokens, dtype=dtype, attention=attention, tp=tp)
+    hidden = tokens * config.hidden_size * dtype.itemsize
+    return layer.scoring + 3 * hidden, _LOGITS_COPIES * 4 * max_running * config.vocab_size
+
+
+def native_cache(parts: EngineParts) -> int:
+    """Tokens of the native engine's KV cache on a GPU, the same on all ranks of an instance.
+
+    Attention copies the keys and values of one layer at a time.
+    """
+    config, rollout = parts.model_config, parts.rollout
+    prefill, logits = native_step_bytes(
+        config, rollout.max_running, parts.max_sequence, parts.dtype, parts.parallel.tp
+    )
+    token = rank_token_bytes(parts)
+    tokens = native_cache_tokens(
+        device_memory_left(parts),
+        rank_weight_bytes(parts) + logits + prefill,
+        token + layer_token_bytes(config, parts.parallel.tp, parts.dtype),
+        wanted=rollout.kv_cache_tokens,
+        most=rollout.max_running * parts.max_sequence,
+        longest=parts.max_sequence,
+    )
+    least = torch.tensor(tokens)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    logger.info("the KV cache holds %d tokens", least)
+    return int(least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +181,7 @@ def vllm_share(memory: MemoryLeft, needed: int) -> VLLMShare:
 
     Raises ConfigError (`rollout.engine`) if less than `needed` remains, with the sum.
 
-    Example: of 80 GiB, 1.5 are in use and buckets need 2 GiB: (80 - 1.5 - 2 - 1.6) / 80 = 0.936.
+    Example: of 80 GiB, 1.5 are in use and buckets need 2 GiB: (80 - 1.5 - 2 - 3.2) / 80 = 0.916.
     """
     assert needed >= 0, needed
     left, total = memory.left, memory.total

@@ -16,19 +16,9 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
-from hybridrl.engines.rollout.batch import (
-    PREFILL_TOKENS,
-    DecodeBatch,
-    Prefill,
-    prefill_batches,
-)
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
-from hybridrl.engines.rollout.memory import (
-    device_memory_left,
-    native_cache_tokens,
-    rank_token_bytes,
-    rank_weight_bytes,
-)
+from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
@@ -40,8 +30,6 @@ from hybridrl.models.parallel import FAMILIES
 from hybridrl.models.shard import GenParallel
 
 logger = logging.getLogger(__name__)
-
-_LOGITS_COPIES = 8  # of a step's logits in float32, while it samples
 
 
 class NativeEngine:
@@ -136,7 +124,7 @@ class NativeEngine:
         """See `RolloutEngine`; on a GPU its cache takes the memory that training leaves."""
         tokens = parts.rollout.kv_cache_tokens
         if parts.device.type == "cuda":
-            tokens = _cache_tokens(parts)
+            tokens = native_cache(parts)
         return cls(
             parts.model_config,
             dtype=parts.dtype,
@@ -447,32 +435,6 @@ class NativeEngine:
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
             has_cache=self._pool is not None,
         )
-
-
-def _cache_tokens(parts: EngineParts) -> int:
-    """Tokens of the KV cache on a GPU, the same on all ranks: an instance's must decide alike.
-
-    Beside weights and cache, a step has logits in float32, several times while it samples. A
-    prefill has its activations. Attention gathers the keys and values of a layer.
-    """
-    config, rollout = parts.model_config, parts.rollout
-    logits = _LOGITS_COPIES * 4 * rollout.max_running * config.vocab_size
-    widths = 8 * config.hidden_size + 4 * config.intermediate_size
-    prefill = max(PREFILL_TOKENS, parts.max_sequence) * widths * parts.dtype.itemsize
-    token = rank_token_bytes(parts)
-    gathered = 2 * token * parts.parallel.pp // config.num_hidden_layers
-    tokens = native_cache_tokens(
-        device_memory_left(parts),
-        rank_weight_bytes(parts) + logits + prefill,
-        token + gathered,
-        wanted=rollout.kv_cache_tokens,
-        most=rollout.max_running * parts.max_sequence,
-        longest=parts.max_sequence,
-    )
-    least = torch.tensor(tokens)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    logger.info("the KV cache holds %d tokens", least)
-    return int(least)
 
 
 def _check_model(config: PretrainedConfig, max_sequence: int) -> None:

@@ -201,8 +201,10 @@ def _apply_fsdp(
             fully_shard(layer, **settings)
     fully_shard(root, **settings)
     for module in fsdp_modules([root]):
-        # Token weights are already relative to all ranks: gradients are summed, not averaged.
-        module.set_gradient_divide_factor(1.0)
+        # Token weights are already relative to all ranks: gradients are summed, not averaged. With
+        # a factor one rank alone would divide a copy of all gradients by 1.
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
 
 

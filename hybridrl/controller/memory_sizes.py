@@ -1,0 +1,295 @@
+"""Sizes of a run's models on the rank that has most of each: what the memory plan adds up."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from hybridrl.config import (
+    Attention,
+    Config,
+    Device,
+    LoraConfig,
+    PipelineSchedule,
+    TrainLayoutConfig,
+)
+from hybridrl.controller.preflight_models import judges_of
+from hybridrl.engines.rollout.memory import (
+    kv_bytes_per_token,
+    layer_token_bytes,
+    native_step_bytes,
+)
+from hybridrl.engines.train.build import ONE_GROUP_PARAMETERS
+from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
+from hybridrl.flow import Graph
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.layout import Layout, stages_of_layers
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
+from hybridrl.models.activations import Activations, head_activations, layer_activations
+from hybridrl.models.adapters import adapter_parameters, add_adapters
+from hybridrl.models.load import SCORE, TORCH_DTYPES, load_config
+from hybridrl.models.parallel import meta_model, model_parameters
+from hybridrl.planner.memory import ActivationSizes, GenerationSizes, TrainSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The longest row of tokens: `scored` of them have a log-probability, or a value.
+
+    `number` is how many rows an update has on a rank; 0 is unknown, and more than one.
+    """
+
+    tokens: int
+    scored: int
+    number: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> "Row":
+        """The longest that the config allows: a micro-batch, or a full sample."""
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
+        return cls(tokens, -(-tokens * config.rollout.max_new_tokens // longest))
+
+
+# Trained models
+
+
+def train_sizes(
+    config: Config,
+    shape: PretrainedConfig,
+    layout: TrainLayoutConfig,
+    lora: LoraConfig,
+    row: Row,
+    classifier: bool = False,
+) -> list[TrainSizes]:
+    """The sizes of a trained model on each pipeline stage."""
+    parameters = model_parameters(shape, classifier)
+    adapters = _adapters(shape, lora, parameters)
+    frozen = {p.name for p in parameters} - {SCORE} if lora.rank else set()
+    axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
+    chunks = layout.schedule.chunks_per_rank if layout.pp > 1 else 1
+    zigzag = layout.schedule is PipelineSchedule.zero_bubble
+    stages = stages_of_layers(shape.num_hidden_layers, layout.pp, chunks, zigzag)
+    placed = train_layout([*parameters, *adapters], axes, stages, config.rollout.layout.tp)
+    total = sum(math.prod(p.shape) for p in parameters)
+    layer = ActivationSizes(*_layer(config, shape, layout, lora, row))
+    sizes = []
+    for stage in range(layout.pp):
+        on_stage = _on_stage(placed, [*parameters, *adapters], stage, total)
+        gathered = layout.fsdp
+        trained = [{n: s for n, s in g.items() if n not in frozen} for g in on_stage]
+        of_rank = sum(sum(group.values()) for group in on_stage)
+        trained_by_rank = sum(sum(group.values()) for group in trained)
+        heaviest = max(range(1, len(on_stage)), key=lambda i: sum(on_stage[i].values()), default=0)
+        in_layers = bool(heaviest)
+        sizes.append(
+            TrainSizes(
+                trained=trained_by_rank,
+                frozen=of_rank - trained_by_rank,
+                layer=gathered * sum(on_stage[heaviest].values()) * in_layers,
+                layers=stages.count(stage),
+                root=gathered * sum(on_stage[0].values()),
+                trained_layer=gathered * sum(trained[heaviest].values()) * in_layers,
+                trained_root=gathered * sum(trained[0].values()),
+                parameters=total,
+                largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
+                itemsize=_itemsize(config),
+                fsdp=layout.fsdp,
+                tp=layout.tp,
+                keep_unsharded=total <= KEEP_UNSHARDED_PARAMETERS or layout.pp > 1,
+                several_rows=row.number != 1,
+                layer_activations=layer,
+                ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
+                in_flight=_rows_in_flight(layout, stage, row.number),
+            )
+        )
+    return sizes
+
+
+def _on_stage(
+    placed: Layout, parameters: Sequence[Parameter], stage: int, total: int
+) -> list[dict[str, int]]:
+    """Elements of a rank's shards by name: those of the root group, then by layer.
+
+    The rank is the stage's first, which has most where shards are not equal.
+    """
+    rank = placed.mesh.rank({"pp": stage, "replica": 0, "fsdp": 0, "tp": 0})
+    root: dict[str, int] = {}
+    layers: dict[int, dict[str, int]] = {}
+    for parameter in parameters:
+        size = sum(box.size for box in placed.local(parameter.name, rank))
+        if not size:
+            continue
+        in_root = parameter.layer < 0 or total <= ONE_GROUP_PARAMETERS
+        group = root if in_root else layers.setdefault(parameter.layer, {})
+        group[parameter.name] = size
+    return [root, *layers.values()]
+
+
+def _adapters(
+    shape: PretrainedConfig, lora: LoraConfig, parameters: Sequence[Parameter]
+) -> list[Parameter]:
+    if not lora.rank:
+        return []
+    model = meta_model(shape)
+    add_adapters(model, lora, 0, frozen=model.dtype)
+    return adapter_parameters(model, parameters)
+
+
+def _layer(
+    config: Config,
+    shape: PretrainedConfig,
+    layout: TrainLayoutConfig,
+    lora: LoraConfig,
+    row: Row,
+) -> Activations:
+    return layer_activations(
+        shape,
+        row.tokens,
+        dtype=TORCH_DTYPES[config.model.compute_dtype],
+        attention=_attention(config),
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        checkpointing=config.trainer.activation_checkpointing,
+        lora=lora,
+    )
+
+
+def _ends(
+    config: Config,
+    shape: PretrainedConfig,
+    layout: TrainLayoutConfig,
+    lora: LoraConfig,
+    row: Row,
+    last: bool,
+    classifier: bool,
+) -> ActivationSizes:
+    """Of the embedding, or what the stage before sends; on the `last` one of norm and head."""
+    hidden = row.tokens * shape.hidden_size * _itemsize(config)
+    hidden //= layout.tp if layout.sequence_parallel else 1
+    if not last or classifier:
+        return ActivationSizes(hidden * (1 + last), 0, 0, 0)
+    head = head_activations(
+        shape,
+        row.scored,
+        dtype=TORCH_DTYPES[config.model.compute_dtype],
+        triton=_has_triton(config),
+        tp=layout.tp,
+        trained=not lora.rank,
+    )
+    selected = row.scored * shape.hidden_size * _itemsize(config)
+    return ActivationSizes(*head._replace(kept=head.kept + 2 * hidden + selected))
+
+
+def _rows_in_flight(layout: TrainLayoutConfig, stage: int, rows: int) -> float:
+    """Rows whose activations a stage keeps, by the warm-up of torch's schedules."""
+    pp, chunks = layout.pp, layout.schedule.chunks_per_rank
+    if pp == 1:
+        return 1
+    match layout.schedule:
+        case PipelineSchedule.one_f_one_b:
+            most: float = pp - stage
+        case PipelineSchedule.interleaved:
+            most = ((chunks - 1) * pp + 2 * (pp - stage - 1) + 1) / chunks
+        case PipelineSchedule.zero_bubble:
+            most = pp
+    return min(most, rows or most)
+
+
+# Generation, and roles that only score
+
+
+def generation_sizes(config: Config, shape: PretrainedConfig) -> GenerationSizes:
+    """The rollout engine's sizes, of the pipeline stage that has most."""
+    rollout, dtype = config.rollout, TORCH_DTYPES[config.rollout.dtype]
+    pp, tp = rollout.layout.pp, rollout.layout.tp
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    prefill, logits = native_step_bytes(
+        shape, rollout.max_running, longest, dtype, tp, _attention(config)
+    )
+    joined = 2 * shape.intermediate_size * shape.hidden_size // tp * dtype.itemsize
+    return GenerationSizes(
+        weights=dtype.itemsize
+        * _generation_elements(config, shape, vocab_multiple=rollout.features.vocab_multiple),
+        token=max(kv_bytes_per_token(shape, mesh, stage, dtype) for stage in range(pp)),
+        gathered=layer_token_bytes(shape, tp, dtype),
+        prefill=prefill,
+        logits=logits,
+        joined=joined * (2 if config.actor.lora.rank else 1),  # a product is added to a weight
+        buckets=2 * round(rollout.layout.bucket_mb * 2**20),
+        longest=longest,
+        most=rollout.max_running * longest,
+        wanted=rollout.kv_cache_tokens,
+    )
+
+
+def scoring_weights(config: Config, graph: Graph, shape: PretrainedConfig) -> dict[str, int]:
+    """Bytes of the weights of each role that only scores; they have the layout of generation."""
+    itemsize = _itemsize(config)
+    return {
+        role: itemsize * _generation_elements(config, own or shape, classifier)
+        for role, own, classifier in _scorers(config, graph)
+    }
+
+
+def scoring_activations(config: Config, shape: PretrainedConfig, row: Row) -> int:
+    """Bytes of a row's forward pass without gradients, in the layout of generation."""
+    dtype, tp = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout.tp
+    layer = layer_activations(shape, row.tokens, dtype=dtype, attention=_attention(config), tp=tp)
+    head = head_activations(shape, row.scored, dtype=dtype, triton=_has_triton(config), tp=tp)
+    hidden = row.tokens * shape.hidden_size * dtype.itemsize
+    return max(layer.scoring, head.scoring) + 2 * hidden
+
+
+def model_shape_at(path: str | None) -> PretrainedConfig | None:
+    """The config of a role's own model; None without one."""
+    return load_config(path) if path is not None else None
+
+
+def _scorers(config: Config, graph: Graph) -> Iterator[tuple[str, PretrainedConfig | None, bool]]:
+    """Roles that only score: name, shape unless it is the actor's, whether it is a classifier."""
+    for name in dict.fromkeys([*graph.copies, *graph.roles]):
+        if name == "reference" or name in graph.copies:
+            yield name, None, False
+        elif name == "teacher":
+            yield name, model_shape_at(config.teacher.path), False
+    if config.split:
+        return
+    for role in judges_of(config, graph):
+        if config.is_neural(role):
+            yield role, model_shape_at(config.judge_of(role).model), True
+
+
+def _generation_elements(
+    config: Config, shape: PretrainedConfig, classifier: bool = False, vocab_multiple: int = 1
+) -> int:
+    """Elements of the weights on the rank of an instance that has most."""
+    pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    parameters = model_parameters(shape, classifier)
+    placed = gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple)
+    return max(
+        sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
+        for stage in range(pp)
+    )
+
+
+# Choices that ranks make
+
+
+def _itemsize(config: Config) -> int:
+    return TORCH_DTYPES[config.model.compute_dtype].itemsize
+
+
+def _attention(config: Config) -> Attention:
+    """What `choose_attention` chooses where flash-attn is installed on every GPU."""
+    torch_alone = config.model.attention is Attention.torch or config.cluster.device is Device.cpu
+    return Attention.torch if torch_alone else Attention.flash
+
+
+def _has_triton(config: Config) -> bool:
+    """Whether the head's kernels are Triton's."""
+    return config.cluster.device is Device.cuda and _itemsize(config) == 2

@@ -1,0 +1,210 @@
+"""Activations of a row of tokens, counted on tensors without memory.
+
+A decoder layer itself runs, on the `meta` device, so its counts follow transformers' code. The
+head's follow `linear_log_probs`, where Triton computes it; else that runs, too.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+
+from hybridrl.config import Attention, LoraConfig
+from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
+from hybridrl.models.adapters import add_adapters
+from hybridrl.models.parallel import head_size
+from hybridrl.models.peak_memory import PeakMemory
+
+_NAME = "hybridrl_counted"
+
+
+class Activations(NamedTuple):
+    """Bytes besides the module's weights and its input.
+
+    `kept` from forward to backward, with the result. `forward` and `backward` are the most within
+    each; `backward` has the gradients of the module's weights. `scoring` is the most of a forward
+    pass without gradients.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    scoring: int
+
+
+def layer_activations(
+    config: PretrainedConfig,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+) -> Activations:
+    """Of a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
+
+    Under sequence parallelism norms and sums have 1 / tp of the tokens.
+    """
+    model = _narrow_model(config, tp, dtype, lora)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.train().base_model.layers[0]
+    hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
+    keywords = _layer_keywords(model, layer, hidden, attention)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = layer(x, **keywords)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    present = [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
+    counts = _count(run, hidden, layer, *present)
+    if not sequence_parallel or tp == 1:
+        return counts
+    norm = _count(layer.input_layernorm, hidden, layer)
+    two_norms = 2 * norm.kept * (tp - 1) // tp
+    kept = hidden.nbytes * (tp - 1) // tp if checkpointing else two_norms
+    return Activations(
+        counts.kept - kept,
+        counts.forward - two_norms,
+        counts.backward - two_norms,
+        counts.scoring - two_norms // 2,
+    )
+
+
+def head_activations(
+    config: PretrainedConfig,
+    scored: int,
+    *,
+    dtype: torch.dtype,
+    triton: bool,
+    tp: int = 1,
+    trained: bool = True,
+) -> Activations:
+    """Of the head over `scored` hidden states; `trained` is whether it gets a gradient."""
+    rows, features = -(-config.vocab_size // tp), config.hidden_size
+    if triton:
+        chunk = CHUNK_ELEMENTS // max(1, scored)
+        wide = 4 * scored * features  # the gradient of the hidden states
+        products = dtype.itemsize * (CHUNK_ELEMENTS + chunk * features + scored * features)
+        weight = dtype.itemsize * rows * features if trained else 0
+        return Activations(0, 0, weight + wide + products, 0)
+    weights = torch.empty(rows, features, dtype=dtype, device="meta", requires_grad=trained)
+    targets = torch.empty(scored, dtype=torch.long, device="meta")
+    hidden = torch.empty(scored, features, dtype=dtype, device="meta")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        log_probs, entropy = linear_log_probs(x, weights, targets, with_entropy=True)
+        return log_probs if entropy is None else log_probs + entropy
+
+    return _count(run, hidden, weights, targets)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """A fused kernel's tensors: its inputs, its result, and a float32 for each token and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty_like(query)
+        sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def _counted_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    packing: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`packed_attention`, as far as its tensors go; `packing` is the implementation."""
+    if packing is Attention.torch and query.shape[1] > key.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    out = _FusedAttention.apply(query, key, value).transpose(1, 2)
+    return (out.contiguous() if packing is Attention.torch else out), None
+
+
+AttentionInterface.register(_NAME, _counted_attention)
+
+
+def _narrow_model(
+    config: PretrainedConfig, tp: int, dtype: torch.dtype, lora: LoraConfig | None
+) -> Any:
+    """One layer, as wide as that of a tensor-parallel rank."""
+    config = copy.deepcopy(config)
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "head_dim": head_size(config),
+        "num_attention_heads": config.num_attention_heads // tp,
+        "num_key_value_heads": max(1, config.num_key_value_heads // tp),
+        "intermediate_size": config.intermediate_size // tp,
+    }
+    if getattr(config, "layer_types", None):
+        settings["layer_types"] = config.layer_types[:1]
+    config.update(settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_NAME)
+        if lora is not None and lora.rank:
+            add_adapters(model, lora, 0, frozen=dtype)
+            model.to(dtype)  # adapters too, as FSDP gathers them
+    return model
+
+
+def _layer_keywords(
+    model: Any, layer: nn.Module, hidden: torch.Tensor, attention: Attention
+) -> dict[str, Any]:
+    """What the model passes to its layer besides the hidden states: families differ."""
+    passed: dict[str, Any] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        passed.update(kwargs)
+
+    hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+    positions = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model.base_model(
+            inputs_embeds=hidden, position_ids=positions, use_cache=False, packing=attention
+        )
+    hook.remove()
+    return passed
+
+
+def _count(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *present: nn.Module | torch.Tensor
+) -> Activations:
+    """Bytes that `run(x)` and its backward pass allocate besides `x` and what is `present`."""
+
+    def start() -> tuple[PeakMemory, int]:
+        memory = PeakMemory()
+        memory.track_external(x, *present)
+        return memory, memory.allocated("meta")
+
+    x.requires_grad_(True)
+    memory, before = start()
+    with memory:
+        out = run(x)
+        kept, forward = memory.allocated("meta"), memory.peak("meta")
+        memory.restart()
+        out.backward(torch.empty_like(out))
+        backward = memory.peak("meta")
+    del out
+    memory, now = start()  # gradients are there
+    with memory, torch.no_grad():
+        run(x)
+        scoring = memory.peak("meta")
+    return Activations(kept - before, forward - before, backward - before, scoring - now)

@@ -1,0 +1,149 @@
+"""`python -m gpu_dry.on_cpu RANK SIZE PORT FOLDER OUT`: the phases on CPUs, for real.
+
+The growth of the process's resident memory since its imports, at most in each phase, goes to OUT
+beside the memory plan. The model has 100 M parameters, half of them in the embedding.
+"""
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig
+
+from gpu_dry import dry_run
+from gpu_dry.dry_run import Case, DryRun
+from hybridrl.config import ClusterConfig, Config, DataConfig, Device, DType, RewardConfig
+from hybridrl.controller.memory_plan import plan_run
+from hybridrl.controller.memory_sizes import Row
+from hybridrl.controller.preflight import build_recipe
+from hybridrl.flow.graph import ComputeStage
+from hybridrl.flow.sample import SampleId
+from hybridrl.system.rendezvous import join_group
+
+SHAPE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 65_536,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+ROWS, SAMPLE_TOKENS = 4, 512
+COMPARED = {
+    "build": "load actor",
+    "switch after updates": "switch",
+    "prefill and first decode": "prefill",
+    "reference": "score reference",
+    "update": "train actor",
+}
+
+
+def model_config() -> PretrainedConfig:
+    """The config of the model."""
+    return AutoConfig.for_model("qwen3", **SHAPE)
+
+
+class ResidentMemory:
+    """In place of a fake device: measures the process in each phase."""
+
+    integer = 0
+
+    def __init__(self) -> None:
+        self.before = _status("VmRSS")
+        self.peaks: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, counts: Any, name: str) -> Iterator[None]:
+        """Note the most that the body has, under `name`, without what malloc keeps of before."""
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        yield
+        self.peaks[name] = _status("VmHWM") - self.before
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnCpu(Case):
+    """The model on CPUs, in float32."""
+
+    def config(self, path: Path) -> Config:
+        """The settings of the run."""
+        config = super().config(path)
+        config.cluster = ClusterConfig(ranks=self.ranks, device=Device.cpu)
+        config.model.compute_dtype = config.rollout.dtype = DType.float32
+        config.data = DataConfig(max_prompt_tokens=1024)
+        config.rollout.max_new_tokens = SAMPLE_TOKENS
+        config.reward = RewardConfig()
+        return config
+
+
+class CpuRun(DryRun):
+    """Two steps, of which the second is measured; without a judge, which would need weights."""
+
+    def run(self) -> None:
+        """The phases of a step, then those of the next one but for its update."""
+        super().run()
+        self._generate()
+        stage = ComputeStage(name="reference", outputs=("reference_log_probs",))
+        self.residency.release_idle_cache()
+        self.residency.activate(self.reference)
+        with self.phase("reference"):
+            self.reference.compute(stage, tuple(SampleId(i, k=1) for i in range(dry_run.SAMPLES)))
+
+    def _score(self, ids: tuple[SampleId, ...]) -> None:
+        self.residency.release_idle_cache()
+        stage = ComputeStage(name="old", outputs=("old_log_probs",))
+        old_policy = self.roles.old_policy()
+        assert old_policy is not None
+        old_policy.compute(stage, ids)
+        with self.phase("build reference"):
+            reference = self.roles.frozen_copy()
+        stage = ComputeStage(name="reference", outputs=("reference_log_probs",))
+        self.residency.activate(reference)
+        with self.phase("reference"):
+            reference.compute(stage, ids)
+        self.reference = reference  # a run's roles stay
+
+
+def main() -> None:
+    """See the module."""
+    rank, size, port, folder, out = sys.argv[1:]
+    case = OnCpu(model="", rank=int(rank), ranks=int(size))
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int(port), int(size), rank == "0")
+    join_group(case.rank, case.ranks, store, "127.0.0.1", case.config(Path(folder)).cluster)
+    sizes = {"ROWS": ROWS, "SAMPLE_TOKENS": SAMPLE_TOKENS, "PROMPT_TOKENS": SAMPLE_TOKENS // 4}
+    with mock.patch.multiple(dry_run, **sizes):
+        memory: Any = ResidentMemory()
+        run = CpuRun(case, Path(folder), memory, torch.device("cpu"))
+        run.run()
+    graph = build_recipe({"target": "hybridrl.recipes.grpo:grpo", "kl_coef": 0.1})
+    tokens = dry_run.SAMPLES * SAMPLE_TOKENS
+    row = Row(tokens, tokens * 3 // 4, 1)
+    plan = plan_run(run.config, graph, model_config(), 2**40, 0, row)
+    planned = {phase.name: phase.total for phase in plan.phases}
+    compared = {name: [memory.peaks[name], planned[of]] for name, of in COMPARED.items()}
+    Path(out).write_text(json.dumps(compared))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The memory plan's sums, by hand on small numbers."""
+
+from dataclasses import replace
+
+from hybridrl.planner.memory import (
+    ActivationSizes,
+    GenerationSizes,
+    RunSizes,
+    TrainSizes,
+    plan_memory,
+)
+
+NOTHING = ActivationSizes(0, 0, 0, 0)
+# Two layers of 100 elements and a root group of 1,000, over two FSDP ranks, in bfloat16.
+SIZES = TrainSizes(
+    trained=600,
+    frozen=0,
+    layer=100,
+    layers=2,
+    root=1000,
+    trained_layer=100,
+    trained_root=1000,
+    parameters=1200,
+    largest=500,
+    itemsize=2,
+    fsdp=2,
+    tp=1,
+    keep_unsharded=False,
+    several_rows=False,
+    layer_activations=ActivationSizes(kept=50_000, forward=60_000, backward=70_000, scoring=9_000),
+    ends=ActivationSizes(kept=1_000, forward=0, backward=5_000, scoring=0),
+)
+GENERATION = GenerationSizes(
+    weights=2400,
+    token=10,
+    gathered=5,
+    prefill=700,
+    logits=300,
+    joined=200,
+    buckets=64,
+    longest=16,
+    most=160,
+    wanted=0,
+)
+RUN = RunSizes(
+    trained={"actor": SIZES},
+    scoring={"reference": 2400},
+    scoring_activations=9_000,
+    generation=GENERATION,
+)
+
+
+def test_training_when_the_forward_pass_ends() -> None:
+    """One layer's activations are kept, the last one's backward pass is under way."""
+    assert SIZES.update() == {
+        "gathered weights": 2 * (1000 + 2 * 100),
+        "activations": 50_000 + 70_000 + 2 * 1000 + 1_000,
+        "gradients": 0,
+    }
+
+
+def test_training_when_the_backward_pass_ends() -> None:
+    """Without activations the root group's gradients and their copy are the most."""
+    sizes = replace(SIZES, layer_activations=NOTHING, ends=NOTHING)
+    reduced = 4 * 2 * 100 // 2
+    copied = 2 * 1000 + 4 * 1000
+    assert sizes.update() == {"gradients": reduced + copied}
+    alone = replace(sizes, fsdp=1)  # the copy, and the sum of one rank
+    assert alone.update() == {"gradients": 4 * 2 * 100 + 4 * 1000 + 4 * 1000}
+
+
+def test_gradients_of_earlier_rows_stay() -> None:
+    sizes = replace(SIZES, several_rows=True)
+    assert sizes.update()["gradients"] == 4 * 600
+    unsharded = replace(sizes, keep_unsharded=True)
+    assert unsharded.update()["gradients"] == 4 * 1200
+    assert unsharded.update()["gathered weights"] == 2 * 1200
+
+
+def test_adapters_leave_the_weights_in_the_compute_format() -> None:
+    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0)
+    assert sizes.state == {
+        "float32 weights": 4 * 6,
+        "frozen weights": 2 * 594,
+        "moments": 8 * 6,
+    }
+
+
+def test_gpus_offload_what_a_phase_does_not_need() -> None:
+    plan = plan_memory(RUN, "cuda", capacity=400_000, reserved=1_000)
+    sizes = {phase.name: dict(phase.sizes) for phase in plan.phases}
+    assert sizes["load actor"] == {"shards": 4 * 600, "whole parameters": 4 * 1000}
+    assert sizes["switch"] == {
+        "float32 weights": 2400,
+        "moments": 4800,
+        "generation weights": 2400,
+        "buckets": 200,
+    }
+    cache = {"generation weights": 2400, "KV cache": 1600}
+    assert sizes["prefill"] == {**cache, "activations": 700}
+    assert sizes["decode"] == {**cache, "logits": 300, "copied keys and values": 800}
+    assert sizes["score reference"] == {
+        "generation weights": 2400,
+        "scoring weights": 2400,
+        "activations": 9_000,
+    }
+    assert plan.cache_tokens == 160
+    assert plan.peak.name == "train actor"
+    assert plan.fits
+    assert not plan.impossible
+
+
+def test_the_cache_takes_what_is_left_and_one_sample_at_least() -> None:
+    room = 2400 + 64 + 300 + 700 + 1_000  # weights, buckets, logits, prefill, others
+    assert plan_memory(RUN, "cuda", room + 100 * 15, 1_000).cache_tokens == 100
+    assert plan_memory(RUN, "cuda", room, 1_000).cache_tokens == 16
+    wanted = replace(RUN, generation=replace(GENERATION, wanted=40))
+    assert plan_memory(wanted, "cuda", room, 1_000).cache_tokens == 40
+
+
+def test_cpus_keep_everything() -> None:
+    plan = plan_memory(RUN, "cpu", capacity=10**9, reserved=0)
+    sizes = {phase.name: phase.sizes for phase in plan.phases}
+    assert sizes["load actor"] == {"whole model": 4800, "weights file": 2400}
+    stays = {"float32 weights": 2400, "moments": 4800, "scoring weights": 2400}
+    for name in ("switch", "prefill", "decode", "score reference", "train actor"):
+        assert stays.items() <= sizes[name].items(), name
+    assert plan.cache_tokens == 160
+
+
+def test_what_does_not_fit_names_the_keys_of_its_largest_sizes() -> None:
+    plan = plan_memory(RUN, "cuda", capacity=100_000, reserved=1_000)
+    assert plan.impossible
+    assert not plan.fits
+    assert plan.verdict() == (
+        "does not fit: a rank has 0.1 MiB of 0.1 MiB for it, and the largest phase, train actor, "
+        "needs 0.1 MiB; less with trainer.activation_checkpointing=true, or a smaller "
+        "trainer.max_tokens_per_micro_batch or rollout.max_new_tokens; more cluster.ranks, "
+        "trainer.layout.tp or .pp, or adapters (actor.lora.rank)"
+    )
+    tight = plan_memory(RUN, "cuda", plan.peak.total, 1_000)
+    assert not tight.fits
+    assert not tight.impossible
