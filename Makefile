@@ -67,6 +67,9 @@ test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, 
 test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order that NCCL keeps
 	$(PYTEST) -q $(PARALLEL) --nccl-order tests/checkpoint tests/engines tests/kernels tests/layout tests/workers
 
+test-cubins: $(BIN)/.dev  ## every kernel compiled for every NVIDIA GPU, without one
+	$(PYTEST) -q -m cubins tests/kernels
+
 test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
 
@@ -126,4 +129,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-gpu gpu-dry gpu-dry-full install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-cubins test-gpu gpu-dry gpu-dry-full install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

@@ -12,7 +12,10 @@ import triton.language as tl
 
 from hybridrl.kernels.softmax_partial import SoftmaxPartial
 
-BLOCK_TOKENS, BLOCK_VOCAB, BLOCK_FEATURES = 128, 128, 64
+# Tokens, vocabulary and features of a tile, by bytes of an element. Float32 is multiplied without
+# tensor cores: in large tiles it would spill, and take 128 KiB of shared memory where many GPUs
+# have 99.
+_TILES = {2: (128, 128, 64), 4: (64, 64, 32)}
 WANTED_PROGRAMS = 1024
 """Programs of a forward launch: several waves on every GPU of today (an H200 runs 132 at once)."""
 GROUP = 8
@@ -59,7 +62,7 @@ def _logits(
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # their number varies: one compilation serves all
 def _partial_kernel(
     hidden,
     weight,
@@ -131,7 +134,7 @@ def _partial_kernel(
     tl.store(place + 3 * statistic, target_logit, mask=rows < tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _grad_logits_kernel(
     hidden,
     weight,
@@ -203,7 +206,8 @@ def partial(
     """As `linear_log_probs_torch.partial`, not in float64; no chunk of logits exists at all."""
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
     tokens, vocab = len(hidden), len(weight)
-    token_blocks, vocab_blocks = triton.cdiv(tokens, BLOCK_TOKENS), triton.cdiv(vocab, BLOCK_VOCAB)
+    block_tokens, block_vocab, _ = _TILES[hidden.itemsize]
+    token_blocks, vocab_blocks = triton.cdiv(tokens, block_tokens), triton.cdiv(vocab, block_vocab)
     splits = max(1, min(vocab_blocks, triton.cdiv(WANTED_PROGRAMS, token_blocks)))
     out = torch.empty(4, splits, tokens, dtype=torch.float32, device=hidden.device)
     with torch.cuda.device_of(hidden):
@@ -218,7 +222,7 @@ def partial(
             hidden.stride(0),
             weight.stride(0),
             temperature,
-            triton.cdiv(vocab_blocks, splits) * BLOCK_VOCAB,
+            triton.cdiv(vocab_blocks, splits) * block_vocab,
             WITH_ENTROPY=with_entropy,
             **_options(hidden),
         )
@@ -239,7 +243,8 @@ def grad_logits(
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
     tokens, vocab = len(hidden), len(weight)
     out = torch.empty(tokens, vocab, dtype=hidden.dtype, device=hidden.device)
-    programs = triton.cdiv(tokens, BLOCK_TOKENS) * triton.cdiv(vocab, BLOCK_VOCAB)
+    block_tokens, block_vocab, _ = _TILES[hidden.itemsize]
+    programs = triton.cdiv(tokens, block_tokens) * triton.cdiv(vocab, block_vocab)
     with torch.cuda.device_of(hidden):
         _grad_logits_kernel[programs,](
             hidden,
@@ -269,11 +274,12 @@ def _rows_contiguous(matrix: torch.Tensor) -> torch.Tensor:
 
 def _options(hidden: torch.Tensor) -> dict[str, int]:
     """Fixed, not tuned at run time: another tile shape would change the last bits."""
+    block_tokens, block_vocab, block_features = _TILES[hidden.itemsize]
     return {
         "ON_CPU": hidden.device.type == "cpu",
-        "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_VOCAB": BLOCK_VOCAB,
-        "BLOCK_FEATURES": BLOCK_FEATURES,
+        "BLOCK_TOKENS": block_tokens,
+        "BLOCK_VOCAB": block_vocab,
+        "BLOCK_FEATURES": block_features,
         "num_warps": 8,
         "num_stages": 3,
     }

@@ -1,0 +1,137 @@
+"""The Triton kernels for NVIDIA's GPUs, compiled without one: what they take is in a table."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cubins
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="the package triton is not installed (its wheels are for Linux)",
+)
+
+TABLE = Path(__file__).with_name("cubins.json")
+WRITE = "CUBINS_WRITE"
+"""Set this variable to rewrite the table."""
+REWRITE = f"`{WRITE}=1 make test-cubins` rewrites {TABLE.name}"
+
+INSTRUCTIONS = {90: "wgmma", 100: "tcgen05.mma", 103: "tcgen05.mma"}  # elsewhere mma.sync
+SPILLED = {"divisible": 32, "odd vocabulary": 32, "odd features": 352}
+"""Bytes of a thread's stack, at most. Widths that 16 does not divide are loaded by the element."""
+FAST = ("sm_80 bfloat16 divisible", "sm_90 bfloat16 divisible")
+HALVES = (("sm_80", "sm_86", "sm_89", "sm_90"), ("sm_100", "sm_103", "sm_120"))
+"""GPUs, in two processes of about equal time."""
+
+
+def _table() -> dict[str, Any]:
+    """Figures by case; they are those of one version of Triton, whose own ptxas makes them."""
+    table = json.loads(TABLE.read_text())
+    assert table["triton"] == importlib.metadata.version("triton"), REWRITE
+    return table["cubins"]
+
+
+def _assert_equal(figures: dict[str, Any]) -> None:
+    """A change is a decision: fewer, or more for a reason that the commit names."""
+    table = _table()
+    changes = [
+        f"{name}: {table.get(name)} -> {taken}"
+        for name, taken in figures.items()
+        if taken != table.get(name)
+    ]
+    assert not changes, "\n".join([*changes, REWRITE])
+
+
+def _write(figures: dict[str, Any]) -> None:
+    version = json.dumps(importlib.metadata.version("triton"))
+    rows = ",\n".join(
+        f"  {json.dumps(case.name)}: {json.dumps(figures[case.name])}"
+        for case in cubins.all_cases()
+    )
+    TABLE.write_text(f'{{\n "triton": {version},\n "cubins": {{\n{rows}\n }}\n}}\n')
+
+
+@pytest.mark.cubins
+@pytest.mark.timeout(1800)
+def test_every_cubin_takes_what_the_table_says(tmp_path: Path) -> None:
+    started = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for number, prefixes in enumerate(HALVES):
+        out = tmp_path / f"{number}.json"
+        with out.open("w") as file:
+            command = [sys.executable, cubins.__file__, *prefixes]
+            started.append((subprocess.Popen(command, stdout=file, env=environment), out))
+    figures: dict[str, Any] = {}
+    for process, out in started:
+        assert process.wait() == 0, "a kernel does not compile: its error is above"
+        figures |= json.loads(out.read_text())
+    assert figures.keys() == {case.name for case in cubins.all_cases()}
+    if WRITE in os.environ:
+        _write(figures)
+    _assert_equal(figures)
+
+
+def test_two_gpus_take_what_the_table_says() -> None:
+    _assert_equal(cubins.compile_all(lambda name: name.startswith(FAST)))
+
+
+def test_the_table_is_whole() -> None:
+    assert list(_table()) == [case.name for case in cubins.all_cases()]
+
+
+@pytest.mark.parametrize("case", cubins.all_cases(), ids=lambda case: case.name)
+def test_a_cubin_fits_its_gpu(case: cubins.Case) -> None:
+    """Its shared memory, registers of a whole block, few spilled ones, and the tensor cores."""
+    taken = _table()[case.name]
+    assert taken["shared"] <= cubins.SHARED_LIMITS[case.capability] * cubins.KIB
+    per_thread = -(-taken["registers"] // 8) * 8  # GPUs hand them out by eight
+    assert per_thread * taken["threads"] <= 65536
+    assert taken["stack"] <= SPILLED[case.shape]
+    tensor_cores = INSTRUCTIONS.get(case.capability, "mma.sync")
+    assert taken["instruction"] == ("fma.rn.f32" if case.dtype == "float32" else tensor_cores)
+
+
+def test_float16_takes_what_bfloat16_takes() -> None:
+    """So odd shapes are compiled in one of the two."""
+    table = _table()
+    for name, taken in table.items():
+        if " float16 " in name:
+            assert taken == table[name.replace("float16", "bfloat16")], name
+
+
+@pytest.mark.parametrize("kernel", cubins.KERNELS)
+def test_one_compilation_serves_any_number_of_tokens(kernel: str) -> None:
+    """Each takes a second or more on every rank, and micro-batches differ in length."""
+    with cubins.empty_cache(), cubins.launches(80) as compiled:
+        for tokens in (1, 17, 128, 8192):
+            cubins.launch(kernel, tokens, "divisible", torch.bfloat16, True)
+    assert len(compiled) == 4
+    assert len({launched.hash for launched in compiled}) == 1
+
+
+@pytest.mark.parametrize("capability", cubins.SHARED_LIMITS)
+def test_the_page_has_the_tables_figures(capability: int) -> None:
+    """In bfloat16 at divisible shapes, the larger of those with and without the entropy."""
+    table = _table()
+    cells = []
+    for kernel in cubins.KERNELS:
+        taken = [
+            table[f"sm_{capability} bfloat16 divisible {kernel}{entropy}"]
+            for entropy in ("", " with entropy")
+        ]
+        most = {key: max(row[key] for row in taken) for key in ("registers", "stack", "shared")}
+        cells.append(f"{most['registers']} / {most['stack']}")
+    shared = f"{most['shared'] // cubins.KIB} of {cubins.SHARED_LIMITS[capability]}"
+    row = f"| `{taken[0]['instruction']}` | {shared} | {' | '.join(cells)} |"
+    page = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
+    assert any(
+        line.startswith(f"| {capability / 10} |") and line.endswith(row)
+        for line in page.splitlines()
+    ), row
