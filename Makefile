@@ -70,6 +70,10 @@ test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order t
 test-cubins: $(BIN)/.dev  ## every kernel compiled for every NVIDIA GPU, without one
 	$(PYTEST) -q -m cubins tests/kernels
 
+test-contracts: $(BIN)/.dev  ## what vLLM's GPU build and flash-attn must keep, by their sources
+	@$(BIN)/python tests/foreign_sources.py .cache/foreign
+	$(PYTEST) -q -m contracts tests/contracts
+
 test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
 
@@ -129,4 +133,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-cubins test-gpu gpu-dry gpu-dry-full install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

@@ -57,6 +57,7 @@ def make_packing(
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZES = range(8, 257, 8)
+FLASH_CAPABILITY = (8, 0)
 
 
 def flash_obstacle(
@@ -76,6 +77,11 @@ def flash_obstacle(
         return None
     if device.type != "cuda":
         return "there is no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLASH_CAPABILITY:
+        return "flash-attn takes GPUs of compute capability 8.0 and above, not {}.{}".format(
+            *capability
+        )
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
     except Exception as error:  # an undefined symbol is an ImportError, a missing driver another

@@ -63,7 +63,7 @@ def test_attention_raises_on_what_it_does_not_compute(attention, description):
             attention(torch.nn.Linear(1, 1), *tensors, None, scaling=1.0, **description, **keyword)
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU, OLD_GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
         ("whole", GPU, torch.bfloat16, 64, None),
         ("whole", GPU, torch.float16, 256, None),
         ("whole", CPU, torch.bfloat16, 64, "there is no GPU"),
+        ("whole", OLD_GPU, torch.float16, 64, "capability 8.0 and above, not 7.5"),
         ("whole", GPU, torch.float32, 64, "in bfloat16 and float16, not float32"),
         ("whole", GPU, torch.bfloat16, 288, "heads of 8 to 256 in steps of 8, not 288"),
         ("whole", GPU, torch.bfloat16, 36, "heads of 8 to 256 in steps of 8, not 36"),
@@ -96,6 +97,8 @@ def test_flash_runs_where_its_kernels_can(
         (tmp_path / "flash_attn").mkdir()
         (tmp_path / "flash_attn" / "__init__.py").write_text(code[package])
         monkeypatch.syspath_prepend(tmp_path)
+    capabilities = {GPU: (9, 0), OLD_GPU: (7, 5)}
+    monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.get)
     caplog.set_level("INFO", logger="hybridrl")
     choose = partial(choose_attention, device=device, dtype=dtype, head_size=head_size)
     assert choose(Attention.torch) is Attention.torch
@@ -103,7 +106,7 @@ def test_flash_runs_where_its_kernels_can(
         assert choose(Attention.auto) is choose(Attention.flash) is Attention.flash
         return
     assert choose(Attention.auto) is Attention.torch
-    assert (obstacle in caplog.messages[-1]) == (device is GPU)
+    assert (obstacle in caplog.messages[-1]) == (device is not CPU)
     with pytest.raises(ConfigError, match=f"^model.attention=flash: wanted .*{obstacle}"):
         choose(Attention.flash)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)

@@ -1,0 +1,611 @@
+"""vLLM's GPU build takes the calls and patches of hybridrl: read from its sources.
+
+Its CPU build runs in `make test-vllm`; only the GPU's wheel has the code of these tests.
+"""
+
+import ast
+import inspect
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import foreign
+import pytest
+import torch
+from foreign import Sources
+from packaging.requirements import Requirement
+
+from hybridrl.engines.rollout.available import SUPPORTED
+from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE
+from hybridrl.engines.rollout.vllm.groups import _ENVIRONMENT
+from hybridrl.engines.rollout.vllm.start import engine_arguments
+from hybridrl.layout.mesh import Mesh
+
+pytestmark = pytest.mark.contracts
+
+ROOT = Path(__file__).parents[2]
+OURS = sorted((ROOT / "hybridrl/engines/rollout/vllm").glob("*.py"))
+IMPORTING = [*OURS, ROOT / "scripts/bench/vllm_engine.py"]
+
+ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+CUMEM = "vllm.device_allocator.cumem"
+KV_UTILS = "vllm.v1.core.kv_cache_utils"
+PARALLEL = "vllm.distributed.parallel_state"
+
+# A call as our file writes it, and what it calls.
+CALLS = [
+    ("engine.py", "self._sampling.SamplingParams", "vllm.sampling_params:SamplingParams"),
+    ("engine.py", "self._sampling.tokens_input", "vllm.inputs.engine:tokens_input"),
+    ("engine.py", "self._engine.add_request", f"{ENGINE}.add_request"),
+    ("engine.py", "self._engine.abort_request", f"{ENGINE}.abort_request"),
+    ("engine.py", "self._engine.step", f"{ENGINE}.step"),
+    ("engine.py", "self._engine.reset_prefix_cache", f"{ENGINE}.reset_prefix_cache"),
+    ("engine.py", "self._core.scheduler.get_request_counts", f"{SCHEDULER}.get_request_counts"),
+    ("engine.py", "self._core.scheduler.shutdown", f"{SCHEDULER}.shutdown"),
+    (
+        "engine.py",
+        "self._core.model_executor.shutdown",
+        "vllm.v1.executor.uniproc_executor:UniProcExecutor.shutdown",
+    ),
+    (
+        "engine.py",
+        "self._pool.get_num_free_blocks",
+        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
+    ),
+    ("engine.py", "self._worker.get_model", f"{WORKER}.get_model"),
+    ("start.py", "LLMEngine.from_engine_args", f"{ENGINE}.from_engine_args"),
+    (
+        "start.py",
+        "model.make_empty_intermediate_tensors",
+        "vllm.model_executor.models.utils:make_empty_intermediate_tensors_factory"
+        ".make_empty_intermediate_tensors",
+    ),
+    (
+        "groups.py",
+        "parallel_state.model_parallel_is_initialized",
+        f"{PARALLEL}:model_parallel_is_initialized",
+    ),
+    (
+        "groups.py",
+        "parallel_state.destroy_model_parallel",
+        f"{PARALLEL}:destroy_model_parallel",
+    ),
+    ("groups.py", "envs.disable_envs_cache", "vllm.envs:disable_envs_cache"),
+    ("sampling.py", "get_tp_group", f"{PARALLEL}:get_tp_group"),
+    ("memory.py", "get_world_group", f"{PARALLEL}:get_world_group"),
+    ("memory.py", "kv_cache_utils.replace_as", "vllm.v1.kv_cache_interface:replace_as"),
+    ("memory.py", "self._worker.sleep", f"{WORKER}.sleep"),
+    ("memory.py", "self._worker.wake_up", f"{WORKER}.wake_up"),
+    ("memory.py", "CuMemAllocator.get_instance", f"{CUMEM}:CuMemAllocator.get_instance"),
+    ("memory.py", "CuMemAllocator.get_instance().discard", f"{CUMEM}:CuMemAllocator.discard"),
+    (
+        "weights.py",
+        "method.process_weights_after_loading",
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+    ),
+]
+
+# What we read or replace of vLLM's objects.
+ATTRIBUTES = {
+    ENGINE: {"engine_core"},
+    "vllm.v1.engine.core_client:InprocClient": {"engine_core"},
+    "vllm.v1.engine.core:EngineCore": {"step", "step_fn", "scheduler", "model_executor"},
+    SCHEDULER: {"kv_cache_manager", "requests"},
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": {"block_pool"},
+    "vllm.v1.core.block_pool:BlockPool": {"num_gpu_blocks"},
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": {"driver_worker"},
+    "vllm.v1.worker.worker_base:WorkerWrapperBase": {"worker"},
+    WORKER: {"model_runner", "use_v2_model_runner"},
+    RUNNER: {"kv_caches", "intermediate_tensors", "max_num_tokens"},
+    "vllm.v1.request:Request": {"num_preemptions"},
+    f"{PARALLEL}:GroupCoordinator": {
+        "rank_in_group", "world_size", "cpu_group", "device_communicator",
+    },
+    "vllm.outputs:RequestOutput": {"request_id", "outputs", "finished", "num_cached_tokens"},
+    "vllm.outputs:CompletionOutput": {"token_ids", "finish_reason"},
+    "vllm.v1.sample.logits_processor.interface:BatchUpdate": {"removed", "added", "moved"},
+    "vllm.config.vllm:VllmConfig": {"scheduler_config"},
+    "vllm.config.scheduler:SchedulerConfig": {"max_num_seqs"},
+}  # fmt: skip
+
+
+def test_the_pin_is_the_version_that_is_checked(vllm: Sources) -> None:
+    """And it runs on the torch that is pinned."""
+    (metadata,) = vllm.root.glob("vllm-*.dist-info/METADATA")
+    lines = metadata.read_text().splitlines()
+    (version,) = (line.split()[1] for line in lines if line.startswith("Version: "))
+    assert version.split(".")[:2] == SUPPORTED.split(".")
+    (torch_wanted,) = (
+        Requirement(line.partition(": ")[2])
+        for line in lines
+        if line.startswith("Requires-Dist: torch=")
+    )
+    assert f"{torch_wanted}\n" in (ROOT / "scripts/constraints.txt").read_text()
+
+
+def _imports() -> Iterator[tuple[str, str]]:
+    for file in IMPORTING:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+IMPORTS = sorted(set(_imports()))
+
+
+def test_imports_are_read() -> None:
+    assert ("vllm", "EngineArgs") in IMPORTS
+    assert len(IMPORTS) > 10
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTS, ids=".".join)
+def test_a_name_that_we_import_exists(vllm: Sources, module: str, name: str) -> None:
+    if module == "vllm":  # it imports its names when they are asked for
+        places = ast.literal_eval(vllm.value("vllm", "MODULE_ATTRS"))
+        if name in places:
+            module = f"vllm{places[name].partition(':')[0]}"
+    assert vllm.has(module, name)
+
+
+@pytest.mark.parametrize(("file", "call", "where"), CALLS, ids=lambda value: value)
+def test_a_call_of_ours_binds(vllm: Sources, file: str, call: str, where: str) -> None:
+    calls = foreign.calls_of(ast.parse((OURS[0].parent / file).read_text()), call)
+    assert calls, f"{file} no longer calls {call}"
+    for node in calls:
+        foreign.bind(vllm.signature(where), node)
+
+
+@pytest.mark.parametrize("where", ATTRIBUTES)
+def test_attributes_that_we_use_exist(vllm: Sources, where: str) -> None:
+    assert ATTRIBUTES[where] <= vllm.attributes(where)
+
+
+# The engine's arguments
+
+
+def _arguments(pp: int = 1) -> dict[str, Any]:
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", 2)))
+    return engine_arguments(
+        "model",
+        mesh,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        max_running=4,
+        block_size=16,
+        kv_cache_tokens=64,
+        max_sequence=32,
+        bytes_per_token=8,
+        gpu_memory_utilization=0.5,
+        sampler=type,
+    )
+
+
+def test_engine_arguments_exist_and_take_our_values(vllm: Sources) -> None:
+    arguments = _arguments()
+    assert arguments.keys() <= set(vllm.fields("vllm.engine.arg_utils:EngineArgs"))
+    literals = {
+        "load_format": ("vllm.model_executor.model_loader", "LoadFormats"),
+        "distributed_executor_backend": ("vllm.config.parallel", "DistributedExecutorBackend"),
+        "dtype": ("vllm.config.model", "ModelDType"),
+    }
+    for key, (module, name) in literals.items():
+        assert arguments[key] in vllm.literal(module, name), key
+
+
+def test_the_head_accumulates_in_float32(vllm: Sources) -> None:
+    """`head_dtype` in the Hugging Face config is read, by the layer that computes logits."""
+    head_dtype = vllm.load(
+        "vllm.config.model:_get_head_dtype",
+        torch=torch,
+        _STR_DTYPE_TO_TORCH_DTYPE={"float32": torch.float32},
+    )
+    config = SimpleNamespace(**_arguments()["hf_overrides"])
+    assert head_dtype(config, torch.bfloat16, "generate") is torch.float32
+    layer = "vllm.model_executor.layers.logits_processor:LogitsProcessor"
+    assert "head_dtype" in vllm.attributes(layer)
+    mm = Mock()
+    project = vllm.load(
+        f"{layer}._apply_head",
+        torch=SimpleNamespace(float32=torch.float32, mm=mm),
+        current_platform=SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False),
+        UnquantizedEmbeddingMethod=Mock,
+        UnquantizedLinearMethod=Mock,
+    )
+    hidden = Mock(dtype=torch.bfloat16, is_cuda=True, shape=(2, 4))
+    project(SimpleNamespace(head_dtype=torch.float32), Mock(quant_method=Mock()), hidden, None)
+    assert mm.call_args.kwargs == {"out_dtype": torch.float32}
+
+
+def test_a_logits_processor_selects_the_runner_that_we_know(vllm: Sources) -> None:
+    """The V2 runner has no logits processors."""
+    unsupported = vllm.load(
+        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+        CompilationMode=SimpleNamespace(STOCK_TORCH_COMPILE="stock"),
+    )
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        distributed_executor_backend="external_launcher",
+        use_ubatching=False,
+        enable_elastic_ep=False,
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(logits_processors=[]),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(
+            mode="none", pass_config=SimpleNamespace(enable_sp=False)
+        ),
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+    )
+    assert unsupported(config) == []
+    config.model_config.logits_processors = _arguments()["logits_processors"]
+    assert unsupported(config) == ["custom logits processors"]
+
+
+def test_our_sampler_is_a_whole_logits_processor(vllm: Sources) -> None:
+    """It has every abstract method, with vLLM's parameters."""
+    sampling = ast.parse((OURS[0].parent / "sampling.py").read_text())
+    (ours,) = (
+        node
+        for node in sampling.body
+        if isinstance(node, ast.ClassDef) and node.name == "StreamSampler"
+    )
+    parameters = {
+        method.name: [arg.arg for arg in method.args.args]
+        for method in ours.body
+        if isinstance(method, ast.FunctionDef)
+    }
+    where = "vllm.v1.sample.logits_processor.interface:LogitsProcessor"
+    base = vllm.find(where)
+    abstract = [
+        method
+        for method in base.body
+        if isinstance(method, ast.FunctionDef)
+        and "abstractmethod" in map(ast.unparse, method.decorator_list)
+    ]
+    assert {"__init__", "apply", "update_state"} <= {method.name for method in abstract}
+    for method in abstract:
+        assert parameters[method.name] == [arg.arg for arg in method.args.args]
+
+
+def test_an_added_request_has_its_parameters_and_tokens(vllm: Sources) -> None:
+    """We unpack (index, parameters, prompt, tokens so far)."""
+    added = vllm.value("vllm.v1.sample.logits_processor.interface", "AddedRequest")
+    assert ast.unparse(added) == "tuple[int, SamplingParams, list[int] | None, list[int]]"
+
+
+# Process groups and devices
+
+
+def test_a_rank_and_its_gpu_are_told_by_the_environment(
+    vllm: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = vllm.load(
+        "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args", os=os
+    )
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert arguments(None) == ("env://", 5, 1)
+
+
+@pytest.mark.parametrize("name", [*_ENVIRONMENT, "VLLM_PP_LAYER_PARTITION"])
+def test_variables_that_we_set_are_read(vllm: Sources, name: str) -> None:
+    table = vllm.value("vllm.envs", "environment_variables")
+    assert isinstance(table, ast.Dict)
+    assert name in {key.value for key in table.keys if isinstance(key, ast.Constant)}
+
+
+def test_groups_are_made_by_the_function_that_we_replace(vllm: Sources) -> None:
+    """By its name in the module, with the ranks first and without the queue where we say so."""
+    where = f"{PARALLEL}:init_model_parallel_group"
+    parameters = list(vllm.signature(where).parameters)
+    assert parameters[0] == "group_ranks"
+    assert "use_message_queue_broadcaster" in parameters
+    calls = foreign.calls_of(
+        vllm.find(f"{PARALLEL}:initialize_model_parallel"), "init_model_parallel_group"
+    )
+    names = {
+        word.value.value
+        for call in calls
+        for word in call.keywords
+        if word.arg == "group_name" and isinstance(word.value, ast.Constant)
+    }
+    assert {"tp", "pp"} <= names
+    for call in calls:
+        assert call.args, "the ranks by keyword"
+        foreign.bind(vllm.signature(where), call)
+
+
+NVML = {"GPU-a": 4, "GPU-b": 6}
+"""Physical numbers of GPUs by their UUIDs."""
+
+
+@pytest.fixture
+def platform(vllm: Sources) -> Any:
+    """vLLM's arithmetic of devices on NVIDIA's GPUs, with a forged NVML."""
+    interface = "vllm.platforms.interface:Platform"
+    names = (
+        "device_id_to_physical_device_id",
+        "logical_device_id_to_visible_device_id",
+        "visible_device_id_to_physical_device_id",
+    )
+    loaded = {
+        name: vllm.load(f"{interface}.{name}", os=os, _assigned_physical_gpu_ids=None)
+        for name in names
+    }
+    pynvml = SimpleNamespace(nvmlDeviceGetHandleByUUID=NVML.get, nvmlDeviceGetIndex=int)
+    module = "vllm.platforms.cuda:NvmlCudaPlatform"
+    loaded["device_control_id_to_physical_device_id"] = vllm.load(
+        f"{module}.device_control_id_to_physical_device_id",
+        pynvml=pynvml,
+        cache=lambda function: function,
+        with_nvml_context=lambda function: function,
+    )
+    return type("Platform", (), {"device_control_env_var": "CUDA_VISIBLE_DEVICES", **loaded})
+
+
+@pytest.mark.parametrize(
+    ("visible", "ordinals"),
+    [
+        ("0,1,2,3,4,5,6,7", [0, 1, 2]),
+        ("6,7", [0, 1]),
+        ("7,6", [0, 1]),
+        ("GPU-b,GPU-a", [0, 1]),
+        (None, [0, 1, 2]),
+    ],
+)
+def test_a_rank_that_sees_all_gpus_finds_its_peers(
+    platform: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, ordinals: list[int]
+) -> None:
+    """vLLM's number of a GPU is our LOCAL_RANK: an index into CUDA_VISIBLE_DEVICES."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    reached = [platform.logical_device_id_to_visible_device_id(index) for index in ordinals]
+    assert reached == ordinals
+
+
+def _peer_check(vllm: Sources, platform: Any, skip: bool) -> Any:
+    def access(source: int, target: int) -> bool:
+        places = map(platform.logical_device_id_to_visible_device_id, (source, target))
+        return len(set(places)) == 2
+
+    return vllm.load(
+        "vllm.distributed.device_communicators.custom_all_reduce:_can_p2p",
+        envs=SimpleNamespace(VLLM_SKIP_P2P_CHECK=skip),
+        logger=SimpleNamespace(debug=lambda *_: None),
+        torch=SimpleNamespace(cuda=SimpleNamespace(can_device_access_peer=lambda a, b: a != b)),
+        current_platform=platform,
+        gpu_p2p_access_check=access,
+    )
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_custom_all_reduce_needs_all_gpus_visible(
+    vllm: Sources, platform: Any, monkeypatch: pytest.MonkeyPatch, skip: bool
+) -> None:
+    """Why ranks under Ray see every GPU of their node: with their own alone vLLM does not start."""
+    can_p2p = _peer_check(vllm, platform, skip)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    assert can_p2p(0, 2)
+    assert can_p2p(1, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(IndexError):
+        can_p2p(0, 2)
+
+
+# Sleep and wake
+
+
+@dataclass
+class Allocation:
+    """As `AllocationData`, of `vllm.device_allocator`."""
+
+    handle: tuple[int, int, int, int]
+    tag: str
+    cpu_backup_tensor: torch.Tensor | None = None
+    is_asleep: bool = False
+
+
+class Pool:
+    """vLLM's allocator with forged calls of the driver, which are noted in `log`."""
+
+    def __init__(self, vllm: Sources) -> None:
+        self.log: list[str] = []
+        note = self.log.append
+
+        @contextmanager
+        def pool(*_: Any) -> Iterator[tuple[Any, None]]:
+            note("pool")
+            yield SimpleNamespace(snapshot=list), None
+
+        memory = SimpleNamespace(_set_allocator_settings=note)
+        cuda = SimpleNamespace(empty_cache=lambda: note("empty cache"), memory=memory)
+        accelerator = SimpleNamespace(
+            empty_cache=lambda: note("empty cache"), synchronize=lambda *_: None
+        )
+        allocator = vllm.load(
+            f"{CUMEM}:CuMemAllocator",
+            torch=SimpleNamespace(
+                cuda=cuda, accelerator=accelerator, empty=torch.empty, uint8=torch.uint8
+            ),
+            PIN_MEMORY=False,
+            libcudart=SimpleNamespace(cudaMemcpy=lambda *_: note("copy")),
+            create_and_map=lambda handle: note(f"map {handle[2]}"),
+            unmap_and_release=lambda handle: note(f"unmap {handle[2]}"),
+            logger=SimpleNamespace(info=lambda *_: None, warning=lambda text: note("conflict")),
+            gc=SimpleNamespace(collect=lambda: None),
+            os=os,
+            contextmanager=contextmanager,
+            use_memory_pool_with_allocator=pool,
+        )
+        self.allocator = allocator()
+        self.allocator.pointer_to_data = {
+            1: Allocation((0, 8, 1, 0), "weights"),
+            2: Allocation((0, 8, 2, 0), "kv_cache"),
+        }
+
+    def logged(self) -> list[str]:
+        """The calls since the last look."""
+        calls, self.log[:] = list(self.log), []
+        return calls
+
+
+@pytest.fixture
+def pool(vllm: Sources) -> Pool:
+    return Pool(vllm)
+
+
+def test_the_allocations_of_vllm_have_these_fields(vllm: Sources) -> None:
+    fields = vllm.fields("vllm.device_allocator:AllocationData")
+    assert fields == list(inspect.signature(Allocation).parameters)
+
+
+def test_sleep_passes_over_what_sleeps(pool: Pool) -> None:
+    """A cache that was freed before; a second sleep frees nothing."""
+    pool.allocator.discard(("kv_cache",))
+    assert pool.logged() == ["unmap 2"]
+    pool.allocator.sleep(offload_tags=())
+    assert pool.logged() == ["unmap 1", "empty cache"]
+    pool.allocator.sleep(offload_tags=())
+    assert pool.logged() == ["empty cache"]
+
+
+def test_wake_empties_torchs_cache_before_it_maps(pool: Pool) -> None:
+    """So what training has freed is there to be mapped; each tag by itself, without a copy."""
+    pool.allocator.sleep(offload_tags=())
+    pool.logged()
+    pool.allocator.wake_up(["weights"])
+    assert pool.logged() == ["empty cache", "map 1"]
+    pool.allocator.wake_up(["kv_cache"])
+    assert pool.logged() == ["empty cache", "map 2"]
+    pool.allocator.wake_up(["kv_cache"])
+    assert pool.logged() == ["empty cache"]
+
+
+def test_level_2_copies_nothing(vllm: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And level 1 copies the weights."""
+    offloaded: list[Any] = []
+    allocator = SimpleNamespace(sleep=lambda offload_tags: offloaded.append(offload_tags))
+    module = SimpleNamespace(get_mem_allocator_instance=lambda: allocator)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", module)
+    suspend = vllm.load("vllm.device_allocator.sleep_mode_backend:CuMemBackend.suspend")
+    for level in (2, 1):
+        suspend(SimpleNamespace(), level)
+    assert offloaded == [(), ("weights",)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        ("expandable_segments:True", ["expandable_segments:False", "pool",
+                                      "expandable_segments:True"]),
+        ("", ["pool"]),
+    ],
+)  # fmt: skip
+def test_expandable_segments_are_off_around_its_pool(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, settings: str, calls: list[str]
+) -> None:
+    """By the old variable alone: so we set that one from the new one."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pool.allocator.use_memory_pool("weights"):
+        pass
+    assert pool.logged() == calls
+
+
+def test_a_level_2_worker_restores_its_buffers(vllm: Sources) -> None:
+    """Rotary tables are no parameters: nothing else would fill them."""
+    sleep, wake = (ast.unparse(vllm.find(f"{WORKER}.{name}")) for name in ("sleep", "wake_up"))
+    assert "self._sleep_saved_buffers = {" in sleep
+    assert "buffer.data.copy_(self._sleep_saved_buffers[name].data)" in wake
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+    ],
+)
+def test_weights_written_in_place_stay_as_they_are(vllm: Sources, where: str) -> None:
+    """On NVIDIA's GPUs nothing is packed after loading: captured graphs read what we wrote."""
+    platform = SimpleNamespace(
+        is_cpu=lambda: False,
+        is_xpu=lambda: False,
+        is_rocm=lambda: False,
+        is_cuda=lambda: True,
+        is_cuda_alike=lambda: True,
+    )
+    process = vllm.load(f"{where}.process_weights_after_loading", current_platform=platform)
+    process(None, object())  # which has no attribute to be read or set
+
+
+# Memory
+
+WINDOWS = ("SlidingWindow", "FullAttention")
+
+
+def test_a_start_needs_its_share_free(vllm: Sources) -> None:
+    """So training is offloaded before the engine starts (`vllm_share`)."""
+    request_memory = vllm.load(
+        "vllm.v1.worker.utils:request_memory", math=math, format_gib=lambda size: size
+    )
+    memory = SimpleNamespace(total_memory=80, free_memory=40, device_="cuda:0")
+    assert request_memory(memory, SimpleNamespace(gpu_memory_utilization=0.5)) == 40
+    with pytest.raises(ValueError, match="Free memory"):
+        request_memory(memory, SimpleNamespace(gpu_memory_utilization=0.51))
+
+
+def test_groups_are_made_before_memory_is_measured(vllm: Sources) -> None:
+    """Their buffers are not in the share."""
+    source = ast.unparse(vllm.find(f"{WORKER}.init_device"))
+    assert (
+        0 < source.index("init_worker_distributed_environment(") < source.index("MemorySnapshot(")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("unify_hybrid_kv_cache_specs", 1), ("may_override_num_blocks", 2)]
+)
+def test_cache_sizes_go_through_the_functions_that_we_replace(
+    vllm: Sources, name: str, arguments: int
+) -> None:
+    """By their names in the module, with positional arguments: our own take no keywords."""
+    calls = foreign.calls_of(vllm.tree(KV_UTILS), name)
+    assert calls
+    for call in calls:
+        assert (len(call.args), call.keywords) == (arguments, [])
+    assert vllm.has(KV_UTILS, "replace_as"), "we reach it there"
+
+
+def test_a_window_becomes_full_attention_without_what_we_drop(vllm: Sources) -> None:
+    """`replace_as` passes every field of the one class to the other, unless it is dropped."""
+    window, full = (f"vllm.v1.kv_cache_interface:{name}Spec" for name in WINDOWS)
+    (call,) = foreign.calls_of(
+        ast.parse((OURS[0].parent / "memory.py").read_text()), "kv_cache_utils.replace_as"
+    )
+    words = {word.arg: word.value for word in call.keywords}
+    kept = set(vllm.fields(window)) - set(ast.literal_eval(words["drop"]))
+    assert kept <= set(vllm.fields(full))
+    bases = [[ast.unparse(base) for base in vllm.find(spec).bases] for spec in (window, full)]
+    assert bases == [["AttentionSpec"], ["AttentionSpec"]]
+    assert "block_size" in vllm.fields("vllm.v1.kv_cache_interface:KVCacheSpec")
+
+
+def test_a_vocabulary_is_padded_as_the_layout_says(vllm: Sources) -> None:
+    padding = vllm.value(
+        "vllm.model_executor.layers.vocab_parallel_embedding", "DEFAULT_VOCAB_PADDING_SIZE"
+    )
+    assert ast.literal_eval(padding) == VOCAB_MULTIPLE
