@@ -86,6 +86,19 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
+def claim_gpu() -> None:
+    """In an actor on a GPU, which sees all of its node: set LOCAL_RANK to the index of its own.
+
+    Raises RuntimeError for a GPU that CUDA does not show it.
+    """
+    import ray
+
+    if os.environ.pop(_SEES_ALL, None):
+        assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["LOCAL_RANK"] = str(local_index(assigned, visible))
+
+
 def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any) -> type:
     """A verl Worker around `make(rank, world_size, *args, **kwargs)`, marks of `cls` translated.
 
@@ -96,10 +109,7 @@ def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any)
     from verl.single_controller.base.decorator import register
 
     def init(self: Any) -> None:
-        if os.environ.pop(_SEES_ALL, None):  # verl would take the GPU's name for its index
-            assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            os.environ["LOCAL_RANK"] = str(local_index(assigned, visible))
+        claim_gpu()  # verl would take the GPU's name for its index
         Worker.__init__(self)
         self.worker = make(self.rank, self.world_size, *args, **kwargs)
 

@@ -108,6 +108,7 @@ def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
     for info in facts.nodes:
         nodes = (info.node,)
         problem = facts.gpu_problems.get(info.node, "")
+        mend = "mend the driver, or leave the node out"
         if info.gpus and problem:
             severity = Severity.ERROR if needs.wants_gpus else Severity.WARNING
             why = f"{problem}; the ranks compute on CPUs"
@@ -115,8 +116,11 @@ def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
             yield Finding(severity, "torch cannot use the GPUs", why, fix, nodes)
         elif needs.wants_gpus and len(info.gpus) < needs.ranks_per_node:
             what = f"{len(info.gpus)} GPUs for {needs.ranks_per_node} ranks"
-            fix = "cluster.ranks, cluster.gpus_per_node"
-            yield Finding(Severity.ERROR, what, "each rank needs its own", fix, nodes)
+            why = info.gpu_fault or "each rank needs its own"
+            fix = mend if info.gpu_fault else "cluster.ranks, cluster.gpus_per_node"
+            yield Finding(Severity.ERROR, what, why, fix, nodes)
+        elif info.gpu_fault:
+            yield Finding(Severity.WARNING, "nvidia-smi fails", info.gpu_fault, mend, nodes)
         if not info.gpus or problem:
             continue
         need = max(needs.train_bytes, needs.gen_bytes)

@@ -172,7 +172,9 @@ def _probes(ray: Any, cluster: ClusterConfig) -> list[Any]:
         PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
         for bundle in ranks_placement(ray, cluster)
     ]
-    probe = ray.remote(num_cpus=1, num_gpus=int(cluster.device is Device.cuda))(Probe)
+    env = {"env_vars": verl.environment(cluster.device)}  # a rank's: it sees all GPUs of its node
+    on_gpu = int(cluster.device is Device.cuda)
+    probe = ray.remote(num_cpus=1, num_gpus=on_gpu, runtime_env=env)(Probe)
     return [
         probe.options(scheduling_strategy=strategy).remote(rank, len(strategies), cluster)
         for rank, strategy in enumerate(strategies)

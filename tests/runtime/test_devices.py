@@ -107,11 +107,19 @@ def test_who_submits_to_a_cluster_does_not_know_its_gpus(
         ("3", "3", 0),
         ("5", "2,5", 1),
         ("GPU-b", "GPU-a,GPU-b", 1),
-        ("MIG-2/3/0", "MIG-2/3/0", 0),
+        ("MIG-a", "MIG-a", 0),
+        ("0", "", 0),
+        (" 2", "5, 2", 1),  # Ray does not strip names either
     ],
 )
 def test_the_index_of_a_ranks_gpu(assigned: str, visible: str | None, index: int) -> None:
     assert local_index([assigned], visible) == index
+
+
+def test_a_second_mig_device_is_refused() -> None:
+    """CUDA shows a process one. It would compute on another rank's."""
+    with pytest.raises(RuntimeError, match=r"this rank is on MIG-b, .* \(MIG-a,MIG-b\); name one"):
+        local_index(["MIG-b"], "MIG-a,MIG-b")
 
 
 def test_a_rank_without_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +129,9 @@ def test_a_rank_without_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         own_device()
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
+@pytest.mark.parametrize("visible", ["", "-1", "GPU-none", "MIG-none"])
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    """Nor those that are not there."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert local_gpus() == 0
 

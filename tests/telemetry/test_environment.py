@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.run import TelemetryConfig
-from hybridrl.system.node_info import Gpu, read_node_info
+from hybridrl.system.node_info import read_node_info
+from hybridrl.system.nvidia_smi import Gpu
 from hybridrl.telemetry.environment import capture, essentials, kept
 from hybridrl.telemetry.run import Telemetry
 
