@@ -21,12 +21,14 @@ import pytest
 import torch
 from foreign import Sources
 from packaging.requirements import Requirement
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridrl.engines.rollout.available import SUPPORTED
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE
 from hybridrl.engines.rollout.vllm.groups import _ENVIRONMENT
 from hybridrl.engines.rollout.vllm.start import engine_arguments
 from hybridrl.layout.mesh import Mesh
+from hybridrl.models.parallel import FAMILIES
 
 pytestmark = pytest.mark.contracts
 
@@ -550,6 +552,35 @@ def test_weights_written_in_place_stay_as_they_are(vllm: Sources, where: str) ->
     )
     process = vllm.load(f"{where}.process_weights_after_loading", current_platform=platform)
     process(None, object())  # which has no attribute to be read or set
+
+
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+"""What vLLM keeps as rows of one tensor; the weight switch writes them there."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_fuses_the_tensors_that_we_write(vllm: Sources, family: str) -> None:
+    """In this order of rows. And its model runs in pipeline stages."""
+    table = ast.literal_eval(
+        vllm.value("vllm.model_executor.models.registry", "_TEXT_GENERATION_MODELS")
+    )
+    file, name = table[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    node = vllm.find(f"vllm.model_executor.models.{file}:{name}")
+    bases = {ast.unparse(base) for base in node.bases}
+    if "LlamaForCausalLM" in bases:
+        node = vllm.find("vllm.model_executor.models.llama:LlamaForCausalLM")
+        bases = {ast.unparse(base) for base in node.bases}
+    assert "SupportsPP" in bases
+    (fused,) = (
+        ast.literal_eval(statement.value)
+        for statement in node.body
+        if isinstance(statement, ast.Assign)
+        and ast.unparse(statement.targets[0]) == "packed_modules_mapping"
+    )
+    assert fused == FUSED
 
 
 # Memory
