@@ -220,6 +220,36 @@ def test_torch_free_rooms_bring_neither_torch_nor_ray() -> None:
     assert done.stdout.strip() == "[]"
 
 
+# What a bare GPU machine lacks, of hybridrl's dependencies.
+NOT_BARE = (
+    "datasets", "hydra", "math_verify", "omegaconf", "peft", "psutil", "pyarrow", "ray",
+    "reasoning_gym", "scipy", "tensorboard", "tensordict", "triton", "verl", "vllm",
+)  # fmt: skip
+# Hydra's part of config, what runs inside vLLM, and a kernel.
+NEEDS_MORE = {
+    "hybridrl.config.compose",
+    "hybridrl.config.recipe_folder",
+    "hybridrl.config.recipe_source",
+    "hybridrl.engines.rollout.vllm.sampling",
+    "hybridrl.engines.rollout.vllm.weights",
+    "hybridrl.kernels.linear_log_probs_triton",
+}
+
+
+def test_rooms_below_runtime_need_torch_and_transformers_alone() -> None:
+    names = {module_name(room, path) for room, path in FILES if room in WORKERS | {"workers"}}
+    assert names >= NEEDS_MORE
+    code = (
+        "import importlib, sys\n"
+        f"for name in {NOT_BARE!r}: sys.modules[name] = None\n"
+        f"for name in {sorted(names - NEEDS_MORE)!r}: importlib.import_module(name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def too_long(source: str, max_function: int) -> list[str]:
     """Functions longer than so many lines."""
     return [

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
-
 from hybridrl.config.bounds import bounded
+
+# OmegaConf's mark of a setting without a default, written out: ranks on a bare machine lack it.
+MISSING: Any = "???"
 
 
 class SourceKind(Enum):

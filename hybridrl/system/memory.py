@@ -1,10 +1,10 @@
 """Memory of a rank: on its accelerator and on the host."""
 
+import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ class MemoryReading:
 
 def measure_memory(device: "torch.device") -> MemoryReading:
     """Memory of this process and its device now. Takes some 10 us and does not synchronize."""
-    held = {"resident": int(psutil.Process().memory_info().rss)}
+    held = {"resident": resident_bytes()}
     if device.type == "cuda":
         import torch
 
@@ -36,3 +36,8 @@ def measure_memory(device: "torch.device") -> MemoryReading:
             "total": total,
         }
     return MemoryReading(time.time(), held)
+
+
+def resident_bytes() -> int:
+    """Host memory that this process uses now (RSS)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

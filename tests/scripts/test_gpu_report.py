@@ -1,0 +1,277 @@
+"""The GPU report on a CPU: its JSON and table, failing steps, continued calls, wrong input."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+REPORT = SCRIPTS / "gpu_report.py"
+ABSENT = ("hydra", "omegaconf", "peft", "psutil", "ray", "tensordict", "verl")
+"""Of what hybridrl depends on, what a bare machine lacks."""
+
+
+def run(out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A call of the script."""
+    return subprocess.run(
+        [sys.executable, str(REPORT), "--out", str(out), *options],
+        capture_output=True, text=True, timeout=280, check=False, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def steps(out: Path) -> dict[str, Any]:
+    """The steps of the JSON, by name, their shape checked."""
+    report = json.loads((out / "report.json").read_text())
+    assert report.keys() == {"source", "commit", "device", "model", "machine", "steps"}
+    assert report["machine"]["versions"]["torch"]
+    for step in report["steps"].values():
+        assert step.keys() == {
+            "status", "reason", "seconds", "host", "device", "figures", "details",
+        }  # fmt: skip
+        assert (step["status"] == "done") is not bool(step["reason"])
+        for figure in step["figures"]:
+            if "skipped" in figure:
+                assert figure.keys() == {"name", "skipped", "device"}
+            else:
+                assert figure.keys() == {"name", "value", "unit", "about", "device"}
+            assert figure["device"] == report["device"]
+    return report["steps"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("gpu_report", REPORT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return module
+
+
+def test_a_call_continues_where_a_step_failed(tmp_path: Path) -> None:
+    """A step is ended at its time limit; the next call runs it, and not the one that is done."""
+    first = run(tmp_path, "--device", "cpu", "--steps", "bandwidth")
+    assert first.returncode == 0, first.stderr
+    done = steps(tmp_path)["bandwidth"]
+    assert done["status"] == "done"
+    assert done["figures"][0]["value"] > 0
+
+    late = run(tmp_path, "--device", "cpu", "--steps", "bandwidth,flops", "--limit", "0.3")
+    assert late.returncode == 1
+    assert "bandwidth: done before" in late.stdout
+    failed = steps(tmp_path)["flops"]
+    assert (failed["status"], failed["reason"]) == ("failed", "not done after 0.3 s")
+    assert re.search(r"^flops +failed +cpu +not done after 0.3 s$", late.stdout, re.MULTILINE)
+
+    again = run(tmp_path, "--device", "cpu", "--steps", "bandwidth,flops")
+    assert again.returncode == 0
+    assert steps(tmp_path)["bandwidth"] == done
+    assert steps(tmp_path)["flops"]["status"] == "done"
+    # Every figure is marked, in the table too, and what does not run here has a reason.
+    table = again.stdout[again.stdout.index("step  ") :].splitlines()
+    rows = [line for line in table if line.startswith(("bandwidth", "flops"))]
+    assert len(rows) == 8
+    assert all(" cpu " in line or line.endswith(" cpu") for line in rows)
+    assert sum("there is no GPU" in line for line in rows) == 4
+    assert "Figures marked cpu are of a CPU" in again.stdout
+    assert (tmp_path / "report.txt").read_text() in again.stdout
+
+
+def test_fresh_forgets_the_steps_that_are_asked_for(tmp_path: Path, script: ModuleType) -> None:
+    settings = script.Settings(
+        device="cpu", model="tiny", gpus=0, gpu_memory=0, folder=str(tmp_path)
+    )
+    machine = {"host": "a", "gpus": [], "versions": {"torch": "2"}}
+
+    def opened(*options: str, **changes: Any) -> dict[str, Any]:
+        chosen = script.parse(["--out", str(tmp_path), *options])
+        report: dict[str, Any] = script.open_report(chosen, settings, machine | changes)
+        return report
+
+    report = opened()
+    report["steps"] = {"flops": {"status": "done"}, "train": {"status": "done"}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert opened(host="b")["steps"].keys() == {"flops", "train"}
+    assert opened("--steps", "flops", "--fresh")["steps"].keys() == {"train"}
+    assert not opened("--fresh")["steps"]
+    # Of another machine nothing is taken over, and the old report stays.
+    assert not opened(gpus=[{"name": "H100"}])["steps"]
+    (kept,) = tmp_path.glob("report-*.json")
+    assert json.loads(kept.read_text()) == report
+
+
+def test_steps_without_time_are_left_for_the_next_call(tmp_path: Path, script: ModuleType) -> None:
+    options = script.parse(["--minutes", "0.05", "--out", str(tmp_path)])
+    lines = list(script.run_steps(options, None, {"steps": {}}, "a"))
+    assert len(lines) == len(script.STEPS)
+    assert all("no time left of 0.05 minutes" in line for line in lines)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules a step's process can run."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_step_started_ends_with_it(modules: Path, script: ModuleType) -> None:
+    """A step that hangs in its ranks is no burden to the next one."""
+    (modules / "hangs.py").write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    pid = modules / "pid"
+    assert script.run_limited("hangs", [str(pid)], modules / "log", 3.0) == "not done after 3 s"
+    status = Path(f"/proc/{pid.read_text()}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise ValueError('no memory')", "ValueError: no memory"),
+        ("import os; os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("print('figures')", ""),
+    ],
+)
+def test_the_reason_of_a_failure(code: str, reason: str, modules: Path, script: ModuleType) -> None:
+    (modules / "ends.py").write_text(code)
+    assert script.run_limited("ends", [], modules / "log", 60.0) == reason
+
+
+def test_a_step_that_fails_keeps_its_figures(tmp_path: Path, script: ModuleType) -> None:
+    from gpu_steps.figures import Figures
+
+    figures = Figures(tmp_path / "step.json", "cpu")
+    figures.add("decode_1", 12345.678, "tokens/s", rows=1)
+    kept = json.loads((tmp_path / "step.json").read_text())
+    assert kept["figures"] == [
+        {
+            "name": "decode_1",
+            "value": 12350.0,
+            "unit": "tokens/s",
+            "about": {"rows": 1},
+            "device": "cpu",
+        }
+    ]
+    figures.skip("decode_64", "no memory")
+    kept = json.loads((tmp_path / "step.json").read_text())
+    assert kept["figures"][1] == {"name": "decode_64", "skipped": "no memory", "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--device", "gpu"], "--device=gpu: wanted one of auto, cpu, cuda"),
+        (["--model", "7b"], "--model=7b: wanted one of tiny, 1.5b"),
+        (["--steps", "flops,speed"], "--steps=speed: wanted one of tests, bandwidth, flops, .*"),
+        (["--minutes", "0"], "--minutes=0: wanted a number above 0"),
+        (["--limit", "soon"], "--limit=soon: wanted a number above 0"),
+        (["--limit"], "argument --limit: expected one argument"),
+        (["--quick"], "unrecognized arguments: --quick"),
+        (["--out", "/proc/report"], "--out=/proc/report: wanted a writable directory .*"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    options: list[str],
+    line: str,
+    tmp_path: Path,
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--out", str(tmp_path / "out"), *options])
+    monkeypatch.setattr(script.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert re.fullmatch(line + r"\n", printed.err)
+    assert not printed.out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "--device", "cuda")
+    assert done.returncode == 2
+    pattern = r"--device=cuda: wanted auto or cpu: torch \S+ finds no GPU here \(.+\)\n"
+    assert re.fullmatch(pattern, done.stderr)
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_the_tests_marked_gpu_are_found(tmp_path: Path) -> None:
+    """Here they are skipped, which they are by themselves."""
+    settings = {"device": "cuda", "model": "tiny", "gpus": 1, "gpu_memory": 0}
+    (tmp_path / "settings.json").write_text(json.dumps(settings | {"folder": str(tmp_path)}))
+    path = os.pathsep.join(map(str, (SCRIPTS, SCRIPTS.parent)))
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_steps", "tests", "settings.json", "step.json"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "step.json").read_text())["figures"]
+    counts = {figure["name"]: figure["value"] for figure in figures}
+    assert counts["tests_failed"] == 0
+    assert counts["tests_passed"] + counts["tests_skipped"] >= 5
+
+
+@pytest.mark.slow
+def test_the_whole_report_on_a_bare_machine(tmp_path: Path) -> None:
+    """Every step but vLLM's, with torch, transformers and what these bring along alone."""
+    site = tmp_path / "site"
+    site.mkdir()
+    absent = "import sys\nfor name in {!r}: sys.modules[name] = None\n"
+    (site / "sitecustomize.py").write_text(absent.format(ABSENT))
+    wanted = (
+        "tests,bandwidth,flops,attention,decode,switch,train,offload,memory,mismatch"  # no vLLM
+    )
+    done = run(tmp_path, "--device", "cpu", "--steps", wanted, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    taken = steps(tmp_path)
+    status = {name: step["status"] for name, step in taken.items()}
+    assert status.keys() == set(wanted.split(","))
+    assert {name for name, value in status.items() if value != "done"} == {"tests", "offload"}
+    names = {f["name"] for step in taken.values() for f in step["figures"] if "value" in f}
+    assert names >= {
+        "attention_choice_bfloat16", "packed_torch_alike", "packed_torch_mixed", "train", "score",
+        "mfu_of_measured", "switch_1_to_1x1_s", "switch_2_to_2x1_rate", "switch_2_to_1x2_rate",
+        "mismatch_mean", "mismatch_max", *(f"decode_{rows}" for rows in (1, 64, 256)),
+    }  # fmt: skip
+    phases = {"build", "switch", "decode", "forward_backward", "optimizer", "offloaded"}
+    assert names >= {f"peak_{phase}" for phase in phases}
+    memory = taken["memory"]["details"]
+    assert memory["peaks"].keys() == phases
+    assert memory["plan_keys"]["row_tokens"] == 256
+    assert memory["plan_keys"]["kv_cache_tokens"] >= 256 * 32
+    gaps = {f["name"]: f["value"] for f in taken["mismatch"]["figures"]}
+    assert 0 < gaps["mismatch_mean"] <= gaps["mismatch_max"] < 0.1  # bfloat16 has 8 bits
+
+
+@pytest.mark.vllm
+def test_vllm_is_measured_where_it_is_installed(tmp_path: Path) -> None:
+    done = run(tmp_path, "--device", "cpu", "--steps", "decode_vllm,mismatch_vllm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    taken = steps(tmp_path)
+    assert {step["status"] for step in taken.values()} == {"done"}
+    assert {"decode_1", "decode_256"} <= {f["name"] for f in taken["decode_vllm"]["figures"]}
+    gaps = {f["name"]: f["value"] for f in taken["mismatch_vllm"]["figures"]}
+    assert 0 < gaps["mismatch_mean"] <= gaps["mismatch_max"] < 0.1
