@@ -83,6 +83,10 @@ gpu-dry: $(BIN)/.dev  ## the CUDA branches on fake GPUs, at 1, 8 and 64 ranks; n
 gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth: kernels and syncs, as JSON
 	PYTHONPATH=tests $(BIN)/python -m gpu_dry --full --out .cache/gpu_dry/full.json
 
+# On a bare machine, without .venv, by the Python that has torch.
+gpu-report:  ## measure this machine's GPUs: one table, one JSON, ten minutes
+	@$(or $(wildcard $(BIN)/python),python3) scripts/gpu_report.py $(ARGS)
+
 test-vllm: $(BIN)/.dev $(BIN)/.vllm  ## tests that need vLLM
 	$(PYTEST) -q -m "vllm and not slow"
 
@@ -133,4 +137,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

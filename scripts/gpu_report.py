@@ -2,6 +2,7 @@
 
     python scripts/gpu_report.py [--device auto|cpu|cuda] [--model tiny|1.5b] [--out DIRECTORY]
                                  [--steps a,b] [--fresh] [--minutes 10] [--limit SECONDS]
+                                 [--scratch DIRECTORY]
 
 It needs torch, triton and transformers, no installation and no network. Every step runs in a
 process of its own with a time limit, and the JSON has its figures as soon as it ends. A second call
@@ -24,12 +25,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpu_steps import ROOT
-from gpu_steps.figures import replace
+from gpu_steps.figures import replace_file
 from gpu_steps.steps import DEVICES, MODELS, STEPS, Settings
 from gpu_steps.table import table
 
 from hybridrl.config import ConfigError
 
+FOLDER = ROOT / ".cache" / "gpu_report"
 _PROBE_S = 120.0
 _KILL_S = 10.0
 _LEAST_S = 5.0  # a step that has less time is left for the next call
@@ -42,6 +44,8 @@ class Options:
     device: str
     model: str
     out: Path
+    scratch: Path
+    """For the model: 3 GB of random weights, which the next call uses again."""
     steps: tuple[str, ...]
     fresh: bool
     minutes: float
@@ -59,22 +63,32 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default="")
-    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "gpu_report")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--scratch", type=Path, default=FOLDER)
     parser.add_argument("--steps", default="")
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--minutes", default="10")
     parser.add_argument("--limit", default="inf")
-    given = parser.parse_args(arguments)
-    steps = tuple(given.steps.split(",")) if given.steps else tuple(STEPS)
+    words = parser.parse_args(arguments)
+    steps = tuple(words.steps.split(",")) if words.steps else tuple(STEPS)
     for key, value, allowed in (
-        ("--device", given.device, ("auto", *DEVICES)),
-        ("--model", given.model, ("", *MODELS)),
+        ("--device", words.device, ("auto", *DEVICES)),
+        ("--model", words.model, ("", *MODELS)),
         *(("--steps", step, tuple(STEPS)) for step in steps),
     ):
         if value not in allowed:
             raise ConfigError(key, value, filter(None, allowed))
-    minutes, limit = (_positive(f"--{x}", getattr(given, x)) for x in ("minutes", "limit"))
-    return Options(given.device, given.model, given.out, steps, given.fresh, minutes, limit)
+    minutes, limit = (_positive(f"--{x}", getattr(words, x)) for x in ("minutes", "limit"))
+    return Options(
+        device=words.device,
+        model=words.model,
+        out=words.out.absolute(),
+        scratch=words.scratch.absolute(),
+        steps=steps,
+        fresh=words.fresh,
+        minutes=minutes,
+        limit=limit,
+    )
 
 
 def _positive(key: str, text: str) -> float:
@@ -155,6 +169,7 @@ def settle(options: Options, machine: dict[str, Any]) -> Settings:
         gpus=gpus,
         gpu_memory=memory if device == "cuda" else 0,
         folder=str(options.out),
+        scratch=str(options.scratch),
     )
 
 
@@ -206,22 +221,22 @@ def measure(
     name: str, settings: Settings, options: Options, limit_s: float, host: str
 ) -> dict[str, Any]:
     """One step: its status, figures, details and seconds."""
-    result, given = options.out / "step.json", options.out / "settings.json"
+    result, settings_file = options.out / "step.json", options.out / "settings.json"
     result.unlink(missing_ok=True)
-    settings.write(given)
+    settings.write(settings_file)
     log = options.out / "logs" / f"{name}.log"
     begun = time.monotonic()
-    reason = run_limited("gpu_steps", [name, str(given), str(result)], log, limit_s)
-    found = json.loads(result.read_text()) if result.is_file() else {}
-    skipped = found.get("skipped", "")
+    reason = run_limited("gpu_steps", [name, str(settings_file), str(result)], log, limit_s)
+    step = json.loads(result.read_text()) if result.is_file() else {}
+    skipped = step.get("skipped", "")
     return {
         "status": "failed" if reason else "skipped" if skipped else "done",
         "reason": reason or skipped,
         "seconds": round(time.monotonic() - begun, 1),
         "host": host,
         "device": settings.device,
-        "figures": found.get("figures", []),
-        "details": found.get("details", {}),
+        "figures": step.get("figures", []),
+        "details": step.get("details", {}),
     }
 
 
@@ -241,7 +256,7 @@ def run_steps(
         limit = min(STEPS[name].limit_s, options.limit, left)
         step = measure(name, settings, options, limit, host)
         report["steps"][name] = step
-        replace(options.out / "report.json", json.dumps(report, indent=1))
+        replace_file(options.out / "report.json", json.dumps(report, indent=1))
         reason = f": {step['reason']}" if step["reason"] else ""
         yield f"{name}: {step['status']} in {step['seconds']} s{reason}"
 
@@ -252,11 +267,12 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         options = parse(sys.argv[1:])
-        try:
-            (options.out / "logs").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            allowed = f"a writable directory ({error.strerror})"
-            raise ConfigError("--out", options.out, allowed) from None
+        for key, folder in (("--out", options.out / "logs"), ("--scratch", options.scratch)):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                allowed = f"a writable directory ({error.strerror})"
+                raise ConfigError(key, getattr(options, key.strip("-")), allowed) from None
         machine = probe(options.out)
         settings = settle(options, machine)
     except ConfigError as error:

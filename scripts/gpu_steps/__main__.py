@@ -14,6 +14,7 @@ def main() -> None:
     name, settings_file, result_file = sys.argv[1:]
     settings = Settings.read(Path(settings_file))
     figures = Figures(Path(result_file), settings.device)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a directory
     # All ranks are on this machine, whatever its name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

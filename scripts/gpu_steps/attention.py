@@ -1,8 +1,8 @@
 """The attention that hybridrl chooses on this device, and the time of its candidates.
 
 Each computes a packed row forward and backward: once of sequences of one length, once of many
-lengths. `packed_torch` and `packed_flash` are hybridrl's own, as layers call them; the others are
-called bare, torch's `sdpa_*` as a batch and so only with one length.
+lengths. `packed_torch` and `packed_flash` are hybridrl's own, as layers call them. torch's `sdpa_*`
+take a batch, and so one length only.
 """
 
 import inspect

@@ -44,10 +44,10 @@ class Figures:
         self._write()
 
     def _write(self) -> None:
-        replace(self._file, json.dumps(self._content))
+        replace_file(self._file, json.dumps(self._content))
 
 
-def replace(file: Path, text: str) -> None:
+def replace_file(file: Path, text: str) -> None:
     """Write a file so that a reader sees either the old or the new one, whole."""
     new = file.with_suffix(".new")
     new.write_text(text)

@@ -37,7 +37,10 @@ class PlanKeys:
     attention: str
     row_tokens: int
     """Of the packed row of a micro-batch."""
+    scored_tokens: int
+    """Of the row: those of responses, whose logits are computed."""
     micro_batches: int
+    activation_checkpointing: bool
     kv_cache_tokens: int
     """That the KV cache has room for."""
     kv_bytes_per_token: int
@@ -55,9 +58,9 @@ def measure(settings: Settings, figures: Figures) -> None:
 
 
 def report_peaks(peaks: dict[str, dict[str, int]], figures: Figures) -> None:
-    """A figure a phase, of the bytes that its tensors need.
+    """A figure a phase: `allocated` on a GPU, `resident` on a CPU.
 
-    `allocated` on a GPU; on a CPU the growth of the resident memory since the imports.
+    What a plan of the same `PlanKeys` predicts belongs beside it.
     """
     for phase, held in peaks.items():
         size = held.get("allocated", held.get("resident", 0))
@@ -107,7 +110,9 @@ def measured_peaks(
         rollout_dtype=config.rollout.dtype.value,
         attention=engine.attention.value,
         row_tokens=sizes.row_tokens,
+        scored_tokens=sum(rank.store[id].response_tokens for id in share.ids),
         micro_batches=1,
+        activation_checkpointing=config.trainer.activation_checkpointing,
         kv_cache_tokens=stats.kv_blocks_total * config.rollout.block_size,
         kv_bytes_per_token=stats.kv_bytes_per_token,
         decode_rows=_SAMPLES,

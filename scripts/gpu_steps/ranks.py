@@ -1,5 +1,6 @@
 """Ranks of a run without a launcher: they join, load a random model, and build the actor."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -99,13 +100,13 @@ def model_directory(settings: Settings) -> str:
 
     The weights are drawn on the device: 1.5 billion numbers take a GPU no time.
     """
-    path = Path(settings.folder) / f"model-{settings.model}"
+    shape = dict(sizes_of(settings).shape)
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:8]
+    path = Path(settings.scratch) / f"model-{settings.model}-{digest}"
     if path.is_dir():
         return str(path)
     new = path.with_suffix(".new")
     shutil.rmtree(new, ignore_errors=True)
-    sizes = sizes_of(settings)
-    shape = dict(sizes.shape)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     torch.manual_seed(0)
     with torch.device(settings.device):

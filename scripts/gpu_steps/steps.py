@@ -22,7 +22,7 @@ STEPS = {
     "flops": Step("gpu_steps.ceilings:flops", 45),
     "attention": Step("gpu_steps.attention:measure", 75),
     "decode": Step("gpu_steps.decode:native", 90),
-    "switch": Step("gpu_steps.switch:measure", 120),
+    "switch": Step("gpu_steps.switch:measure", 180),
     "train": Step("gpu_steps.training:measure", 90),
     "offload": Step("gpu_steps.offload:measure", 120),
     "memory": Step("gpu_steps.memory:measure", 120),
@@ -38,9 +38,10 @@ MODELS = ("tiny", "1.5b")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Of one call of the report: `gpus` are those of this machine, `folder` has room for files.
+    """Of one call of the report.
 
-    `gpu_memory` has the bytes of the smallest GPU, 0 without one.
+    `gpus` are those of this machine, `gpu_memory` the bytes of the smallest, 0 without one.
+    `folder` is for a step's files, `scratch` for the model, which all steps and calls share.
     """
 
     device: str
@@ -48,6 +49,7 @@ class Settings:
     gpus: int
     gpu_memory: int
     folder: str
+    scratch: str
 
     def write(self, file: Path) -> None:
         """Hand them to a step's process."""

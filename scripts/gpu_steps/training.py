@@ -48,7 +48,7 @@ def _of_nominal(rate: float, device: torch.device, figures: Figures) -> None:
         figures.skip("mfu_of_datasheet", "a CPU has no such figure")
         return
     name = torch.cuda.get_device_name(device)
-    known = [sheet for part, sheet in _NOMINAL.items() if part in name]
+    known = [sheet for model, sheet in _NOMINAL.items() if model in name]
     if not known:
         figures.skip("mfu_of_datasheet", f"no datasheet here of {name}")
         return

@@ -60,7 +60,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(device="cpu", model="tiny", gpus=1, gpu_memory=0, folder=folder)
+        settings = Settings(
+            device="cpu", model="tiny", gpus=1, gpu_memory=0, folder=folder, scratch=folder
+        )
         ranks.model_directory(settings)  # with values, on the host
         settings = replace(settings, device="cuda")
         device = FakeDevice()

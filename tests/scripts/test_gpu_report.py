@@ -17,12 +17,13 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPORT = SCRIPTS / "gpu_report.py"
 ABSENT = ("hydra", "omegaconf", "peft", "psutil", "ray", "tensordict", "verl")
 """Of what hybridrl depends on, what a bare machine lacks."""
+SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "gpus": 0, "gpu_memory": 0}
 
 
 def run(out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A call of the script."""
     return subprocess.run(
-        [sys.executable, str(REPORT), "--out", str(out), *options],
+        [sys.executable, str(REPORT), "--out", str(out), "--scratch", str(out), *options],
         capture_output=True, text=True, timeout=280, check=False, env=os.environ | environment,
     )  # fmt: skip
 
@@ -92,9 +93,7 @@ def test_a_call_continues_where_a_step_failed(tmp_path: Path) -> None:
 
 
 def test_fresh_forgets_the_steps_that_are_asked_for(tmp_path: Path, script: ModuleType) -> None:
-    settings = script.Settings(
-        device="cpu", model="tiny", gpus=0, gpu_memory=0, folder=str(tmp_path)
-    )
+    settings = script.Settings(**SETTINGS, folder=str(tmp_path), scratch=str(tmp_path))
     machine = {"host": "a", "gpus": [], "versions": {"torch": "2"}}
 
     def opened(*options: str, **changes: Any) -> dict[str, Any]:
@@ -187,6 +186,7 @@ def test_a_step_that_fails_keeps_its_figures(tmp_path: Path, script: ModuleType)
         (["--limit"], "argument --limit: expected one argument"),
         (["--quick"], "unrecognized arguments: --quick"),
         (["--out", "/proc/report"], "--out=/proc/report: wanted a writable directory .*"),
+        (["--scratch", "/proc/x"], "--scratch=/proc/x: wanted a writable directory .*"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -197,7 +197,8 @@ def test_wrong_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--out", str(tmp_path / "out"), *options])
+    folders = ["--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", *folders, *options])
     monkeypatch.setattr(script.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         script.main()
@@ -205,7 +206,7 @@ def test_wrong_input_is_one_line(
     printed = capsys.readouterr()
     assert re.fullmatch(line + r"\n", printed.err)
     assert not printed.out
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "report.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -219,8 +220,9 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_the_tests_marked_gpu_are_found(tmp_path: Path) -> None:
     """Here they are skipped, which they are by themselves."""
-    settings = {"device": "cuda", "model": "tiny", "gpus": 1, "gpu_memory": 0}
-    (tmp_path / "settings.json").write_text(json.dumps(settings | {"folder": str(tmp_path)}))
+    folders = {"folder": str(tmp_path), "scratch": str(tmp_path)}
+    settings = SETTINGS | {"device": "cuda", "gpus": 1} | folders
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
     path = os.pathsep.join(map(str, (SCRIPTS, SCRIPTS.parent)))
     done = subprocess.run(
         [sys.executable, "-m", "gpu_steps", "tests", "settings.json", "step.json"],
