@@ -18,8 +18,11 @@ def main() -> None:
     # All ranks are on this machine, whatever its name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    step = STEPS[name]
     try:
-        pkgutil.resolve_name(STEPS[name].target)(settings, figures)
+        if obstacle := step.obstacle(settings.device):
+            raise Skipped(obstacle)
+        pkgutil.resolve_name(step.target)(settings, figures)
     except Skipped as reason:
         figures.skip_step(str(reason))
 

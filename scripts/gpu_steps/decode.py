@@ -28,13 +28,13 @@ def native(settings: Settings, figures: Figures) -> None:
 
 
 def vllm(settings: Settings, figures: Figures) -> None:
-    """vLLM, where it is installed."""
+    """vLLM, in the version that hybridrl supports."""
     check_vllm()
     _measure(settings, figures, Engine.vllm)
 
 
 def check_vllm() -> None:
-    """Raise Skipped where vLLM is not installed, or in another version."""
+    """Raise Skipped where another version of vLLM is installed."""
     try:
         check_vllm_installed()
     except ConfigError as error:

@@ -20,7 +20,7 @@ def native(settings: Settings, figures: Figures) -> None:
 
 
 def vllm(settings: Settings, figures: Figures) -> None:
-    """vLLM, where it is installed."""
+    """vLLM, in the version that hybridrl supports."""
     check_vllm()
     _measure(settings, figures, Engine.vllm)
 

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from gpu_steps.figures import Figures, Skipped
+from gpu_steps.figures import Figures
 from gpu_steps.ranks import one_rank, run_config
 from gpu_steps.sizes import sizes_of
 from gpu_steps.steps import Settings
@@ -17,8 +17,6 @@ _ROUNDS = 2
 
 def measure(settings: Settings, figures: Figures) -> None:
     """Master weights and moments, after an optimizer step has made them."""
-    if settings.device == "cpu":
-        raise Skipped("on CPUs training state stays where it is")
     with one_rank(settings) as device:
         engine = train_engine(run_config(settings), device)
         engine.update(sequences(sizes_of(settings), micro_batches=1), ReinforceLoss())

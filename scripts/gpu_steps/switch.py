@@ -25,7 +25,7 @@ def measure(settings: Settings, figures: Figures) -> None:
     if most == 1:
         figures.skip("switch_between_ranks", "there is one GPU")
         return
-    for result in on_ranks(most, settings, _switches, most):
+    for result in on_ranks(most, settings, switches_on_ranks, most):
         _report(result, figures)
 
 
@@ -39,7 +39,7 @@ def _report(result: dict[str, Any], figures: Figures) -> None:
     figures.add(f"{name}_enter_generation_s", result["enter"], "s", counts=parts)
 
 
-def _switches(device: torch.device, settings: Settings, ranks: int) -> list[dict[str, Any]]:
+def switches_on_ranks(device: torch.device, settings: Settings, ranks: int) -> list[dict[str, Any]]:
     """To replicas of one rank, and of two."""
     results = []
     for gen_tp in (1, 2):

@@ -1,7 +1,7 @@
 """`python -m gpu_dry.report_steps FILE`: the steps of the GPU report on a fake GPU of this process.
 
 No figure means anything. The file has each step's figures, of which there must be as many as on a
-real GPU.
+real GPU, and the results of one rank of the weight switch between ranks.
 """
 
 from gpu_dry import fake_cuda
@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from gpu_steps import ranks  # noqa: E402
 from gpu_steps.figures import Figures  # noqa: E402
 from gpu_steps.steps import STEPS, Settings  # noqa: E402
+from gpu_steps.switch import switches_on_ranks  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.fake_device import FakeDevice  # noqa: E402
@@ -30,6 +31,8 @@ from gpu_dry.world import joined, kernels, weights_without_values  # noqa: E402
 
 RUN = ("bandwidth", "flops", "attention", "decode", "switch", "train", "offload", "memory")
 """Steps of one process without vLLM; `mismatch` compares values, and there are none."""
+RANK, RANKS = 3, 8
+"""The weight switch is also seen by this rank of several."""
 
 
 @contextmanager
@@ -74,6 +77,8 @@ def main() -> None:
             with surroundings(device):
                 pkgutil.resolve_name(STEPS[name].target)(settings, Figures(file, "cuda"))
             results[name] = json.loads(file.read_text())["figures"]
+        with surroundings(device), joined(RANK, RANKS) as cuda:
+            results["between ranks"] = switches_on_ranks(cuda, settings, RANKS)
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
 
 

@@ -25,6 +25,9 @@ def test_every_step_takes_its_figures_on_a_gpu(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads(file.read_text())
+    switches = [(x["ranks"], x["gen_tp"], x["received"]) for x in results.pop("between ranks")]
+    assert [switch[:2] for switch in switches] == [(8, 1), (8, 2)]
+    assert all(received > 0 for *_, received in switches)
     figures = [figure for step in results.values() for figure in step]
     skipped = {f["name"]: f["skipped"] for f in figures if "skipped" in f}
     assert skipped == NEEDS_MORE

@@ -78,16 +78,17 @@ def test_a_call_continues_where_a_step_failed(tmp_path: Path) -> None:
     assert (failed["status"], failed["reason"]) == ("failed", "not done after 0.3 s")
     assert re.search(r"^flops +failed +cpu +not done after 0.3 s$", late.stdout, re.MULTILINE)
 
-    again = run(tmp_path, "--device", "cpu", "--steps", "bandwidth,flops")
+    again = run(tmp_path, "--device", "cpu", "--steps", "bandwidth,flops,offload")
     assert again.returncode == 0
     assert steps(tmp_path)["bandwidth"] == done
     assert steps(tmp_path)["flops"]["status"] == "done"
+    assert steps(tmp_path)["offload"]["status"] == "skipped"
     # Every figure is marked, in the table too, and what does not run here has a reason.
     table = again.stdout[again.stdout.index("step  ") :].splitlines()
-    rows = [line for line in table if line.startswith(("bandwidth", "flops"))]
-    assert len(rows) == 8
+    rows = [line for line in table if line.startswith(("bandwidth", "flops", "offload"))]
+    assert len(rows) == 9
     assert all(" cpu " in line or line.endswith(" cpu") for line in rows)
-    assert sum("there is no GPU" in line for line in rows) == 4
+    assert sum("there is no GPU" in line for line in rows) == 5
     assert "Figures marked cpu are of a CPU" in again.stdout
     assert (tmp_path / "report.txt").read_text() in again.stdout
 
