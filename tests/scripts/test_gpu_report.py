@@ -24,7 +24,7 @@ def run(out: Path, *options: str, **environment: str) -> subprocess.CompletedPro
     """A call of the script."""
     return subprocess.run(
         [sys.executable, str(REPORT), "--out", str(out), "--scratch", str(out), *options],
-        capture_output=True, text=True, timeout=280, check=False, env=os.environ | environment,
+        capture_output=True, text=True, timeout=600, check=False, env=os.environ | environment,
     )  # fmt: skip
 
 
@@ -238,6 +238,7 @@ def test_the_tests_marked_gpu_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_the_whole_report_on_a_bare_machine(tmp_path: Path) -> None:
     """Every step but vLLM's, with torch, transformers and what these bring along alone."""
     site = tmp_path / "site"
