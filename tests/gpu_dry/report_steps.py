@@ -1,7 +1,7 @@
 """`python -m gpu_dry.report_steps FILE`: the steps of the GPU report on a fake GPU of this process.
 
 No figure means anything. The file has each step's figures, of which there must be as many as on a
-real GPU, and the results of one rank of the weight switch between ranks.
+real GPU. It also has the results of one rank of the weight switch between ranks.
 """
 
 from gpu_dry import fake_cuda
