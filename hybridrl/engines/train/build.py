@@ -193,7 +193,9 @@ def _apply_fsdp(
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        "reshard_after_forward": not keep_unsharded,
+        # torch's zero-bubble schedule looks for weights in the graph of the forward pass, before
+        # backward gathers them: weights that were resharded in between would get no gradient.
+        "reshard_after_forward": not keep_unsharded and not dims.zigzag,
         "shard_placement_fn": placement,
     }
     if sum(p.numel() for p in root.parameters()) > ONE_GROUP_PARAMETERS:

@@ -16,6 +16,8 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.engines.train import build
+from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
 
 TEMPERATURE = 0.7
@@ -217,6 +219,20 @@ def test_a_step_equals_one_process(ranks, wanted, layout, families):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_schedules_and_replicas(ranks, wanted, layout, schedule, tied):
     check_all(ranks, [wanted("qwen3", tied)], layout, schedule)
+
+
+def large_steps(paths, *args):
+    """`steps` with the settings of large models: FSDP groups per layer, resharded in between."""
+    build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+    return steps(paths, *args)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
+def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule):
+    """Weights that are resharded after forward get their gradients, too."""
+    path, sequences, want = wanted("qwen3", False)
+    args = ([path], sequences, (2, 1, 1, 1), schedule, 1, 30)
+    check([result for (result,) in fresh_ranks(2, large_steps, *args)], want, path)
 
 
 def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
