@@ -91,17 +91,14 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
 def as_parameters(
     engine: TrainEngine, shards: Mapping[str, torch.Tensor], role: str
 ) -> NamedTensors:
-    """DTensors, for `save`, of local `shards` of the average `role`, in the engine's layout."""
-    specs = engine.named_shards()
+    """DTensors, for `save`, of local `shards` of the average `role`, in the engine's layout.
+
+    They share the memory of `shards`, on the host: `DTensor.from_local` would copy them to the
+    mesh's device, all at once.
+    """
+    layout = engine.named_shards()
     return {
-        f"{role}/average/{name}": DTensor.from_local(
-            shard,
-            specs[name].device_mesh,
-            specs[name].placements,
-            run_check=False,
-            shape=specs[name].shape,
-            stride=specs[name].stride(),
-        )
+        f"{role}/average/{name}": DTensor(shard, layout[name]._spec, requires_grad=False)
         for name, shard in shards.items()
     }
 
