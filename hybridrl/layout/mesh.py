@@ -51,6 +51,15 @@ class Mesh:
         sizes = [size for _, size in self.axes]
         return dict(zip(self.names, map(int, np.unravel_index(index, sizes)), strict=True))
 
+    def along(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` in their coordinates on `axes` alone, ascending.
+
+        Example: in `Mesh((("pp", 2), ("tp", 4)))` those of rank 5 along tp are 4, 5, 6, 7.
+        """
+        own = self.coordinates(rank)
+        index = tuple(slice(None) if name in axes else own[name] for name in self.names)
+        return sorted(map(int, self.grid()[index].ravel()))
+
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates."""
         return int(self.grid()[tuple(coordinates[name] for name in self.names)])

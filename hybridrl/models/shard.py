@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +25,7 @@ from transformers import (
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
-from hybridrl.layout.process_groups import warm_up
+from hybridrl.layout.process_groups import axis_group, warm_up
 from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_style
 
 
@@ -69,7 +68,6 @@ class GenParallel:
         Creates the process groups: all ranks call it together.
         """
         coordinates, grid = mesh.coordinates(dist.get_rank()), mesh.grid()
-        groups = DeviceMesh(device_type, torch.from_numpy(grid), mesh_dim_names=mesh.names)
         rows = {
             "pp": grid[coordinates["instance"], :, coordinates["tp"]].tolist(),
             "tp": grid[coordinates["instance"], coordinates["pp"]].tolist(),
@@ -78,7 +76,7 @@ class GenParallel:
         for axis, ranks in rows.items():
             settings[axis], settings[f"{axis}_rank"] = len(ranks), coordinates[axis]
             settings[f"{axis}_peers"] = tuple(sorted(ranks).index(rank) for rank in ranks)
-            settings[f"{axis}_group"] = groups.get_group(axis) if len(ranks) > 1 else None
+            settings[f"{axis}_group"] = axis_group(mesh, axis) if len(ranks) > 1 else None
         parallel = cls(**settings)
         parallel.warm_up(torch.device(device_type))
         return parallel

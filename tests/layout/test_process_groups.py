@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hybridrl.config import TrainLayoutConfig
 from hybridrl.config.layout import Grouping
-from hybridrl.layout.grouping import TrainAxes
+from hybridrl.engines.train.build import TrainDims
+from hybridrl.layout.grouping import TrainAxes, gen_positions
+from hybridrl.layout.mesh import gen_mesh
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.process_groups import GroupTimeout, group_name, new_group, shared_group
 from hybridrl.layout.switching import plan_switch
 from hybridrl.layout.transfer_rounds import _Links, gather_ranks, transfer_rounds
 from hybridrl.layout.weight_switch import WeightSwitch
+from hybridrl.models.shard import GenParallel
 
 Ranks = Callable[..., list[Any]]
 Group = tuple[int, ...]
@@ -232,3 +238,64 @@ def test_a_group_of_the_same_ranks_is_shared(fresh_ranks: Ranks) -> None:
     first, none, last = fresh_ranks(3, shared_groups)
     assert first == last == ["hybridrl/0_2/0", "hybridrl/0_2/1"]
     assert none == []
+
+
+class CountingStore(FakeStore):
+    """A store in which everybody has joined already; counts its calls."""
+
+    calls = 0
+
+    def set(self, *_: Any) -> None:
+        self.calls += 1
+
+    wait = set
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "groups"),
+    [
+        # Of one rank, fsdp, tp, which is generation's, too.
+        (TrainAxes(fsdp=64, tp=8), (1, 8), 3),
+        (TrainAxes(replicas=8, fsdp=8, tp=8), (1, 8), 4),
+        # Of one rank, pp, fsdp, tp, pp x tp, generation's pp.
+        (TrainAxes(pp=8, fsdp=8, tp=8), (2, 8), 6),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rank", [0, 77, 511])
+def test_a_rank_of_512_creates_the_groups_that_it_is_in_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    train: TrainAxes,
+    gen: tuple[int, int],
+    groups: int,
+    rank: int,
+) -> None:
+    """torch's own meshes have each rank create the groups of all: 1,048 to 1,744 of them here."""
+    created: list[Sequence[int]] = []
+    store, create = CountingStore(), distributed_c10d._new_process_group_helper
+
+    def helper(size: int, group_rank: int, ranks: list[int], *args: Any, **settings: Any) -> Any:
+        created.append(ranks)
+        return create(size, group_rank, ranks, *args, **settings)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=512)
+    try:
+        monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", helper)
+        monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+        sizes = {"pp": train.pp, "replicas": train.replicas, "fsdp": train.fsdp, "tp": train.tp}
+        for _ in range(2):  # of the actor and of a value model
+            dims = TrainDims.make(TrainLayoutConfig(**sizes), 512, "cpu")
+        mesh = gen_mesh(gen_positions(train, *gen, Grouping.strided), *gen)
+        parallel = GenParallel.make(mesh, "cpu")
+        of_axes = {
+            name: dims.mesh.get_group(name).size() for name in dims.mesh.mesh_dim_names or ()
+        }
+        assert list(of_axes.values()) == list(sizes.values())
+        assert dims.replica_group.size() == train.pp * train.tp
+        assert parallel.tp_group is not None
+        assert sorted(dist.get_process_group_ranks(parallel.tp_group)) == mesh.along(rank, "tp")
+    finally:
+        dist.destroy_process_group()
+    assert len(created) == len({tuple(ranks) for ranks in created}) == groups
+    assert all(rank in ranks for ranks in created)
+    assert store.calls == 2 * groups

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
@@ -18,7 +18,9 @@ from hybridrl.engines.train.packed import PackedModel
 from hybridrl.engines.train.pipeline import StageModel
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
+from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
+from hybridrl.layout.process_groups import axis_group, device_mesh
 from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
@@ -37,6 +39,8 @@ class TrainDims:
     axes: TrainAxes
     config: TrainLayoutConfig
     mesh: DeviceMesh
+    replica_group: ProcessGroup
+    """The ranks pp x tp, which compute the same sequences."""
 
     @classmethod
     def make(cls, layout: TrainLayoutConfig, ranks: int, device_type: str) -> "TrainDims":
@@ -45,12 +49,10 @@ class TrainDims:
         layout.check(ranks)
         axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
         logger.debug("creating the process groups of training: %s", axes)
-        mesh = init_device_mesh(
-            device_type,
-            (axes.pp, axes.replicas, axes.fsdp, axes.tp),
-            mesh_dim_names=("pp", "replica", "fsdp", "tp"),
-        )
-        return cls(axes, layout, mesh)
+        sizes = (axes.pp, axes.replicas, axes.fsdp, axes.tp)
+        mesh = Mesh(tuple(zip(("pp", "replica", "fsdp", "tp"), sizes, strict=True)))
+        groups = device_mesh(mesh, device_type), axis_group(mesh, "pp", "tp")
+        return cls(axes, layout, *groups)
 
     def groups(self) -> list[ProcessGroup]:
         """This rank's process groups, one an axis."""

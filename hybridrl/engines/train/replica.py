@@ -45,7 +45,7 @@ class Replica:
         """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers."""
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
         self.max_tokens = max_tokens
-        self._group = dims.mesh["pp", "tp"]._flatten("pp_tp").get_group()
+        self._group = dims.replica_group
         self._last_stage = dims.stage_of_layer(num_layers)[-1]
 
     @property
