@@ -15,6 +15,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
+from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescription
@@ -155,9 +156,17 @@ class WorkerGroup:
         (roles,) = (pool.roles for pool in self.pools.values() if rank in pool.ranks)
         return WorkerError(
             f"rank {rank} of {self.size} ({', '.join(roles)}) on node {node} failed:"
-            f" {reason}; its log is {log or self._logs}",
+            f" {reason}; its log is {log or self._logs}{self._traces()}",
             error.died,
         )
+
+    def _traces(self) -> str:
+        """Where NCCL's last collectives are, if a timeout has written them."""
+        files = recorded_collectives(self._logs)
+        if not files:
+            return ""
+        named = files[0] if len(files) == 1 else f"{self._logs}/{NCCL_TRACE}*"
+        return f"; the last collectives are in {named} (`torchfrtrace` reads them)"
 
     # -- whole group, blocking -----------------------------------------------------------------
 

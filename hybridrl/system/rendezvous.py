@@ -4,12 +4,18 @@ import logging
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ClusterConfig, Device
 from hybridrl.system.devices import own_device
 
 logger = logging.getLogger(__name__)
+
+NCCL_TRACE = "nccl-"
+"""How the files of NCCL's last collectives begin, in the logs of a run."""
+COLLECTIVES_KEPT = 2000
+"""Collectives that NCCL keeps of each rank: a few steps, in under 1 MB."""
 
 
 def open_store(host: str, port: int, *, listens: bool) -> Any:
@@ -52,6 +58,25 @@ def join_group(rank: int, size: int, store: Any, host: str, config: ClusterConfi
     )
     logger.debug("the process group of all ranks is up")
     return device
+
+
+def record_collectives(prefix: Path, rank: int) -> None:
+    """Have NCCL keep its last collectives, and write them to `prefix`RANK after a timeout.
+
+    This is torch's flight recorder. It reads these variables when the group of all ranks is made,
+    and appends the `rank` in it. Variables that the user has set are kept. `torchfrtrace` reads the
+    files of all ranks. One of an earlier run is removed.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{prefix}{rank}").unlink(missing_ok=True)
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(COLLECTIVES_KEPT))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(prefix))
+
+
+def recorded_collectives(logs: Path) -> list[Path]:
+    """The files of `record_collectives` in `logs`, those of ranks that saw a timeout."""
+    return sorted(logs.glob(f"{NCCL_TRACE}*"))
 
 
 def address_here(peer: str) -> str:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from hybridrl.config import ClusterKind, Config
+from hybridrl.config import ClusterKind, Config, Device
+from hybridrl.system.rendezvous import NCCL_TRACE, record_collectives
 from hybridrl.telemetry.log import rank_log
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.base_worker import BaseWorker
@@ -15,12 +16,14 @@ POOLS: dict[str, type[BaseWorker]] = {"actor": ActorWorker, "critic": CriticWork
 def make_worker(
     rank: int, world_size: int, config: Config, model_path: str, data_plane: DataPlane
 ) -> BaseWorker:
-    """The worker of a run's `rank`; in its pool it has another number. It begins its log."""
+    """The worker of a run's `rank`; in its pool it has another number. It begins its logs."""
     # Under Ray a rank's standard error is a file; without it is the terminal.
-    plain = config.cluster.kind is ClusterKind.processes
-    file = Path(config.run.dir) / "logs" / f"rank-{rank}.log" if plain else None
-    rank_log(rank, config.log.level, file)
+    plain, logs = config.cluster.kind is ClusterKind.processes, Path(config.run.dir) / "logs"
+    rank_log(rank, config.log.level, logs / f"rank-{rank}.log" if plain else None)
     pools = config.cluster.pool_ranks
     assert world_size == sum(map(len, pools.values()))
     name = next(name for name, ranks in pools.items() if rank in ranks)
-    return POOLS[name](pools[name].index(rank), len(pools[name]), config, model_path, data_plane)
+    rank_in_pool = pools[name].index(rank)
+    if config.cluster.device is Device.cuda:
+        record_collectives(logs / f"{NCCL_TRACE}{name}-", rank_in_pool)
+    return POOLS[name](rank_in_pool, len(pools[name]), config, model_path, data_plane)
