@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -34,13 +35,26 @@ class StageModel(PackedModel):
     finish: Finish | None = None
     with_entropy = False
 
-    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:  # type: ignore[override]
         """Hidden states, or on the last chunk the micro-batch's loss [1]."""
-        out = super().forward(x, self.batches[int(number)], self.with_entropy)
+        out = super().forward(x, self.batches[number], self.with_entropy)
         if isinstance(out, torch.Tensor):
             return out
         assert self.finish is not None
-        return torch.stack([self.finish(int(number), *out)])
+        return torch.stack([self.finish(number, *out)])
+
+
+def _read_number(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read the micro-batch's number on the host, from the tensor [1] that torch's schedule passes.
+
+    This comes before FSDP's own hook, which moves tensors to the GPU: reading it there waits for
+    all that the GPU has to do.
+    """
+    if "number" in kwargs:
+        kwargs = {**kwargs, "number": int(kwargs["number"])}
+    return args, kwargs
 
 
 class Pipeline:
@@ -65,6 +79,8 @@ class Pipeline:
         self.kind, self.group, self.device, self.dtype = kind, group, device, dtype
         self._token_parts = token_parts
         self._features: int = chunks[0].model.config.hidden_size
+        for chunk in chunks:
+            chunk.register_forward_pre_hook(_read_number, prepend=True, with_kwargs=True)
 
     def num_micro_batches(self, least: int) -> int:
         """The smallest allowed number from `least` on: a multiple of the stages."""
@@ -104,7 +120,7 @@ class Pipeline:
                         if index:
                             _wait(messages.pop(starts[index - 1] + number, []))
                             x = hidden.pop((index, number))
-                        x = chunks[index](x, torch.tensor([number]))
+                        x = chunks[index](x, number)
                     elif target == rank:
                         x = x.new_empty(self._hidden_shape(x.shape[1]), dtype=self.dtype)
                         operations.append(self._message(dist.irecv, x, holder))
