@@ -16,7 +16,7 @@ from hybridrl.config import TrainLayoutConfig
 from hybridrl.config.layout import Grouping
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.layout.grouping import TrainAxes, gen_positions
-from hybridrl.layout.mesh import gen_mesh
+from hybridrl.layout.mesh import Mesh, gen_mesh
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.process_groups import GroupTimeout, group_name, new_group, shared_group
@@ -238,6 +238,12 @@ def test_a_group_of_the_same_ranks_is_shared(fresh_ranks: Ranks) -> None:
     first, none, last = fresh_ranks(3, shared_groups)
     assert first == last == ["hybridrl/0_2/0", "hybridrl/0_2/1"]
     assert none == []
+
+
+def test_the_ranks_along_axes_of_a_mesh() -> None:
+    mesh = Mesh((("pp", 2), ("fsdp", 2), ("tp", 2)), (7, 6, 5, 4, 3, 2, 1, 0))
+    assert mesh.along(7, "pp") == [3, 7]
+    assert mesh.along(7, "pp", "tp") == [2, 3, 6, 7]
 
 
 class CountingStore(FakeStore):
