@@ -80,8 +80,8 @@ test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 gpu-dry: $(BIN)/.dev  ## the CUDA branches on fake GPUs, at 1, 8 and 64 ranks; needs g++
 	$(PYTEST) -q -m gpu_dry tests/gpu_dry
 
-gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth: kernels and syncs, as JSON
-	PYTHONPATH=tests $(BIN)/python -m gpu_dry --full --out .cache/gpu_dry/full.json
+gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth, against the same table
+	$(PYTEST) -q -m gpu_dry_full tests/gpu_dry
 
 # On a bare machine, without .venv, by the Python that has torch.
 gpu-report:  ## measure this machine's GPUs: one table, one JSON, ten minutes

@@ -7,22 +7,19 @@ fake_cuda.load()  # before torch
 import argparse  # noqa: E402
 import json  # noqa: E402
 import sys  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
 import warnings  # noqa: E402
-from contextlib import nullcontext  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.cases import CASES, FULL  # noqa: E402
 from gpu_dry.cuda_lines import LineTrace  # noqa: E402
 from gpu_dry.dry_run import run_case  # noqa: E402
-from gpu_dry.planned import planned  # noqa: E402
 from gpu_dry.provoke import provoke  # noqa: E402
 
 
 def main() -> None:
-    """Run the cases that the command line names, or all of `make gpu-dry`; write a JSON file."""
+    """Run the cases that the command line names, or the whole table; write a JSON file."""
     parser = argparse.ArgumentParser(prog="python -m gpu_dry")
     parser.add_argument("--case", action="append", help="a case by its name; all if left out")
     parser.add_argument("--full", action="store_true", help="every model at its whole depth")
@@ -34,22 +31,15 @@ def main() -> None:
     device, trace = fake_device.FakeDevice(), LineTrace()
     fake_cuda.install(lambda name: device.sync("wait"))
     fake_device.install(device)
-    results = {"all": [*CASES], "provoked": provoke(device), "cases": {}, "memory": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.case or table:
-            begun = time.process_time()
-            case = table[name]
-            with trace.running() if case.traced else nullcontext():
-                counts, config, shape = run_case(case, device, Path(folder))
-            phases = {phase: figures.summary() for phase, figures in counts.items()}
-            results["cases"][name] = {"layers": shape.num_hidden_layers, "phases": phases}
-            sizes = planned(case, config, shape)
-            results["memory"][name] = {p: [counts[p].peak, size] for p, size in sizes.items()}
-            print(
-                f"{name}: {time.process_time() - begun:.1f} s of CPU", file=sys.stderr, flush=True
-            )
-            results["missed"] = trace.missed()
-            options.out.write_text(json.dumps(results, indent=1))  # after each: a case may fail
+    results = {"all": [*table], "provoked": provoke(device), "cases": {}, "memory": {}}
+    for name in options.case or table:
+        begun = time.process_time()
+        figures = run_case(table[name], device, trace)
+        results["memory"][name] = figures.pop("memory")
+        results["cases"][name] = figures
+        print(f"{name}: {time.process_time() - begun:.1f} s of CPU", file=sys.stderr, flush=True)
+        results["missed"] = trace.missed()
+        options.out.write_text(json.dumps(results, indent=1))  # after each: a case may fail
 
 
 if __name__ == "__main__":

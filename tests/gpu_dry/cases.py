@@ -2,31 +2,73 @@
 
 from dataclasses import replace
 
-from gpu_dry.dry_run import Case
+from gpu_dry.case import Case
 from hybridrl.config import PipelineSchedule
 
 SMALL = "qwen3_1.7b"
+ABOVE_LIMIT = 5, 6
+"""Layers of the small model whose gradients are sharded as the whole model's are: it has more than
+`KEEP_UNSHARDED_PARAMETERS`."""
 
 CASES: dict[str, Case] = {
-    # Whole, and at two depths: the others' figures by layer come from such a difference.
-    "1.7b on 1": Case(model=SMALL),
-    "1.7b on 1, 2 layers": Case(model=SMALL, layers=2, critic=True, traced=True),
-    "1.7b on 1, 3 layers": Case(model=SMALL, layers=3),
-    "1.7b on 8": Case(model=SMALL, ranks=8, rank=3),
-    "1.7b on 8, adapters": Case(model=SMALL, layers=2, ranks=8, lora=16, critic=True, traced=True),
+    # Whole, to show that the figures of a few layers give those of all.
+    "1.7b on 1, whole": Case(model=SMALL, critic=True),
+    "1.7b on 8, whole": Case(model=SMALL, ranks=8, rank=3),
+    "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
+    "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
+    "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True, traced=True),
     "8b on 1, torch attention": Case(
-        model="qwen3_8b", layers=2, flash=False, checkpointing=True, traced=True
+        model="qwen3_8b", layers=(2, 3), flash=False, checkpointing=True, traced=True
     ),
     "8b on 8": Case(
-        model="qwen3_8b", layers=2, ranks=8, rank=3, train={"tp": 2}, gen={"tp": 2}, critic=True
+        model="qwen3_8b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"tp": 2},
+        gen={"tp": 2},
+        critic=True,
+    ),
+    "8b on 8, adapters": Case(
+        model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True, traced=True
+    ),
+    "8b on 8, interleaved": Case(
+        model="qwen3_8b",
+        layers=(4, 8),
+        ranks=8,
+        rank=6,
+        train={"pp": 2, "schedule": PipelineSchedule.interleaved},
+        gen={"pp": 2},
+    ),
+    "8b on 8, zero bubble": Case(
+        model="qwen3_8b",
+        layers=(4, 8),
+        ranks=8,
+        train={"pp": 2, "tp": 2, "schedule": PipelineSchedule.zero_bubble},
+        gen={"tp": 4},
     ),
     "32b on 64, adapters": Case(
-        model="qwen3_32b", layers=2, ranks=64, rank=37, train={"tp": 8}, gen={"tp": 8}, lora=16
+        model="qwen3_32b",
+        layers=(2, 3),
+        ranks=64,
+        rank=37,
+        train={"tp": 8},
+        gen={"tp": 8},
+        lora=16,
+    ),
+    "32b on 64, zero bubble": Case(
+        model="qwen3_32b",
+        layers=(8, 16),
+        ranks=64,
+        rank=9,
+        train={"pp": 4, "tp": 4, "schedule": PipelineSchedule.zero_bubble},
+        gen={"tp": 8},
+        critic=True,
     ),
     # The second of two pipeline stages in generation, the third of four in training.
     "70b on 64": Case(
         model="llama3_70b",
-        layers=8,
+        layers=(8, 12),
         ranks=64,
         rank=37,
         train={"pp": 4, "tp": 4, "sequence_parallel": True},
@@ -35,7 +77,7 @@ CASES: dict[str, Case] = {
     ),
     "70b on 64, last stage": Case(
         model="llama3_70b",
-        layers=8,
+        layers=(8, 16),
         ranks=64,
         rank=48,
         train={"pp": 4, "tp": 4, "schedule": PipelineSchedule.interleaved},
@@ -46,8 +88,8 @@ CASES: dict[str, Case] = {
 """Run by `make gpu-dry`."""
 
 FULL = {
-    f"{name}, whole": replace(case, layers=None, traced=False)
+    name: replace(case, layers=None, traced=False)
     for name, case in CASES.items()
-    if case.layers is not None and case.model != SMALL
+    if case.layers is not None
 }
-"""Run by `make gpu-dry-full`: every model at its whole depth."""
+"""Run by `make gpu-dry-full`: what is cut above, at its whole depth."""

@@ -1,91 +1,37 @@
 """One rank of a run on fake GPUs, through the phases of a step."""
 
+import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer
 
+from gpu_dry.case import PROMPT_TOKENS, ROWS, SAMPLE_TOKENS, SAMPLES, Case
+from gpu_dry.cuda_lines import LineTrace
 from gpu_dry.fake_device import Counts, FakeDevice
-from gpu_dry.world import joined, kernels, weights_without_values, write_model
+from gpu_dry.fake_files import files_without_values
+from gpu_dry.planned import planned
+from gpu_dry.whole import multiplied
+from gpu_dry.world import joined, kernels, num_layers, weights_without_values, write_model
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.algorithms.losses import ClippedLoss
-from hybridrl.config import (
-    ActorConfig,
-    ClusterConfig,
-    Config,
-    DataConfig,
-    Device,
-    LoraConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    RolloutLayoutConfig,
-    TrainerConfig,
-    TrainLayoutConfig,
-    ValueModelConfig,
-)
+from hybridrl.checkpoint import distributed
+from hybridrl.checkpoint.hf import save_hf
 from hybridrl.data import Item
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import UpdateShare
 
-ROWS = 16
-"""Samples that decode together."""
-SAMPLES = 2
-"""Samples that a rank scores and trains; with those of its replica they fill micro-batches."""
-MICRO_BATCH_TOKENS = 4096
-SAMPLE_TOKENS, PROMPT_TOKENS = 1024, 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model on `ranks` ranks, seen from `rank`. `layers` None is its whole depth."""
-
-    model: str
-    ranks: int = 1
-    rank: int = 0
-    layers: int | None = None
-    train: dict[str, Any] = field(default_factory=dict)
-    gen: dict[str, Any] = field(default_factory=dict)
-    lora: int = 0
-    checkpointing: bool = False
-    critic: bool = False
-    """Whether a value model is trained, too."""
-    flash: bool = True
-    """Whether flash-attn is installed."""
-    traced: bool = False
-    """Whether the lines that it runs are noted, which doubles its time."""
-
-    def config(self, path: Path) -> Config:
-        """The settings of the run."""
-        dropout = 0.0 if self.train.get("tp", 1) > 1 else 0.05  # tp refuses it
-        return Config(
-            model=ModelConfig(path=str(path)),
-            actor=ActorConfig(lora=LoraConfig(rank=self.lora, dropout=dropout)),
-            data=DataConfig(max_prompt_tokens=2048),
-            reward=RewardConfig(model=str(path / "judge")),
-            critic=ValueModelConfig(layout=TrainLayoutConfig(**self.train)),
-            rollout=RolloutConfig(
-                max_new_tokens=2048,
-                max_running=ROWS,
-                layout=RolloutLayoutConfig(**self.gen),
-            ),
-            trainer=TrainerConfig(
-                max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
-                activation_checkpointing=self.checkpointing,
-                layout=TrainLayoutConfig(**self.train),
-            ),
-            cluster=ClusterConfig(ranks=self.ranks, device=Device.cuda),
-        )
+AVERAGE = "average"
 
 
 class DryRun:
@@ -93,8 +39,9 @@ class DryRun:
 
     def __init__(self, case: Case, path: Path, device: FakeDevice, cuda: torch.device) -> None:
         self.case, self.device, self.cuda = case, device, cuda
+        self.average: MovingAverage | None = None
         self.config = case.config(path)
-        self.path = str(path)
+        self.path, self.folder = str(path), path
         self.counts: dict[str, Counts] = {}
         self.store = SampleStore()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -114,10 +61,14 @@ class DryRun:
             self.roles = ActorRoleFactory(
                 self.config, self.path, self.tokenizer, self.store, self.cuda, actor, self.residency
             )
+        if not self.case.lora:
+            with self.phase("build average"):
+                self.average = MovingAverage(actor.train_engine, decay=0.9)
         self._generate()
         ids = self._samples()
         self._score(ids)
         self._train(ids)
+        self._resume()
         if self.case.critic:
             self._train_critic(ids)
 
@@ -183,6 +134,13 @@ class DryRun:
         for name in ("first update", "update"):
             with self.phase(name):
                 self.actor.update(stage, share)
+        if self.average is not None:
+            with self.phase("average"):
+                self.average.follow()
+        with self.phase("save"):
+            dtype = self.config.model.compute_dtype
+            save_hf(self.actor.train_engine, self.folder / "hf", self.tokenizer, dtype)
+            distributed.save(self.folder / "resume", self.actor.train_engine, self._averages())
         with self.phase("offload"):
             self.residency.activate(None)
         tensors = list(self.actor.train_engine.trained_parameters())
@@ -194,6 +152,33 @@ class DryRun:
         ):
             actor.switch_weights(woken)
         self.residency.enter_training()
+
+    def _resume(self) -> None:
+        """Read the checkpoint; copies of the trained weights and of their average."""
+        engine, averages = self.actor.train_engine, self._averages()
+        assert {x.to_local().device.type for x in averages.values()} <= {"cpu"}, "it is on the host"
+        with self.phase("load"):
+            distributed.load(
+                self.folder / "resume", engine, distributed.progress_of(engine), averages
+            )
+            if self.average is not None:
+                self.average.restore(distributed.average_shards(averages, AVERAGE))
+        with self.phase("copy weights"):
+            reference = self.roles.frozen_copy()
+        if self.average is not None:
+            self.residency.activate(reference)
+            dtype = self.config.model.compute_dtype
+            with self.phase("copy average"):
+                self.actor.copy_weights(reference.parameters(), dtype, self.average.shards)
+        self.residency.activate(engine)
+        state = [x for states in engine.optimizer.state.values() for x in states.values()]
+        assert {x.device.type for x in state} == {"cuda"}, "the optimizer is with its weights"
+        self.residency.activate(None)
+
+    def _averages(self) -> distributed.NamedTensors:
+        if self.average is None:
+            return {}
+        return distributed.as_parameters(self.average.engine, self.average.shards, AVERAGE)
 
     def _train_critic(self, ids: tuple[SampleId, ...]) -> None:
         """Values, and two optimizer steps of a value model that starts as the actor."""
@@ -229,14 +214,31 @@ def _item(length: int) -> Item:
     return Item("", (3,) * length, "", (), "", {})
 
 
-def run_case(
-    case: Case, device: FakeDevice, folder: Path
-) -> tuple[dict[str, Counts], Config, PretrainedConfig]:
-    """What every phase did, the settings, and the model's config."""
+def run_case(case: Case, device: FakeDevice, trace: LineTrace) -> dict[str, Any]:
+    """The layers of the case's model, and what every phase of the whole model does.
+
+    `memory` has for each depth the peak of each phase beside the memory plan's, in bytes.
+    """
+    with trace.running() if case.traced else nullcontext():
+        first = run_depth(case, case.layers and case.layers[0], device)
+    if case.layers is None:
+        return first
+    second = run_depth(case, case.layers[1], device)
+    whole = multiplied(first, second, case.layers, num_layers(case.model))
+    return whole | {"memory": first["memory"] | second["memory"]}
+
+
+def run_depth(case: Case, layers: int | None, device: FakeDevice) -> dict[str, Any]:
+    """What every phase does with the model cut to `layers`; None is all of it."""
     with ExitStack() as stack:
-        path = write_model(folder, case.model, case.layers)
-        cuda = stack.enter_context(joined(case.rank, case.ranks))
-        for surroundings in (weights_without_values(device), kernels(device, case.flash)):
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        path = write_model(Path(folder), case.model, layers)
+        cuda = stack.enter_context(joined(case.rank, case.ranks, case.strict))
+        for surroundings in (
+            weights_without_values(device),
+            files_without_values(device),
+            kernels(device, case.flash),
+        ):
             stack.enter_context(surroundings)
         # Backward on this thread, which is the one that is traced.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -244,4 +246,9 @@ def run_case(
         stack.enter_context(device.memory)
         run = DryRun(case, path, device, cuda)
         run.run()
-        return run.counts, run.config, run.actor.train_engine.model.config
+        shape = run.actor.train_engine.model.config
+        phases = {name: counts.summary() for name, counts in run.counts.items()}
+    sizes = planned(case, run.config, shape)
+    memory = {name: [run.counts[name].peak, size] for name, size in sizes.items()}
+    depth = shape.num_hidden_layers
+    return {"layers": depth, "phases": phases, "memory": {str(depth): memory}}

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig
 
 from gpu_dry import dry_run
-from gpu_dry.dry_run import Case, DryRun
+from gpu_dry.case import Case
+from gpu_dry.dry_run import DryRun
 from hybridrl.config import ClusterConfig, Config, DataConfig, Device, DType, RewardConfig
 from hybridrl.controller.memory_plan import plan_run
 from hybridrl.controller.memory_sizes import Row

@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from gpu_dry.dry_run import MICRO_BATCH_TOKENS, PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLES, Case
+from gpu_dry.case import MICRO_BATCH_TOKENS, PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLES, Case
 from hybridrl.config import Attention, Config, RewardKind
 from hybridrl.controller.memory_plan import plan_run
 from hybridrl.controller.memory_sizes import Row

@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from gpu_dry.processes import run_processes
+from gpu_dry.whole import differences
 
 pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
@@ -20,13 +21,23 @@ WRITE = "GPU_DRY_WRITE"
 
 HALVES = (
     (
-        "1.7b on 1, 2 layers",
-        "1.7b on 1, 3 layers",
-        "1.7b on 8, adapters",
-        "8b on 1, torch attention",
-        "1.7b on 1",
+        "8b on 8, zero bubble",
+        "70b on 64, last stage",
+        "70b on 64",
+        "8b on 8, interleaved",
+        "1.7b on 8",
+        "32b on 64, zero bubble",
+        "8b on 8",
     ),
-    ("8b on 8", "70b on 64", "70b on 64, last stage", "32b on 64, adapters", "1.7b on 8"),
+    (
+        "1.7b on 1",
+        "8b on 8, adapters",
+        "8b on 1, strict",
+        "8b on 1, torch attention",
+        "32b on 64, adapters",
+        "1.7b on 1, whole",
+        "1.7b on 8, whole",
+    ),
 )
 """Every case, in two processes of about equal time."""
 
@@ -34,17 +45,7 @@ HALVES = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the cases did: `cases`, `provoked`, and `missed`, the lines that no process ran."""
-    folder = tmp_path_factory.mktemp("gpu_dry")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    started = []
-    for number, names in enumerate(HALVES):
-        out = folder / f"{number}.json"
-        command = [sys.executable, "-m", "gpu_dry", "--out", str(out)]
-        command += [word for name in names for word in ("--case", name)]
-        started.append((subprocess.Popen(command, env=environment), out))
-    for process, _ in started:
-        assert process.wait() == 0, "a dry run failed: its error is above"
-    first, second = (json.loads(out.read_text()) for _, out in started)
+    first, second = run_processes(tmp_path_factory.mktemp("gpu_dry"), HALVES)
     return {
         "cases": {**first["cases"], **second["cases"]},
         "memory": {**first["memory"], **second["memory"]},
@@ -79,23 +80,39 @@ def test_kernels_and_syncs_are_those_of_the_table(results: dict[str, Any]) -> No
     assert not changes, "\n".join([*changes, f"`{WRITE}=1 make gpu-dry` rewrites {COUNTS.name}"])
 
 
-@pytest.mark.parametrize("phase", ["prefill and first decode", "decode", "switch", "old policy"])
-def test_figures_of_a_few_layers_give_those_of_all(results: dict[str, Any], phase: str) -> None:
+@pytest.mark.parametrize("name", ["1.7b on 1", "1.7b on 8"])
+def test_figures_of_two_depths_give_those_of_the_whole_model(
+    results: dict[str, Any], name: str
+) -> None:
     """So the models that are cut to a few layers say what their whole depth does."""
-    two, three, whole = (
-        results["cases"][name]["phases"][phase]["kernels"]
-        for name in ("1.7b on 1, 2 layers", "1.7b on 1, 3 layers", "1.7b on 1")
-    )
-    layers = results["cases"]["1.7b on 1"]["layers"]
-    assert whole == two + (layers - 2) * (three - two)
+    cut, whole = results["cases"][name], results["cases"][f"{name}, whole"]
+    assert not differences(name, cut, whole)
 
 
-def test_syncs_of_a_decode_step_do_not_grow_with_the_model(results: dict[str, Any]) -> None:
-    syncs = {
-        json.dumps(results["cases"][name]["phases"]["decode"]["syncs"])
-        for name in ("1.7b on 1, 2 layers", "1.7b on 1, 3 layers", "1.7b on 1")
-    }
-    assert len(syncs) == 1
+def test_another_figure_of_a_phase_is_a_difference() -> None:
+    def figures(kernels: int, syncs: dict[str, int]) -> dict[str, Any]:
+        return {"kernels": kernels, "collectives": 7, "syncs": syncs}
+
+    def found(phase: str, first: Any, second: Any) -> int:
+        one, other = ({"phases": {phase: x}} for x in (first, second))
+        return len(differences("case", one, other))
+
+    read = {"f: read": 1}
+    assert not found("decode", figures(1000, read), figures(1000, read))
+    assert found("decode", figures(1001, read), figures(1000, read)) == 1
+    assert found("decode", figures(1000, {}), figures(1000, read)) == 1
+    assert not found("switch", figures(1001, read), figures(1000, read))
+    assert found("switch", figures(1200, read), figures(1000, read)) == 1
+
+
+@pytest.mark.parametrize("name", ["1.7b on 1", "8b on 1, torch attention", "8b on 8"])
+def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
+    results: dict[str, Any], name: str
+) -> None:
+    """Those of a few layers and of a whole model are as many."""
+    cases = results["cases"]
+    syncs = cases["1.7b on 1, whole"]["phases"]["decode"]["syncs"]
+    assert sum(cases[name]["phases"]["decode"]["syncs"].values()) <= sum(syncs.values())
 
 
 def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -32,7 +35,7 @@ from hybridrl.workers.actor import ENGINE_GAPS
 
 
 @contextmanager
-def joined(rank: int, size: int) -> Iterator[torch.device]:
+def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
     """This process as `rank` of `size` of a group whose other ranks say what this one says."""
     join = dist.init_process_group
 
@@ -42,7 +45,7 @@ def joined(rank: int, size: int) -> Iterator[torch.device]:
 
     with mock.patch.object(dist, "init_process_group", fake):
         device = join_group(rank, size, None, "127.0.0.1", ClusterConfig(device=Device.cuda))
-        prepare_gpu(device, num_threads=1, strict=False)
+        prepare_gpu(device, num_threads=1, strict=strict)
     try:
         with (
             mock.patch.object(process_groups, "_meet", return_value=None),
@@ -51,7 +54,11 @@ def joined(rank: int, size: int) -> Iterator[torch.device]:
         ):
             yield device
     finally:
+        torch.use_deterministic_algorithms(False)
         dist.destroy_process_group()
+        # Else DTensors of the next world would name groups of this one.
+        _clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
@@ -81,8 +88,7 @@ def write_model(folder: Path, name: str, layers: int | None) -> Path:
 
     In it a directory `judge`, with the same as a sequence classifier.
     """
-    shape = yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text())["model"]["shape"]
-    settings = dict(shape) | ({"num_hidden_layers": layers} if layers else {})
+    settings = _shape(name) | ({"num_hidden_layers": layers} if layers else {})
     config = AutoConfig.for_model(
         settings.pop("model_type"), max_position_embeddings=32768, **settings
     )
@@ -94,6 +100,15 @@ def write_model(folder: Path, name: str, layers: int | None) -> Path:
         config.update({"architectures": ["ForSequenceClassification"], "num_labels": 1})
         config.tie_word_embeddings = False
     return path
+
+
+def num_layers(name: str) -> int:
+    """The layers of the whole model of `conf/model/NAME.yaml`."""
+    return int(_shape(name)["num_hidden_layers"])
+
+
+def _shape(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / f"conf/model/{name}.yaml").read_text())["model"]["shape"])
 
 
 class _WeightFile:
@@ -240,7 +255,10 @@ def _flash_attn_varlen_func(
 
 @contextmanager
 def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
-    """Kernels that cannot run: attention, Triton's, torch's fused norm. With `flash` flash-attn."""
+    """Kernels that cannot run: attention, Triton's, torch's fused norm. With `flash` flash-attn.
+
+    DTensor's trial runs for shapes are not counted: they launch nothing.
+    """
     _Attention.device = device
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -253,6 +271,12 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
         device.launch("rms_norm")
         return torch.empty_like(x)
 
+    trial = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(*args: Any) -> Any:
+        with device.phase({}, "trial"):  # DTensor asks for the shape of a result, once
+            return trial(*args)
+
     module = ModuleType("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)
     module.flash_attn_varlen_func = _flash_attn_varlen_func
@@ -261,5 +285,6 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
         mock.patch.object(functional, "scaled_dot_product_attention", _sdpa),
         mock.patch.object(functional, "rms_norm", rms_norm),
         mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
     ):
         yield

@@ -1,0 +1,78 @@
+"""What a dry run runs: a model on some ranks, and how much of it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import (
+    ActorConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    Deterministic,
+    Device,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RolloutLayoutConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+    ValueModelConfig,
+)
+
+ROWS = 16
+"""Samples that decode together."""
+SAMPLES = 2
+"""Samples that a rank scores and trains; with those of its replica they fill micro-batches."""
+MICRO_BATCH_TOKENS = 4096
+SAMPLE_TOKENS, PROMPT_TOKENS = 1024, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on `ranks` ranks, seen from `rank`.
+
+    It is cut to so many `layers`, twice: the difference gives the figures of the whole model. None
+    is the whole depth.
+    """
+
+    model: str
+    ranks: int = 1
+    rank: int = 0
+    layers: tuple[int, int] | None = None
+    train: dict[str, Any] = field(default_factory=dict)
+    gen: dict[str, Any] = field(default_factory=dict)
+    lora: int = 0
+    checkpointing: bool = False
+    critic: bool = False
+    """Whether a value model is trained, too."""
+    flash: bool = True
+    """Whether flash-attn is installed."""
+    strict: bool = False
+    """Whether every sample decodes alone, and is replayed when it is resumed."""
+    traced: bool = False
+    """Whether the lines that it runs are noted, which doubles its time."""
+
+    def config(self, path: Path) -> Config:
+        """The settings of the run."""
+        dropout = 0.0 if self.train.get("tp", 1) > 1 else 0.05  # tp refuses it
+        return Config(
+            model=ModelConfig(path=str(path)),
+            actor=ActorConfig(lora=LoraConfig(rank=self.lora, dropout=dropout)),
+            data=DataConfig(max_prompt_tokens=2048),
+            reward=RewardConfig(model=str(path / "judge")),
+            critic=ValueModelConfig(layout=TrainLayoutConfig(**self.train)),
+            rollout=RolloutConfig(
+                max_new_tokens=2048,
+                max_running=ROWS,
+                layout=RolloutLayoutConfig(**self.gen),
+            ),
+            trainer=TrainerConfig(
+                max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
+                activation_checkpointing=self.checkpointing,
+                layout=TrainLayoutConfig(**self.train),
+            ),
+            cluster=ClusterConfig(ranks=self.ranks, device=Device.cuda),
+            deterministic=Deterministic.strict if self.strict else Deterministic.off,
+        )

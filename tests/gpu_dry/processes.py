@@ -1,0 +1,27 @@
+"""Runs `python -m gpu_dry`: cases in processes of their own, two at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+
+
+def run_processes(
+    folder: Path, halves: Sequence[Sequence[str]], *options: str
+) -> list[dict[str, Any]]:
+    """What each process of `halves`, lists of cases, has found; `folder` is scratch."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    started = []
+    for number, names in enumerate(halves):
+        out = folder / f"{number}.json"
+        command = [sys.executable, "-m", "gpu_dry", "--out", str(out), *options]
+        command += [word for name in names for word in ("--case", name)]
+        started.append((subprocess.Popen(command, env=environment), out))
+    for process, _ in started:
+        assert process.wait() == 0, "a dry run failed: its error is above"
+    return [json.loads(out.read_text()) for _, out in started]
