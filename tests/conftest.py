@@ -1,44 +1,22 @@
-"""Real gloo processes for tests of every room."""
+"""What all tests share; `gloo_ranks` and `whole_runs` hold the fixtures that start processes."""
 
 import gc
-import io
-import multiprocessing
-import operator
-import os
-import pickle
 import shutil
 import signal
 import subprocess
 import sys
-import time
-import traceback
 import venv
-from collections.abc import Callable, Iterator
-from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import nccl_order
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import HealthCheck, settings
-from nccl_recorder import Recorder
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-# A loaded machine is slow, not wrong.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+PLUGINS = ("gloo_ranks", "whole_runs")
+pytest.register_assert_rewrite(*PLUGINS)
 
 # A shell's background job ignores it, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-pytest_plugins = ["whole_runs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,11 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 ROOT = Path(__file__).parents[1]
 # Files whose tests take longest, in CPU seconds: none of them runs alone at the end.
 LONG_FILES = (
-    "test_cli.py",
-    "engines/train/test_layouts.py",
-    "controller/test_runs.py",
-    "controller/test_ppo.py",
     "controller/test_fused.py",
+    "controller/test_runs.py",
+    "runtime/test_ray_data_plane.py",
+    "runtime/test_join.py",
+    "engines/train/test_layouts.py",
+    "test_cli.py",
+    "controller/test_ppo.py",
     "engines/rollout/test_parallel.py",
     "controller/test_recipes.py",
     "controller/test_run_records.py",
@@ -64,12 +44,52 @@ LONG_FILES = (
     "engines/train/test_sequence_losses.py",
     "engines/rollout/test_deterministic.py",
     "engines/score/test_parallel.py",
-    "runtime/test_join.py",
+    "test_nccl_runs.py",
+    "kernels/test_linear_log_probs_triton.py",
+    "controller/test_command.py",
     "engines/train/test_engine.py",
     "telemetry/test_report.py",
 )
-# Also for the ranks of whole runs, which the same server forks.
-PRELOAD = ["hybridrl.workers.worker_factory", "torch.distributed.fsdp", "peft"]
+
+
+# Whole runs on the Ray cluster that tests share: one process starts it for all of them.
+ON_RAY = (
+    "tests/controller/test_fused.py",
+    "tests/controller/test_runs.py",
+    "tests/runtime/test_join.py",
+    "tests/runtime/test_ray_data_plane.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out files, and those of `ON_RAY` as if they were one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneCluster(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return ON_RAY[0] if file in ON_RAY else file
+
+    return OneCluster(config, log)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import what takes seconds where tests run: the process that hands them out starts sooner."""
+    hands_out = session.config.getoption("dist", "no") != "no"
+    if hands_out and not hasattr(session.config, "workerinput"):
+        return
+    from hypothesis import HealthCheck, settings
+
+    # A loaded machine is slow, not wrong.
+    settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
+    for plugin in PLUGINS:
+        session.config.pluginmanager.import_plugin(plugin)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,163 +103,6 @@ def pytest_collection_finish() -> None:
     """What has been imported by now stays: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
-
-
-class _ByValue:
-    """A call that reaches a process which cannot import the module of its function."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.function, self.args = function, args
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
-        module = sys.modules[self.function.__module__]
-        cloudpickle.register_pickle_by_value(module)
-        try:
-            return cloudpickle.loads, (cloudpickle.dumps(partial(self.function, *self.args)),)
-        finally:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-class _Rank:
-    """A process that runs one function after another, each with a default group of its own."""
-
-    def __init__(self, context: Any) -> None:
-        self.pipe, end = context.Pipe()
-        self.process = context.Process(target=operator.call, args=(_ByValue(_serve), end))
-        self.process.daemon = True
-        self.process.start()
-        end.close()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def _serve(pipe: Connection) -> None:
-    """Run what comes through the pipe; a failure ends the process, so that no peer waits for it."""
-    gc.freeze()  # what the server has imported, so that collecting is cheap
-    torch.set_num_threads(1)
-    environment = dict(os.environ)
-    while True:
-        try:
-            call = pipe.recv()
-        except EOFError:
-            return
-        try:
-            torch.manual_seed(0)
-            answer = _run(*call)
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
-            raise
-        pipe.send((answer, None))
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-def _run(
-    payload: bytes, number: int, rank: int, size: int, rendezvous: Path, records: bool
-) -> bytes:
-    """What the function returns. `number` counts calls, so no name of a group comes back.
-
-    With `records` also what the rank has sent and waited for (`nccl_recorder`), else None.
-    """
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    dist.distributed_c10d._world.group_count += 1000 * number
-    dist.barrier()  # a rank that is done at once would leave before the others have met it
-    answer, call, log = io.BytesIO(), pickle.loads(payload), None
-    if records:
-        with Recorder() as recorder:
-            result = call()
-        log = recorder.log
-    else:
-        result = call()
-    torch.save((result, log), answer)
-    dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # it holds the meshes of these groups
-    gc.collect()
-    return answer.getvalue()
-
-
-class _Ranks:
-    """Processes that serve one call after another; those of a call that failed are replaced."""
-
-    def __init__(self, rendezvous: Path, checks: bool) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
-        self._rendezvous, self._checks = rendezvous, checks
-        self._ranks: list[_Rank] = []
-        self._calls = 0
-
-    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if not self._checks:
-            return [result for result, _ in self._call(False, size, function, *args)]
-        results, logs = self.recorded(size, function, *args)
-        faults = nccl_order.check(logs)
-        assert not faults, "under NCCL: " + "\n".join(map(str, faults))
-        return results
-
-    def recorded(
-        self, size: int, function: Callable[..., Any], *args: Any
-    ) -> tuple[list[Any], list[nccl_order.Log]]:
-        """What the function returns and what it sends, both by rank."""
-        answers = self._call(True, size, function, *args)
-        return [result for result, _ in answers], [log for _, log in answers]
-
-    def _call(
-        self, records: bool, size: int, function: Callable[..., Any], *args: Any
-    ) -> list[tuple[Any, Any]]:
-        self._calls += 1
-        self._ranks += [_Rank(self._context) for _ in range(size - len(self._ranks))]
-        ranks, payload = self._ranks[:size], ForkingPickler.dumps(_ByValue(function, *args))
-        for number, rank in enumerate(ranks):
-            file = self._rendezvous / str(self._calls)
-            rank.pipe.send((bytes(payload), self._calls, number, size, file, records))
-        end = time.monotonic() + 120
-        answers = [_answer(rank, end - time.monotonic()) for rank in ranks]
-        errors = [error for _, error in answers if error]
-        if errors:
-            self.end()
-            raise AssertionError("\n".join(errors))
-        return [torch.load(io.BytesIO(result), weights_only=False) for result, _ in answers]
-
-    def end(self) -> None:
-        for rank in self._ranks:
-            rank.end()
-        self._ranks = []
-
-
-def _answer(rank: _Rank, timeout: float) -> tuple[bytes, str | None]:
-    if not rank.pipe.poll(max(timeout, 0)):
-        return b"", "a rank hangs"
-    try:
-        return rank.pipe.recv()
-    except (EOFError, ConnectionResetError):
-        rank.process.join()
-        return b"", f"a rank ended with {rank.process.exitcode}"
-
-
-@pytest.fixture(scope="session")
-def ranks(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(size, function, *args)` runs `function(*args)` in `size` gloo processes.
-
-    Returns what they returned, by rank; raises with their tracebacks when one failed. The processes
-    serve all tests of a session. A server that has imported torch forks them.
-    `ranks.recorded(size, function, *args)` also returns their logs for `nccl_order.check`.
-    """
-    pool = _Ranks(tmp_path_factory.mktemp("ranks"), pytestconfig.getoption("--nccl-order"))
-    yield pool
-    pool.end()
-
-
-@pytest.fixture
-def fresh_ranks(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[Callable[..., list[Any]]]:
-    """The same in processes that end with the test: for functions that leave something behind."""
-    pool = _Ranks(tmp_path, pytestconfig.getoption("--nccl-order"))
-    yield pool
-    pool.end()
 
 
 @pytest.fixture(scope="session")

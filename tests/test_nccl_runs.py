@@ -83,8 +83,17 @@ def score_and_train(path: str, layout: TrainLayoutConfig) -> None:
     engine.update(own_sequences(), CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize(
+    ("schedule", "pp"),
+    [
+        (PipelineSchedule.one_f_one_b, 2),
+        (PipelineSchedule.interleaved, 2),
+        (PipelineSchedule.zero_bubble, 4),
+        pytest.param(PipelineSchedule.one_f_one_b, 4, marks=pytest.mark.slow),
+        pytest.param(PipelineSchedule.interleaved, 4, marks=pytest.mark.slow),
+        pytest.param(PipelineSchedule.zero_bubble, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_pipelines(ranks: Ranks, model: str, schedule: PipelineSchedule, pp: int) -> None:
     _, logs = ranks.recorded(
         pp, score_and_train, model, TrainLayoutConfig(pp=pp, schedule=schedule)

@@ -114,9 +114,9 @@ def test_every_option_composes(group: str, option: str) -> None:
 @pytest.mark.parametrize("name", sorted(file.stem for file in ROOT.glob("conf/reward/*.yaml")))
 def test_every_cost_is_the_reward_of_its_name(name: str) -> None:
     needed = NEEDED.get(("reward", name), [])
-    reward = to_config(composed(f"reward={name}", *needed)).reward
-    needed = [override.replace("reward.", "cost.") for override in needed]
-    assert to_config(composed(f"cost={name}", *needed)).cost == replace(reward, extract=None)
+    needed = [*needed, *(override.replace("reward.", "cost.") for override in needed)]
+    config = to_config(composed(f"reward={name}", f"cost={name}", *needed))
+    assert config.cost == replace(config.reward, extract=None)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -36,7 +36,8 @@ def run_of(
     def run(name: str) -> Any:
         schedule = [] if name == "serial" else [*FUSED, f"schedule.migration={name}"]
         run = train if name == "kv" else train_here
-        return run(tmp_path_factory.mktemp(name), *long_tail, "cluster.ranks=2", *schedule)
+        settings = [*long_tail, "cluster.ranks=2", *schedule, "log.level=debug"]
+        return run(tmp_path_factory.mktemp(name), *settings)
 
     return run
 
@@ -77,6 +78,16 @@ def test_forward_passes_run_while_others_generate(run_of: Callable[[str], Any]) 
     assert all(early)
     assert set.union(*early) == {*PASSES}
     assert [overlapped(serial, step) for step in (1, 2, 3)] == [set()] * 3
+
+
+def test_under_ray_a_rank_logs_to_its_own_file(run_of: Callable[[str], Any]) -> None:
+    """At debug level the calls that it serves, too."""
+    events = read_lines(run_of("kv").dir / "events.jsonl")
+    (ranks,) = [event for event in events if event["kind"] == "ranks"]
+    text = Path(ranks["log"]).read_text()
+    assert " rank 0 INFO hybridrl.models.packed_attention: " in text
+    for what in ("call update started", "call update ended after"):
+        assert f" rank 0 DEBUG hybridrl.compat.verl: {what}" in text
 
 
 def overlapped(run: Any, step: int) -> set[str]:

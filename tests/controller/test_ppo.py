@@ -51,7 +51,7 @@ def run_of(
 
     @functools.cache
     def run(name: str) -> Any:
-        run = train_here if name in ("serial", "fused", "critic of tp 2") else train
+        run = train if name == "split" else train_here
         return run(tmp_path_factory.mktemp("ppo"), *kept, *PPO, "cluster.ranks=2", *RUNS[name])
 
     return run

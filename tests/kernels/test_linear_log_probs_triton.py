@@ -23,7 +23,13 @@ PROGRAMS = 10
 # Float32 sums in another order; the gradient of the logits is rounded to the inputs' dtype.
 VALUES = 1e-5
 GRADIENTS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-CASES = [(*size, dtype, True, 1.6) for dtype in GRADIENTS for size in SIZES] + [
+CASES = [(*size, torch.float32, True, 1.6) for size in SIZES] + [
+    (*SIZES[3], torch.bfloat16, True, 0.7),
+    (*SIZES[4], torch.float16, False, 0.7),
+]
+MORE_CASES = [
+    (*size, dtype, True, 1.6) for dtype in (torch.float16, torch.bfloat16) for size in SIZES
+] + [
     (*SIZES[3], dtype, with_entropy, 0.7) for dtype in GRADIENTS for with_entropy in (True, False)
 ]
 
@@ -70,13 +76,13 @@ def _interpret():
     linear_log_probs_triton.WANTED_PROGRAMS = PROGRAMS
 
 
-def _interpreted():
+def _interpreted(cases):
     _interpret()
     return [
         _results(
             *_inputs(*case[:4]), with_entropy, temperature, with_entropy, 2**16, None, "triton"
         )
-        for *case, with_entropy, temperature in CASES
+        for *case, with_entropy, temperature in cases
     ]
 
 
@@ -89,9 +95,10 @@ def _assert_close(got, want, dtype, case):
 
 
 @needs_triton
-def test_interpreted_equals_float64(fresh_ranks):
-    (results,) = fresh_ranks(1, _interpreted)
-    for case, got in zip(CASES, results, strict=True):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
+def test_interpreted_equals_float64(fresh_ranks, cases):
+    (results,) = fresh_ranks(1, _interpreted, cases)
+    for case, got in zip(cases, results, strict=True):
         _assert_close(got, _wanted(*case), case[3], case)
 
 
@@ -112,7 +119,7 @@ def _sharded_interpreted(cases):
 
 
 @needs_triton
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_interpreted_shards_equal_float64(fresh_ranks, size):
     """An uneven vocabulary of several blocks a rank; one of which the third rank holds nothing."""
     cases = [

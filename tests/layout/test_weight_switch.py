@@ -115,7 +115,16 @@ def many(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
     return errors
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 10), (4, 20), (8, 8)])
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (2, 10),
+        (4, 8),
+        (8, 4),
+        pytest.param(4, 20, marks=pytest.mark.slow),
+        pytest.param(8, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_random_layouts_are_bit_exact(ranks: Ranks, size: int, count: int) -> None:
     """And the bytes that came are the plan's, with no more scratch than two buckets."""
     cases = random_switches(size, count)

@@ -29,8 +29,17 @@ def alone(
 
 
 # Gemma 3 decodes by its own module, the others by the fused one.
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", torch.float32),
+        ("mistral", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
+        pytest.param("qwen3", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("mistral", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gemma3", torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_company_does_not_matter(
     family: str, dtype: torch.dtype, make_model: Callable[[str], PreTrainedModel],
     make_engine: Make, finish: Finish, requests_of: RequestsOf,

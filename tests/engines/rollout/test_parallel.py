@@ -225,7 +225,12 @@ def move_all(
 
 
 @pytest.mark.parametrize(
-    ("family", "pp", "tp"), [("qwen3", 1, 2), ("gemma3", 2, 1), ("qwen3", 2, 2)]
+    ("family", "pp", "tp"),
+    [
+        ("qwen3", 1, 2),
+        ("gemma3", 2, 1),
+        pytest.param("qwen3", 2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_move_between_instances(
     family: str, pp: int, tp: int, make_model: Callable[..., PreTrainedModel], make_engine: Make,

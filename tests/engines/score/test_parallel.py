@@ -62,9 +62,11 @@ def score_all(
 @pytest.mark.parametrize(
     ("pp", "tp", "order", "families"),
     [
-        (1, 2, (), FAMILIES),
-        (2, 1, (), FAMILIES),
+        (1, 2, (), ["qwen3"]),
+        (2, 1, (), ["gemma3"]),
         (2, 2, (), FAMILIES),
+        pytest.param(1, 2, (), FAMILIES, marks=pytest.mark.slow),
+        pytest.param(2, 1, (), FAMILIES, marks=pytest.mark.slow),
         # Places that are not in the order of the ranks of their groups.
         (2, 2, (3, 1, 2, 0), ["qwen3", "gemma3"]),
         (1, 4, (2, 0, 3, 1), ["llama"]),
@@ -157,7 +159,14 @@ def old_policy(path: str, pp: int, tp: int) -> Any:
     return {id: (output.log_probs, scored[id].tolist()) for id, output in outputs.items()}
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("pp", "tp"),
+    [
+        (2, 2),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_old_policy_while_others_decode(tiny: Tiny, ranks: Ranks, pp: int, tp: int) -> None:
     results = ranks(pp * tp, old_policy, tiny("gemma3"), pp, tp)
     for result in results:
