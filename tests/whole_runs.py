@@ -23,11 +23,12 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 
-from hybridrl.config import ClusterKind, Config, TinyModelConfig
+from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
 from hybridrl.config.compose import register, to_config
 from hybridrl.controller import run as controller_run
 from hybridrl.controller.run_records import FetchTexts, RunRecords
 from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.data import sources
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
@@ -175,6 +176,22 @@ def signal_handlers_kept() -> Iterator[None]:
 def _signal_handlers() -> Iterator[None]:
     """Each test leaves them as they were."""
     with signal_handlers_kept():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _generated_datasets() -> Iterator[None]:
+    """Runs of the same settings share them: each reads thousands of words when it is made."""
+    make, datasets = sources._reasoning_gym_dataset, {}
+
+    def make_once(key: str, source: SourceConfig, seed: int, size: int) -> Any:
+        settings = (key, repr(source), seed, size)
+        if settings not in datasets:
+            datasets[settings] = make(key, source, seed, size)
+        return datasets[settings]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_reasoning_gym_dataset", make_once)
         yield
 
 

@@ -5,6 +5,7 @@ No secret is written: of the environment's variables only those of `_KEPT`, and 
 that it holds one.
 """
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -84,8 +85,11 @@ def _hardware(node: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+@functools.cache
 def _packages() -> dict[str, str]:
-    versions = {d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}
+    # One parse of a package's metadata: `name` and `version` of a distribution are one each.
+    packages = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    versions = {m["Name"].lower(): m["Version"] for m in packages if m["Name"]}
     return dict(sorted(versions.items()))
 
 
