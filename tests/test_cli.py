@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hydra._internal.hydra import Hydra
 
 from hybridrl import cli
 from hybridrl.engines.rollout import available
@@ -39,6 +40,8 @@ def this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["hybridrl"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(cli.signals, "install", lambda: None)
+    # It composes everything once more to find hydra.mode, which nobody sets.
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
 
 
 @pytest.fixture

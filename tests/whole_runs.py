@@ -261,6 +261,7 @@ def _start_cluster(**environment: str) -> Iterator[str]:
         # No idle workers for each driver that joins: the ranks, whose environment differs, are
         # others.
         options += ['--system-config={"prestart_worker_first_driver":false}']
+        options += ["--no-monitor"]  # the autoscaler of a cluster that does not grow
         env |= environment
         try:
             with _one_at_a_time():

@@ -53,7 +53,7 @@ def test_a_hard_prompt_comes_to_weigh_what_it_should(n: int, right: int, room: i
         if more < room:
             assert (n + more) * weight >= target_of(u) - 1e-9
         if more:
-            assert (n + more - 1) * weight < target_of(u)
+            assert (n + more - 1) * weight < target_of(u) + 1e-9
 
 
 def priority(rewards: list[float], have: int, total: int, exploration: float) -> float:
