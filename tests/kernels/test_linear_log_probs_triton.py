@@ -29,9 +29,7 @@ CASES = [(*size, torch.float32, True, 1.6) for size in SIZES] + [
 ]
 MORE_CASES = [
     (*size, dtype, True, 1.6) for dtype in (torch.float16, torch.bfloat16) for size in SIZES
-] + [
-    (*SIZES[3], dtype, with_entropy, 0.7) for dtype in GRADIENTS for with_entropy in (True, False)
-]
+] + [(*SIZES[3], dtype, with_entropy, 0.7) for dtype in GRADIENTS for with_entropy in (True, False)]
 
 
 def _inputs(tokens, vocab, features, dtype):
