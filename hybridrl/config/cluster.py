@@ -89,6 +89,9 @@ class ClusterConfig:
     """Sizes of the pools, for placement=split."""
     memory_check: MemoryCheck = MemoryCheck.refuse
     """What becomes of a run whose memory plan does not fit (`hybridrl plan memory`)."""
+    object_store_mb: int = bounded(0, least=0)
+    """MiB of Ray's object store on each node, for migrated KV caches and lent weights. 0: 30 % of
+    the node's memory, within 80 % of what is free in /dev/shm."""
     threads_per_rank: int = bounded(0, least=0)
     """CPU threads of one rank; 0: the node's cores by the node's GPUs, or 1 on CPUs."""
     address: str | None = None

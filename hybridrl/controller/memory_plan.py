@@ -10,7 +10,7 @@ from hybridrl.planner.memory import MemoryPlan, RunSizes, TrainSizes, plan_memor
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hybridrl.controller.memory_sizes import Row
+    from hybridrl.controller.memory_sizes import PackedRow
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def plan_run(
     shape: "PretrainedConfig",
     capacity: int,
     reserved: int,
-    row: "Row | None" = None,
+    row: "PackedRow | None" = None,
     stage: int | None = None,
 ) -> MemoryPlan:
     """The plan of the rank that has most, for an actor of this `shape`.
@@ -35,7 +35,7 @@ def plan_run(
     the pipeline stage; by default that which needs most.
     """
     from hybridrl.controller.memory_sizes import (
-        Row,
+        PackedRow,
         generation_sizes,
         model_shape_at,
         scoring_activations,
@@ -43,7 +43,7 @@ def plan_run(
         train_sizes,
     )
 
-    row = row or Row.of(config)
+    row = row or PackedRow.of(config)
     actor = train_sizes(config, shape, config.trainer.layout, config.actor.lora, row)
     trained, from_actor = {"actor": _stage(actor, stage)}, set()
     for role in VALUE_MODELS:

@@ -35,7 +35,7 @@ from hybridrl.planner.memory import ActivationSizes, GenerationSizes, TrainSizes
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """The longest row of tokens: `scored` of them have a log-probability, or a value.
 
     `number` is how many rows an update has on a rank; 0 is unknown, and more than one.
@@ -46,7 +46,7 @@ class Row:
     number: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "Row":
+    def of(cls, config: Config) -> "PackedRow":
         """The longest that the config allows: a micro-batch, or a full sample."""
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
@@ -61,7 +61,7 @@ def train_sizes(
     shape: PretrainedConfig,
     layout: TrainLayoutConfig,
     lora: LoraConfig,
-    row: Row,
+    row: PackedRow,
     classifier: bool = False,
 ) -> list[TrainSizes]:
     """The sizes of a trained model on each pipeline stage."""
@@ -75,8 +75,11 @@ def train_sizes(
     placed = train_layout([*parameters, *adapters], axes, stages, config.rollout.layout.tp)
     total = sum(math.prod(p.shape) for p in parameters)
     layer = ActivationSizes(*_layer(config, shape, layout, lora, row))
+    has_head = not classifier and not lora.rank
+    head = -(-shape.vocab_size // layout.tp) * shape.hidden_size * has_head
     sizes = []
     for stage in range(layout.pp):
+        in_flight = _rows_in_flight(layout, stage, row.number)
         on_stage = _on_stage(placed, [*parameters, *adapters], stage, total)
         gathered = layout.fsdp
         trained = [{n: s for n, s in g.items() if n not in frozen} for g in on_stage]
@@ -99,10 +102,12 @@ def train_sizes(
                 fsdp=layout.fsdp,
                 tp=layout.tp,
                 keep_unsharded=total <= KEEP_UNSHARDED_PARAMETERS or layout.pp > 1,
+                head=head * (stage == stages[-1]),
                 several_rows=row.number != 1,
+                earlier_gradients=not row.number or row.number > in_flight,
                 layer_activations=layer,
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
-                in_flight=_rows_in_flight(layout, stage, row.number),
+                in_flight=in_flight,
             )
         )
     return sizes
@@ -143,7 +148,7 @@ def _layer(
     shape: PretrainedConfig,
     layout: TrainLayoutConfig,
     lora: LoraConfig,
-    row: Row,
+    row: PackedRow,
 ) -> Activations:
     return layer_activations(
         shape,
@@ -162,7 +167,7 @@ def _ends(
     shape: PretrainedConfig,
     layout: TrainLayoutConfig,
     lora: LoraConfig,
-    row: Row,
+    row: PackedRow,
     last: bool,
     classifier: bool,
 ) -> ActivationSizes:
@@ -235,7 +240,7 @@ def scoring_weights(config: Config, graph: Graph, shape: PretrainedConfig) -> di
     }
 
 
-def scoring_activations(config: Config, shape: PretrainedConfig, row: Row) -> int:
+def scoring_activations(config: Config, shape: PretrainedConfig, row: PackedRow) -> int:
     """Bytes of a row's forward pass without gradients, in the layout of generation."""
     dtype, tp = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout.tp
     layer = layer_activations(shape, row.tokens, dtype=dtype, attention=_attention(config), tp=tp)

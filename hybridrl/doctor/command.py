@@ -25,8 +25,7 @@ from hybridrl.doctor.measure import Link, Probe, gpu_problem, measure_disk
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
-from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES
-from hybridrl.system.node_info import NodeInfo, read_node_info
+from hybridrl.system.node_info import OBJECT_STORE_LEAST, NodeInfo, read_node_info
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def needs_of(config: Config) -> Needs:
         threads_per_rank=cluster.threads_per_rank or 1,
         wants_gpus=cluster.device is Device.cuda,
         rank_memory=RANK_BYTES,
-        object_store=OBJECT_STORE_BYTES,
+        object_store=cluster.object_store_mb * 2**20 or OBJECT_STORE_LEAST,
         train_bytes=16 * parameters // (train.pp * train.fsdp * train.tp),
         gen_bytes=itemsize * parameters // (gen.pp * gen.tp),
         checkpoint_bytes=12 * parameters,

@@ -79,6 +79,8 @@ def meet_and_start_nodes(
         options, words = _run_in(cluster, mounts)
         program = ["-m", "hybridrl.runtime.ray_node", f"--ranks={cluster.ranks_per_node}"]
         program += [f"--gpus={cluster.gpus_per_node}", f"--logs={directory}/logs"]
+        if cluster.object_store_mb:
+            program.append(f"--object-store-mb={cluster.object_store_mb}")
         if cluster.local_scratch is not None:
             program.append(f"--scratch={shlex.quote(cluster.local_scratch)}")
         arguments = [*options, " ".join([*words, "-P", *program])]

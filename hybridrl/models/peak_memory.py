@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +14,7 @@ class PeakMemory(MemTracker):
 
     def __enter__(self) -> "PeakMemory":
         self._fake_mode_on_entry = None
+        self.restart()
         self._track_resize()
         TorchDispatchMode.__enter__(self)
         return self
@@ -25,16 +25,20 @@ class PeakMemory(MemTracker):
 
     def restart(self) -> None:
         """Forget the peak so far."""
-        self._peak_mem, self._peak_mem_snap = {}, {}
+        self._peak_mem = {}
 
     def allocated(self, device: str) -> int:
         """Bytes on devices of this type now."""
-        return _total(self.get_tracker_snapshot(), device)
+        snapshot = self._curr_mem_snap
+        return sum(sizes["Total"] for place, sizes in snapshot.items() if place.type == device)
 
     def peak(self, device: str) -> int:
         """Most bytes since `restart`."""
-        return max(_total(self.get_tracker_snapshot("peak"), device), self.allocated(device))
+        most = sum(size for place, size in self._peak_mem.items() if place.type == device)
+        return max(most, self.allocated(device))
 
-
-def _total(snapshot: dict[torch.device, dict[str, int]], device: str) -> int:
-    return sum(sizes["Total"] for place, sizes in snapshot.items() if place.type == device)
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """The totals alone: torch copies its account of all kinds at each new peak."""
+        for place, sizes in self._curr_mem_snap.items():
+            if self._peak_mem.get(place, 0) < sizes["Total"]:
+                self._peak_mem[place] = sizes["Total"]

@@ -87,8 +87,12 @@ class TrainSizes:
     tp: int
     keep_unsharded: bool
     """Whether weights and gradients stay gathered from the first row of an update to the last."""
+    head: int
+    """Elements of the vocabulary's head, where it gets a gradient on this stage."""
     several_rows: bool
     """Whether gradients of rows add up."""
+    earlier_gradients: bool
+    """Whether some are there when most activations are kept."""
     layer_activations: ActivationSizes
     ends: ActivationSizes
     """Of embedding, last norm and head, where this stage has them."""
@@ -137,8 +141,7 @@ class TrainSizes:
     def _at_last_layer(self) -> dict[str, int]:
         layer = self.layer_activations
         kept = (self.in_flight * self.layers - 1) * layer.kept + layer.backward
-        head = self.itemsize * self.trained_root  # its gradient is there, the embedding's place too
-        return self._forward_ends(self._gathered(2), round(kept) + head)
+        return self._forward_ends(self._gathered(2), round(kept) + self.itemsize * self.head)
 
     def _forward_ends(self, gathered: int, activations: int) -> dict[str, int]:
         return {
@@ -154,7 +157,7 @@ class TrainSizes:
 
     def _earlier_gradients(self) -> int:
         """Gradients of the rows before."""
-        if not self.several_rows:
+        if not self.earlier_gradients:
             return 0
         if self.keep_unsharded:
             return MASTER * (self.trained_root + self.layers * self.trained_layer)
@@ -162,15 +165,14 @@ class TrainSizes:
 
     def _backward_ends(self) -> dict[str, int]:
         copied, own = MASTER * self.trained_root, self.itemsize * self.trained_root
-        if self.keep_unsharded and self.several_rows:
-            own = copied
         previous = MASTER * self.trained_layer
+        layers = MASTER * self.layers * self.trained_layer // self.fsdp
+        if self.keep_unsharded and self.several_rows:  # sums, which are reduced one by one
+            own = copied
         # A vocabulary's gradient under tp is whole before it is cut.
         whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
         arriving = self.itemsize * self.root + own + previous + whole
-        root = max(arriving, own + copied, copied + copied // self.fsdp)
-        reduced = MASTER * self.layers * self.trained_layer // self.fsdp
-        return {"gradients": reduced + root}
+        return {"gradients": layers + max(arriving, own + copied, copied + copied // self.fsdp)}
 
     def _step(self) -> dict[str, int]:
         return {"gradients": MASTER * self.trained}

@@ -14,9 +14,10 @@ from hybridrl.compat.verl import Bundle
 from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cleanup import MARK, keep_logs, kill_marked, no_process_stays
-from hybridrl.runtime.ray_node import OBJECT_STORE_BYTES, RANK
+from hybridrl.runtime.ray_node import RANK
 from hybridrl.runtime.ray_on_slurm import ray_on_slurm
 from hybridrl.system import signals
+from hybridrl.system.node_info import object_store_bytes
 
 __all__ = ["RayStartError", "check_ranks", "ranks_placement", "ray_runtime"]
 
@@ -86,7 +87,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     options |= {
         "num_cpus": config.ranks + 2,
         "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
+        "object_store_memory": object_store_bytes(config.object_store_mb),
         "_temp_dir": str(temp),
         # Idle workers ready beforehand; the ranks, whose environment differs, are others.
         "_system_config": {"prestart_worker_first_driver": False},

@@ -24,10 +24,10 @@ from typing import Any
 
 from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
 from hybridrl.runtime.slurm import RENDEZVOUS
+from hybridrl.system.node_info import object_store_bytes
 
 RANK = "hybridrl_rank"  # Ray's custom resource, one unit per rank
 HIDDEN = 3
-OBJECT_STORE_BYTES = 512 * 1024**2
 _STDIN = 0
 _POLL_S = 0.2
 _GRACE_S = 5.0
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, required=True, help="the run's directory of logs")
     parser.add_argument("--ranks", type=int, required=True, help="that this node holds")
     parser.add_argument("--gpus", type=int, required=True, help="of this node")
+    parser.add_argument("--object-store-mb", type=int, default=0, help="0: what the node affords")
     options = parser.parse_args(argv)
     scratch: Path = options.scratch or _node_scratch()
     scratch.mkdir(parents=True, exist_ok=True)
@@ -126,7 +127,8 @@ def _command(options: argparse.Namespace, name: str, temp: Path, spill: Path) ->
         f"--node-name={name}", f"--temp-dir={temp}",
         f"--num-cpus={options.ranks + 2}", f"--num-gpus={options.gpus}",
         f'--resources={{"{RANK}": {options.ranks}}}',
-        f"--object-store-memory={OBJECT_STORE_BYTES}", f"--object-spilling-directory={spill}",
+        f"--object-store-memory={object_store_bytes(options.object_store_mb)}",
+        f"--object-spilling-directory={spill}",
         "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
         "--include-log-monitor=false", "--disable-usage-stats",
     ]  # fmt: skip

@@ -59,6 +59,8 @@ class RayOnSlurm:
         """Run Ray on `nodes` as a step of the job; on exit, ask it to end and wait."""
         program = [sys.executable, "-P", "-m", "hybridrl.runtime.ray_node", f"--logs={self.logs}"]
         program += [f"--ranks={self.config.ranks_per_node}", f"--gpus={self.config.gpus_per_node}"]
+        if self.config.object_store_mb:
+            program.append(f"--object-store-mb={self.config.object_store_mb}")
         if self.config.local_scratch is not None:
             program.append(f"--scratch={self.config.local_scratch}")
         command = [*program, *options]

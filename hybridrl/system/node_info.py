@@ -24,6 +24,8 @@ PACKAGES = (
     "tensordict", "numpy", "safetensors", "reasoning-gym", "math-verify",
 )  # fmt: skip
 _CGROUP, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+OBJECT_STORE_LEAST = 512 * 2**20
+"""Of Ray's object store, also where /dev/shm is smaller and it goes to a file."""
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -84,6 +86,20 @@ def usable_memory() -> int:
 
     total = int(psutil.virtual_memory().total)
     return min(total, _memory_limit() or total)
+
+
+def object_store_bytes(wanted_mb: int) -> int:
+    """Size of Ray's object store on this node: `wanted_mb` MiB, or 0 for what the node affords.
+
+    That is 30 percent of the memory, and 80 percent of what is free in /dev/shm, where it is. Pages
+    count once they are used. It holds migrated KV caches, lent weights and parked tensors; beyond
+    it Ray spills to disk, at about 1 GB/s.
+    """
+    if wanted_mb:
+        return wanted_mb * 2**20
+    shm = Path("/dev/shm")
+    free = shutil.disk_usage(shm).free if shm.is_dir() else 0
+    return max(OBJECT_STORE_LEAST, min(usable_memory() * 3 // 10, free * 8 // 10))
 
 
 def node_name() -> str:

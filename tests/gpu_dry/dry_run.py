@@ -53,6 +53,20 @@ class DryRun:
 
     def run(self) -> None:
         """Every phase once, in the order of a step."""
+        self._build()
+        if not self.case.lora:
+            with self.phase("build average"):
+                self.average = MovingAverage(self.actor.train_engine, decay=0.9)
+        self._generate()
+        ids = self._samples()
+        self._score(ids)
+        self._train(ids)
+        self._resume()
+        if self.case.critic:
+            self._train_critic(ids)
+
+    def _build(self) -> None:
+        """The actor with its rollout engine, and the factory of the other roles."""
         with self.phase("build"):
             actor = self.actor = Actor(
                 self.config, self.path, self.tokenizer, self.store, self.cuda
@@ -61,16 +75,6 @@ class DryRun:
             self.roles = ActorRoleFactory(
                 self.config, self.path, self.tokenizer, self.store, self.cuda, actor, self.residency
             )
-        if not self.case.lora:
-            with self.phase("build average"):
-                self.average = MovingAverage(actor.train_engine, decay=0.9)
-        self._generate()
-        ids = self._samples()
-        self._score(ids)
-        self._train(ids)
-        self._resume()
-        if self.case.critic:
-            self._train_critic(ids)
 
     def _generate(self) -> None:
         """Switch, prefill, two decode steps, a sample parked with its cache and resumed."""
@@ -230,9 +234,20 @@ def run_case(case: Case, device: FakeDevice, trace: LineTrace) -> dict[str, Any]
 
 def run_depth(case: Case, layers: int | None, device: FakeDevice) -> dict[str, Any]:
     """What every phase does with the model cut to `layers`; None is all of it."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), case.model, layers)
+        run = _run(case, path, device)
+        shape = run.actor.train_engine.model.config
+        sizes = planned(case, run.config, shape)
+    phases = {name: counts.summary() for name, counts in run.counts.items()}
+    memory = {name: [run.counts[name].peak, size] for name, size in sizes.items()}
+    depth = shape.num_hidden_layers
+    return {"layers": depth, "phases": phases, "memory": {str(depth): memory}}
+
+
+def _run(case: Case, path: Path, device: FakeDevice) -> DryRun:
+    """All phases with the model at `path`."""
+    with ExitStack() as stack:
         cuda = stack.enter_context(joined(case.rank, case.ranks, case.strict))
         for surroundings in (
             weights_without_values(device),
@@ -246,9 +261,4 @@ def run_depth(case: Case, layers: int | None, device: FakeDevice) -> dict[str, A
         stack.enter_context(device.memory)
         run = DryRun(case, path, device, cuda)
         run.run()
-        shape = run.actor.train_engine.model.config
-        phases = {name: counts.summary() for name, counts in run.counts.items()}
-    sizes = planned(case, run.config, shape)
-    memory = {name: [run.counts[name].peak, size] for name, size in sizes.items()}
-    depth = shape.num_hidden_layers
-    return {"layers": depth, "phases": phases, "memory": {str(depth): memory}}
+    return run

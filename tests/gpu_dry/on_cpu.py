@@ -23,7 +23,7 @@ from gpu_dry.case import Case
 from gpu_dry.dry_run import DryRun
 from hybridrl.config import ClusterConfig, Config, DataConfig, Device, DType, RewardConfig
 from hybridrl.controller.memory_plan import plan_run
-from hybridrl.controller.memory_sizes import Row
+from hybridrl.controller.memory_sizes import PackedRow
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
@@ -100,13 +100,17 @@ class CpuRun(DryRun):
 
     def run(self) -> None:
         """The phases of a step, then those of the next one but for its update."""
-        super().run()
+        self._build()
+        self._generate()
+        ids = self._samples()
+        self._score(ids)
+        self._train(ids)
         self._generate()
         stage = ComputeStage(name="reference", outputs=("reference_log_probs",))
         self.residency.release_idle_cache()
         self.residency.activate(self.reference)
         with self.phase("reference"):
-            self.reference.compute(stage, tuple(SampleId(i, k=1) for i in range(dry_run.SAMPLES)))
+            self.reference.compute(stage, ids)
 
     def _score(self, ids: tuple[SampleId, ...]) -> None:
         self.residency.release_idle_cache()
@@ -137,7 +141,7 @@ def main() -> None:
         run.run()
     graph = build_recipe({"target": "hybridrl.recipes.grpo:grpo", "kl_coef": 0.1})
     tokens = dry_run.SAMPLES * SAMPLE_TOKENS
-    row = Row(tokens, tokens * 3 // 4, 1)
+    row = PackedRow(tokens, tokens * 3 // 4, 1)
     plan = plan_run(run.config, graph, model_config(), 2**40, 0, row)
     planned = {phase.name: phase.total for phase in plan.phases}
     compared = {name: [memory.peaks[name], planned[of]] for name, of in COMPARED.items()}

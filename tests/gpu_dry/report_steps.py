@@ -48,7 +48,7 @@ def surroundings(device: FakeDevice) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         for manager in (
-            mock.patch.object(ranks, "_joined", lambda rank, size, *_: joined(rank, size)),
+            mock.patch.object(ranks, "_joined", lambda rank, size, *_: joined(rank, size, False)),
             weights_without_values(device),
             kernels(device, flash=True),
             torch.autograd.set_multithreading_enabled(False),

@@ -6,7 +6,7 @@ Figures = dict[str, Any]
 """Of a case: `phases`, and in each `kernels`, `collectives`, and `syncs` by function."""
 
 BY_BUCKETS = {"build", "switch", "copy weights", "copy average", "save"}
-"""Phases that move weights between ranks, or to a file, in buckets of a fixed size: a bucket has
+"""Phases that move weights between ranks, or to a file, in buckets of a fixed size. A bucket has
 parts of several layers, so their figures do not grow by the same number each layer."""
 TOLERANCE, FEW = 0.1, 8
 """In those: 70B on 64 ranks is 6.4 % off. Adapters fill few buckets: 32B has 7, by its line 1."""

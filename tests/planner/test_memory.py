@@ -26,7 +26,9 @@ SIZES = TrainSizes(
     fsdp=2,
     tp=1,
     keep_unsharded=False,
+    head=500,
     several_rows=False,
+    earlier_gradients=False,
     layer_activations=ActivationSizes(kept=50_000, forward=60_000, backward=70_000, scoring=9_000),
     ends=ActivationSizes(kept=1_000, forward=0, backward=5_000, scoring=0),
 )
@@ -54,7 +56,7 @@ def test_training_when_the_forward_pass_ends() -> None:
     """One layer's activations are kept, the last one's backward pass is under way."""
     assert SIZES.update() == {
         "gathered weights": 2 * (1000 + 2 * 100),
-        "activations": 50_000 + 70_000 + 2 * 1000 + 1_000,
+        "activations": 50_000 + 70_000 + 2 * 500 + 1_000,
         "gradients": 0,
     }
 
@@ -70,7 +72,7 @@ def test_training_when_the_backward_pass_ends() -> None:
 
 
 def test_gradients_of_earlier_rows_stay() -> None:
-    sizes = replace(SIZES, several_rows=True)
+    sizes = replace(SIZES, several_rows=True, earlier_gradients=True)
     assert sizes.update()["gradients"] == 4 * 600
     unsharded = replace(sizes, keep_unsharded=True)
     assert unsharded.update()["gradients"] == 4 * 1200
@@ -78,7 +80,7 @@ def test_gradients_of_earlier_rows_stay() -> None:
 
 
 def test_adapters_leave_the_weights_in_the_compute_format() -> None:
-    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0)
+    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, head=0)
     assert sizes.state == {
         "float32 weights": 4 * 6,
         "frozen weights": 2 * 594,
