@@ -12,7 +12,8 @@ Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: 
 state of every role and the generation weights are in each phase.
 
 Training has three moments, by FSDP2's order of work (torch 2.13). When the forward pass ends, all
-activations are kept, and the head or the last layer computes its gradients. When the backward pass
+activations are kept. Then the head or the last layer computes its gradients, or the root group is
+gathered again. When the backward pass
 ends, the layers' gradients are reduced, and those of the root group (embedding and head) are
 copied for their reduction. In the optimizer's step every parameter has its gradient.
 """
@@ -110,7 +111,13 @@ class TrainSizes:
 
     def update(self) -> dict[str, int]:
         """Besides the state, the largest moment of an update."""
-        moments = [self._at_head(), self._at_last_layer(), self._backward_ends(), self._step()]
+        moments = [
+            self._at_head(),
+            self._at_root(),
+            self._at_last_layer(),
+            self._backward_ends(),
+            self._step(),
+        ]
         return max(moments, key=lambda sizes: sum(sizes.values()))
 
     def scoring(self) -> dict[str, int]:
@@ -137,6 +144,14 @@ class TrainSizes:
     def _at_head(self) -> dict[str, int]:
         kept = self.in_flight * self.layers * self.layer_activations.kept + self.ends.backward
         return self._forward_ends(self._gathered(0), round(kept))
+
+    def _at_root(self) -> dict[str, int]:
+        """Backward gathers the root group again: in one buffer first, then by parameter."""
+        kept = round(self.in_flight * self.layers * self.layer_activations.kept)
+        if self.keep_unsharded or self.fsdp == 1:
+            return self._forward_ends(self._gathered(0), kept)
+        root = self.itemsize * self.root
+        return self._forward_ends(2 * root + root // self.fsdp, kept)
 
     def _at_last_layer(self) -> dict[str, int]:
         layer = self.layer_activations

@@ -54,6 +54,11 @@ class Case:
     traced: bool = False
     """Whether the lines that it runs are noted, which doubles its time."""
 
+    @property
+    def has_several_chunks(self) -> bool:
+        """Whether a pipeline rank trains several chunks of the model."""
+        return "schedule" in self.train
+
     def config(self, path: Path) -> Config:
         """The settings of the run."""
         dropout = 0.0 if self.train.get("tp", 1) > 1 else 0.05  # tp refuses it

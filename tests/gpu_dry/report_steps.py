@@ -77,7 +77,7 @@ def main() -> None:
             with surroundings(device):
                 pkgutil.resolve_name(STEPS[name].target)(settings, Figures(file, "cuda"))
             results[name] = json.loads(file.read_text())["figures"]
-        with surroundings(device), joined(RANK, RANKS) as cuda:
+        with surroundings(device), joined(RANK, RANKS, False) as cuda:
             results["between ranks"] = switches_on_ranks(cuda, settings, RANKS)
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
 

@@ -35,9 +35,9 @@ HALVES = (
 
 def test_figures_of_two_depths_give_those_of_whole_models(tmp_path: Path) -> None:
     table = json.loads(COUNTS.read_text())
-    found = run_processes(tmp_path, HALVES, "--full")
-    counted = found[0]["cases"] | found[1]["cases"]
-    assert counted.keys() == set(found[0]["all"])
+    differing = run_processes(tmp_path, HALVES, "--full")
+    counted = differing[0]["cases"] | differing[1]["cases"]
+    assert counted.keys() == set(differing[0]["all"])
     lines = [
         line
         for name, figures in counted.items()

@@ -5,7 +5,9 @@ from typing import Any
 Figures = dict[str, Any]
 """Of a case: `phases`, and in each `kernels`, `collectives`, and `syncs` by function."""
 
-BY_BUCKETS = {"build", "switch", "copy weights", "copy average", "save"}
+BY_BUCKETS = {
+    "build", "switch", "switch after updates", "copy weights", "copy average", "save"
+}  # fmt: skip
 """Phases that move weights between ranks, or to a file, in buckets of a fixed size. A bucket has
 parts of several layers, so their figures do not grow by the same number each layer."""
 TOLERANCE, FEW = 0.1, 8
