@@ -32,14 +32,6 @@ CASES: dict[str, Case] = {
     "8b on 8, adapters": Case(
         model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True, traced=True
     ),
-    "8b on 8, interleaved": Case(
-        model="qwen3_8b",
-        layers=(4, 8),
-        ranks=8,
-        rank=6,
-        train={"pp": 2, "schedule": PipelineSchedule.interleaved},
-        gen={"pp": 2},
-    ),
     "8b on 8, zero bubble": Case(
         model="qwen3_8b",
         layers=(4, 8),

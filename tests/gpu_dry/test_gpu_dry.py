@@ -25,7 +25,6 @@ HALVES = (
         "8b on 8, zero bubble",
         "70b on 64, last stage",
         "70b on 64",
-        "8b on 8, interleaved",
         "1.7b on 8",
         "32b on 64, zero bubble",
         "8b on 8",
@@ -145,10 +144,9 @@ def test_a_mistake_raises(results: dict[str, Any], mistake: str, error: str) -> 
     assert results["provoked"][mistake] == error
 
 
-# Few layers, so that what one layer's backward pass holds for a moment weighs a tenth.
-LESS_CLOSE = {("32b on 64, adapters", "update"): 0.12}
-SEVERAL_CHUNKS = 0.25
-"""For pipelines with several chunks a rank: rows in flight are those of the schedule's warm-up."""
+ADAPTERS, SEVERAL_CHUNKS = 0.12, 0.25
+"""How far the plan of an update may be off, of models with adapters, and of pipelines with several
+chunks a rank. It counts rows in flight by the warm-up of the schedule, which then frees some."""
 
 
 def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, Any]) -> None:
@@ -157,11 +155,12 @@ def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, 
     if WRITE in os.environ:
         MEMORY.write_text(json.dumps(memory, indent=1) + "\n")
     assert json.loads(MEMORY.read_text()) == memory, f"`{WRITE}=1 make gpu-dry` rewrites it"
-    for case, depths in memory.items():
-        for layers, phases in depths.items():
-            for phase, (peak, planned) in phases.items():
-                most = LESS_CLOSE.get((case, phase), 0.05)
-                if CASES[case].has_several_chunks and "update" in phase:
-                    most = SEVERAL_CHUNKS
-                figures = f"{case}, {layers} layers, {phase}: {peak} counted, {planned} planned"
-                assert abs(planned / peak - 1) < most, figures
+    for name, phases in memory.items():
+        for phase, (peak, planned) in phases.items():
+            case, most = CASES[name], 0.05
+            if "update" in phase and case.lora:
+                most = ADAPTERS
+            if "update" in phase and case.has_several_chunks:
+                most = SEVERAL_CHUNKS
+            figures = f"{name}, {phase}: {peak} counted, {planned} planned"
+            assert abs(planned / peak - 1) < most, figures

@@ -26,7 +26,6 @@ HALVES = (
         "70b on 64, last stage",
         "70b on 64",
         "8b on 8, adapters",
-        "8b on 8, interleaved",
         "8b on 1, strict",
     ),
 )
