@@ -43,7 +43,7 @@ def plan_run(
         train_sizes,
     )
 
-    row = row or PackedRow.of(config)
+    row = row or PackedRow.of(config, graph)
     actor = train_sizes(config, shape, config.trainer.layout, config.actor.lora, row)
     trained, from_actor = {"actor": _stage(actor, stage)}, set()
     for role in VALUE_MODELS:

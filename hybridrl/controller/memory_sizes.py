@@ -23,6 +23,7 @@ from hybridrl.engines.rollout.memory import (
 from hybridrl.engines.train.build import ONE_GROUP_PARAMETERS
 from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
 from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.mesh import Mesh
@@ -46,11 +47,26 @@ class PackedRow:
     number: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "PackedRow":
-        """The longest that the config allows: a micro-batch, or a full sample."""
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
-        return cls(tokens, -(-tokens * config.rollout.max_new_tokens // longest))
+    def of(cls, config: Config, graph: Graph) -> "PackedRow":
+        """The longest that the config allows: a micro-batch, or a full sample.
+
+        It is not longer than what a replica gets of a step, of full samples. Ranks are balanced by
+        tokens, so one has at most a sample more than its share.
+        """
+        layout, rollout = config.trainer.layout, config.rollout
+        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+        most = config.trainer.max_tokens_per_micro_batch
+        sources = [s for s in graph.stages.values() if isinstance(s, SourceStage)]
+        number = 0
+        if all(source.num_samples is not None for source in sources):
+            samples = sum(source.num_samples or 0 for source in sources)
+            samples *= config.trainer.prompts_per_step
+            replicas = config.ranks_of("actor") // (layout.pp * layout.tp)
+            share = -(-samples * longest // replicas) + longest
+            number = 1 if share <= most and layout.pp == 1 else 0
+            most = min(most, share)
+        tokens = max(most, longest)
+        return cls(tokens, -(-tokens * rollout.max_new_tokens // longest), number)
 
 
 # Trained models

@@ -23,6 +23,7 @@ from hybridrl.config import (
 )
 from hybridrl.controller import memory_plan
 from hybridrl.controller.memory_plan import check_memory, local_room, plan_run
+from hybridrl.controller.memory_sizes import PackedRow
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow import Graph
 from hybridrl.models.activations import layer_activations
@@ -106,6 +107,20 @@ def test_activations_are_counted_in_every_family(family: str) -> None:
     assert halves.kept < long.kept
 
 
+def test_a_row_is_no_longer_than_the_samples_of_a_step() -> None:
+    """4 prompts x 8 samples of 200 tokens on 4 ranks: 8 samples a rank, and one more at most."""
+    config = _config()
+    config.trainer.prompts_per_step = 4
+    config.trainer.max_tokens_per_micro_batch = 10**6
+    row = PackedRow.of(config, _graph())
+    assert (row.tokens, row.scored, row.number) == (1800, 900, 1)
+    config.trainer.max_tokens_per_micro_batch = 1000
+    row = PackedRow.of(config, _graph())
+    assert (row.tokens, row.number) == (1000, 0)
+    config.trainer.max_tokens_per_micro_batch = 1
+    assert PackedRow.of(config, _graph()).tokens == 200, "a full sample"
+
+
 KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
@@ -179,7 +194,9 @@ def test_memory_of_nodes_elsewhere_is_unknown() -> None:
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     """Qwen3 8B on eight GPUs of 80 GiB: 12 bytes a parameter over eight ranks, 2 in generation."""
-    cli.main(["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80"])
+    plan = ["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80"]
+    plan.append("rollout.max_new_tokens=4096")
+    cli.main(plan)
     *table, last = capfd.readouterr().out.splitlines()
     record = json.loads(last)
     assert record["phases"]["train actor"]["moments"] == pytest.approx(8.19e9, rel=0.01)
@@ -189,6 +206,5 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert record["totals"]["train actor"] > record["capacity"]
     assert record["fits"] is False
     assert "does not fit" in "".join(table)
-    fitting = ["trainer.activation_checkpointing=true", "cluster.ranks=8", "--gpu-gib=80"]
-    cli.main(["plan", "memory", "model=qwen3_8b", *fitting])
+    cli.main([*plan, "trainer.activation_checkpointing=true"])
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["fits"] is True
