@@ -15,7 +15,7 @@ from gpu_dry.on_cpu import model_config
 from hybridrl.config import TinyModelConfig
 from hybridrl.models.tiny import make_char_tokenizer
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.gpu_dry_full, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(1, marks=pytest.mark.gpu_dry_full), pytest.param(2, marks=pytest.mark.gpu_dry)],
-)
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_plan_is_within_ten_percent(size: int, model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
