@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,12 @@ def test_calls_reach_their_ranks() -> None:
 def fork_servers() -> list[int]:
     """The process ids of this process's fork servers."""
     children = psutil.Process().children()
-    return [c.pid for c in children if any("multiprocessing.forkserver" in x for x in c.cmdline())]
+    pids = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # one that has ended, of an earlier test
+            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+                pids.append(child.pid)
+    return pids
 
 
 def test_a_run_that_fails_leaves_the_fork_server_to_the_next() -> None:
