@@ -191,7 +191,7 @@ def _ends(
     hidden = row.tokens * shape.hidden_size * _itemsize(config)
     hidden //= layout.tp if layout.sequence_parallel else 1
     if not last or classifier:
-        return ActivationSizes(hidden * (1 + last), 0, 0, 0)
+        return ActivationSizes(hidden * (1 + last), 0, 0)
     head = head_activations(
         shape,
         row.scored,

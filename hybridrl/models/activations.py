@@ -25,13 +25,11 @@ _NAME = "hybridrl_counted"
 class Activations(NamedTuple):
     """Bytes besides the module's weights and its input.
 
-    `kept` from forward to backward, with the result. `forward` and `backward` are the most within
-    each; `backward` has the gradients of the module's weights. `scoring` is the most of a forward
-    pass without gradients.
+    `kept` from forward to backward, with the result. `backward` is the most within backward, with
+    the gradients of the module's weights. `scoring` is the most of a forward pass that has none.
     """
 
     kept: int
-    forward: int
     backward: int
     scoring: int
 
@@ -71,7 +69,6 @@ def layer_activations(
     kept = hidden.nbytes * (tp - 1) // tp if checkpointing else two_norms
     return Activations(
         counts.kept - kept,
-        counts.forward - two_norms,
         counts.backward - two_norms,
         counts.scoring - two_norms // 2,
     )
@@ -93,7 +90,7 @@ def head_activations(
         wide = 4 * scored * features  # the gradient of the hidden states
         products = dtype.itemsize * (CHUNK_ELEMENTS + chunk * features + scored * features)
         weight = dtype.itemsize * rows * features if trained else 0
-        return Activations(0, 0, weight + wide + products, 0)
+        return Activations(0, weight + wide + products, 0)
     weights = torch.empty(rows, features, dtype=dtype, device="meta", requires_grad=trained)
     targets = torch.empty(scored, dtype=torch.long, device="meta")
     hidden = torch.empty(scored, features, dtype=dtype, device="meta")
@@ -198,7 +195,7 @@ def _count(
     memory, before = start()
     with memory:
         out = run(x)
-        kept, forward = memory.allocated("meta"), memory.peak("meta")
+        kept = memory.allocated("meta")
         memory.restart()
         out.backward(torch.empty_like(out))
         backward = memory.peak("meta")
@@ -207,4 +204,4 @@ def _count(
     with memory, torch.no_grad():
         run(x)
         scoring = memory.peak("meta")
-    return Activations(kept - before, forward - before, backward - before, scoring - now)
+    return Activations(kept - before, backward - before, scoring - now)

@@ -53,13 +53,11 @@ KEYS = {
 class ActivationSizes:
     """Bytes of a row's activations on a rank, without weights and the module's input.
 
-    `kept` from forward to backward, with the result. `forward` and `backward` are the most within
-    each; `backward` has the gradients of the module's weights. `scoring` is the most of a forward
-    pass without gradients.
+    `kept` from forward to backward, with the result. `backward` is the most within backward, with
+    the gradients of the module's weights. `scoring` is the most of a forward pass that has none.
     """
 
     kept: int
-    forward: int
     backward: int
     scoring: int
 

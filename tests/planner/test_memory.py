@@ -10,7 +10,7 @@ from hybridrl.planner.memory import (
     plan_memory,
 )
 
-NOTHING = ActivationSizes(0, 0, 0, 0)
+NOTHING = ActivationSizes(0, 0, 0)
 # Two layers of 100 elements and a root group of 1,000, over two FSDP ranks, in bfloat16.
 SIZES = TrainSizes(
     trained=600,
@@ -29,8 +29,8 @@ SIZES = TrainSizes(
     head=500,
     several_rows=False,
     earlier_gradients=False,
-    layer_activations=ActivationSizes(kept=50_000, forward=60_000, backward=70_000, scoring=9_000),
-    ends=ActivationSizes(kept=1_000, forward=0, backward=5_000, scoring=0),
+    layer_activations=ActivationSizes(kept=50_000, backward=70_000, scoring=9_000),
+    ends=ActivationSizes(kept=1_000, backward=5_000, scoring=0),
 )
 GENERATION = GenerationSizes(
     weights=2400,
