@@ -61,6 +61,9 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q $(PARALLEL)
 
+test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machine
+	$(PYTEST) -q -m "ray and not slow"
+
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
 	$(PYTEST) -q -m "slow and not vllm and not slurm"
 
@@ -137,4 +140,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-slow test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm

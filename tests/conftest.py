@@ -8,7 +8,6 @@ import sys
 import venv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,8 +31,6 @@ ROOT = Path(__file__).parents[1]
 LONG_FILES = (
     "controller/test_fused.py",
     "controller/test_runs.py",
-    "runtime/test_ray_data_plane.py",
-    "runtime/test_join.py",
     "engines/train/test_layouts.py",
     "test_cli.py",
     "controller/test_ppo.py",
@@ -50,30 +47,6 @@ LONG_FILES = (
     "engines/train/test_engine.py",
     "telemetry/test_report.py",
 )
-
-
-# Whole runs on the Ray cluster that tests share: one process starts it for all of them.
-ON_RAY = (
-    "tests/controller/test_fused.py",
-    "tests/controller/test_runs.py",
-    "tests/runtime/test_join.py",
-    "tests/runtime/test_ray_data_plane.py",
-)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out files, and those of `ON_RAY` as if they were one."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneCluster(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return ON_RAY[0] if file in ON_RAY else file
-
-    return OneCluster(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -128,7 +128,7 @@ STEPS = {
 @pytest.mark.parametrize(
     ("moment", "number", "whole_group"),
     [
-        ("start", signal.SIGTERM, False),
+        pytest.param("start", signal.SIGTERM, False, marks=pytest.mark.ray),
         pytest.param("start", signal.SIGINT, True, marks=pytest.mark.slow),
         pytest.param("warm_start", signal.SIGINT, False, marks=pytest.mark.slow),
         pytest.param("generation", signal.SIGINT, True, marks=pytest.mark.slow),

@@ -29,13 +29,14 @@ def run_of(
 ) -> Callable[[str], Any]:
     """Three steps on two ranks: `serial`, or fused with what travels with a sample.
 
-    Keys and values travel through Ray, as users have it.
+    Under Ray, as users have it, keys and values travel through its object store.
     """
 
     @functools.cache
     def run(name: str) -> Any:
-        schedule = [] if name == "serial" else [*FUSED, f"schedule.migration={name}"]
-        run = train if name == "kv" else train_here
+        migration, _, on_ray = name.partition(" on ")
+        schedule = [] if name == "serial" else [*FUSED, f"schedule.migration={migration}"]
+        run = train if on_ray else train_here
         settings = [*long_tail, "cluster.ranks=2", *schedule, "log.level=debug"]
         return run(tmp_path_factory.mktemp(name), *settings)
 
@@ -53,7 +54,13 @@ def fetched_for(run: Any, names: Sequence[str] = PASSES) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "migration", ["kv", "recompute", pytest.param("auto", marks=pytest.mark.slow)]
+    "migration",
+    [
+        "kv",
+        "recompute",
+        pytest.param("kv on Ray", marks=pytest.mark.ray),
+        pytest.param("auto", marks=pytest.mark.slow),
+    ],
 )
 def test_fused_trains_on_what_serial_trains_on(
     run_of: Callable[[str], Any], check_same: Callable[..., None], migration: str
@@ -80,9 +87,10 @@ def test_forward_passes_run_while_others_generate(run_of: Callable[[str], Any]) 
     assert [overlapped(serial, step) for step in (1, 2, 3)] == [set()] * 3
 
 
+@pytest.mark.ray
 def test_under_ray_a_rank_logs_to_its_own_file(run_of: Callable[[str], Any]) -> None:
     """At debug level the calls that it serves, too."""
-    events = read_lines(run_of("kv").dir / "events.jsonl")
+    events = read_lines(run_of("kv on Ray").dir / "events.jsonl")
     (ranks,) = [event for event in events if event["kind"] == "ranks"]
     text = Path(ranks["log"]).read_text()
     assert " rank 0 INFO hybridrl.models.packed_attention: " in text

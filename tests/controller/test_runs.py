@@ -228,11 +228,13 @@ def test_a_full_disk_is_named_and_earlier_records_stay(
         assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.ray
 def test_more_ranks_than_the_pool(run: Callable[..., list[StepResult]]) -> None:
     with pytest.raises(ConfigError, match=r"cluster.ranks=100: wanted at most the pool's 4 CPU"):
         run("many", "cluster.ranks=100")
 
 
+@pytest.mark.ray
 def test_a_rank_that_raises_is_told_while_the_other_waits_in_a_collective(
     run: Callable[..., list[StepResult]], user_code: Path
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_rank_that_raises_is_told_while_the_other_waits_in_a_collective(
     assert 'raise ZeroDivisionError("on one rank")' in log.read_text()  # the rank's traceback
 
 
+@pytest.mark.ray
 def test_ranks_that_find_no_place_in_time(cluster: str) -> None:
     import ray
 

@@ -230,6 +230,7 @@ def test_an_all_reduce_counts_what_every_rank_must_send() -> None:
     assert Link("send", (0, 1), 1000, 0.5).rate == 2000
 
 
+@pytest.mark.ray
 def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ray, two ranks that meet over gloo, and one that cannot come up, for real."""
     register()

@@ -24,6 +24,7 @@ def answer(address: str, logs: Path) -> Any:
         return ray.get(ray.remote(Actor).remote().answer.remote(), timeout=60)
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("homes", [["one"], pytest.param(["one", "other"], marks=pytest.mark.slow)])
 def test_a_token_is_not_shown_to_a_cluster_that_knows_none(
     cluster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, homes: list[str]

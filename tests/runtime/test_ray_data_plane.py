@@ -17,6 +17,8 @@ from hybridrl.runtime.ray_cluster import ray_runtime
 from hybridrl.runtime.ray_data_plane import RayDataPlane, SamplesLost
 from hybridrl.workers.store import SampleStore, StoredSample
 
+pytestmark = pytest.mark.ray
+
 FIELDS = ("tokens", "log_probs")
 
 
