@@ -8,6 +8,7 @@ its samples, as `ActorHandle.generate_more` reads it. A prompt without samples g
 import functools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import SupportsFloat
 
 ValueGroups = Sequence[Sequence[SupportsFloat]]
@@ -40,11 +41,12 @@ def _rebalanced(rewards: Sequence[SupportsFloat], max_samples: int, hardness: bo
     n = len(rewards)
     if not n:
         return []
-    u = math.fsum(map(float, rewards)) / n or 0.5 / n
-    if u >= 0.5:
+    # Exact: a rounding just above a whole number would be one sample too many.
+    u = sum(Fraction(float(reward)) for reward in rewards) / n or Fraction(1, 2 * n)
+    if 2 * u >= 1:
         return [0] * n
     weight = 2 * u * (1 - u)
-    target = n * (1 - u) if hardness else n / 2
+    target = n * (1 - u) if hardness else Fraction(n, 2)
     more = math.ceil((target - n * weight) / weight)
     return [max(0, min(more, max_samples - n))] * n
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -35,25 +36,25 @@ def test_a_hard_prompt_comes_to_weigh_what_it_should(n: int, right: int, room: i
     right = min(right, n)
     rewards = group(right, n)
     for rebalance, target_of in (
-        (equal_treatment, lambda u: n / 2),
+        (equal_treatment, lambda u: Fraction(n, 2)),
         (hardness_weighted, lambda u: n * (1 - u)),
     ):
         (counts,) = rebalance([rewards], max_samples=n + room)
         (more,) = set(counts)
         assert len(counts) == n
         assert 0 <= more <= room
-        u = right / n or 0.5 / n
-        if u >= 0.5:
+        u = Fraction(right, n) or Fraction(1, 2 * n)
+        if 2 * u >= 1:
             assert more == 0
             continue
         weight = 2 * u * (1 - u)
         if right:  # by the sum itself
             plain = sum(map(abs, group_relative(rewards, std_normalize=False)))
-            assert plain == pytest.approx(n * weight)
+            assert plain == pytest.approx(float(n * weight))
         if more < room:
-            assert (n + more) * weight >= target_of(u) - 1e-9
+            assert (n + more) * weight >= target_of(u)
         if more:
-            assert (n + more - 1) * weight < target_of(u) + 1e-9
+            assert (n + more - 1) * weight < target_of(u)
 
 
 def priority(rewards: list[float], have: int, total: int, exploration: float) -> float:
