@@ -43,6 +43,7 @@ from hybridrl.config.schedule import (
 )
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
+    ActivationMode,
     EvalConfig,
     LRSchedule,
     OptimConfig,
@@ -235,6 +236,7 @@ class Config:
 
 __all__ = [
     "VALUE_MODELS",
+    "ActivationMode",
     "ActorConfig",
     "Attention",
     "ClusterConfig",

@@ -16,6 +16,14 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
+class ActivationMode(Enum):
+    """The activations of decoder layers between forward and backward."""
+
+    keep = "keep"
+    recompute = "recompute"  # from each layer's input
+    offload = "offload"  # to host memory, while other layers compute
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     """AdamW on float32 master weights."""
@@ -57,8 +65,8 @@ class TrainerConfig:
     """Passes over an iteration's samples."""
     max_tokens_per_micro_batch: int = bounded(8192, least=1)
     """Most tokens of one forward and backward pass on a rank."""
-    activation_checkpointing: bool = False
-    """Recompute every decoder layer in the backward pass instead of keeping its activations."""
+    activations: ActivationMode = ActivationMode.keep
+    """What happens to the activations of decoder layers until the backward pass."""
     max_bad_steps: int = bounded(3, least=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)

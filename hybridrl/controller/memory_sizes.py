@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from hybridrl.config import (
+    ActivationMode,
     Attention,
     Config,
     Device,
@@ -124,6 +125,7 @@ def train_sizes(
                 layer_activations=layer,
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
+                offloads=config.trainer.activations is ActivationMode.offload,
             )
         )
     return sizes
@@ -173,7 +175,7 @@ def _layer(
         attention=_attention(config),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
-        checkpointing=config.trainer.activation_checkpointing,
+        checkpointing=config.trainer.activations is ActivationMode.recompute,
         lora=lora,
     )
 

@@ -33,7 +33,7 @@ KEYS = {
     "frozen weights": "trainer.layout.tp or .pp",
     "moments": _SHARDS,
     "gathered weights": "trainer.layout.tp or .pp",
-    "activations": "trainer.activation_checkpointing=true, or a smaller"
+    "activations": "trainer.activations=recompute or offload, or a smaller"
     " trainer.max_tokens_per_micro_batch or rollout.max_new_tokens",
     "gradients": _SHARDS,
     "whole model": "fewer ranks on a node, or a smaller model",
@@ -97,6 +97,9 @@ class TrainSizes:
     """Of embedding, last norm and head, where this stage has them."""
     in_flight: float = 1
     """Rows whose activations a stage of a pipeline keeps."""
+    offloads: bool = False
+    """Whether activations of layers are on the host, but for the layer that computes last or next.
+    """
 
     @property
     def state(self) -> dict[str, int]:
@@ -140,12 +143,12 @@ class TrainSizes:
         return max(built, copied, key=lambda sizes: sum(sizes.values()))
 
     def _at_head(self) -> dict[str, int]:
-        kept = self.in_flight * self.layers * self.layer_activations.kept + self.ends.backward
+        kept = self._kept_layers(1) * self.layer_activations.kept + self.ends.backward
         return self._forward_ends(self._gathered(0), round(kept))
 
     def _at_root(self) -> dict[str, int]:
         """Backward gathers the root group again: in one buffer first, then by parameter."""
-        kept = round(self.in_flight * self.layers * self.layer_activations.kept)
+        kept = round(self._kept_layers(1) * self.layer_activations.kept)
         if self.keep_unsharded or self.fsdp == 1:
             return self._forward_ends(self._gathered(0), kept)
         root = self.itemsize * self.root
@@ -153,8 +156,12 @@ class TrainSizes:
 
     def _at_last_layer(self) -> dict[str, int]:
         layer = self.layer_activations
-        kept = (self.in_flight * self.layers - 1) * layer.kept + layer.backward
+        kept = (self._kept_layers(2) - 1) * layer.kept + layer.backward
         return self._forward_ends(self._gathered(2), round(kept) + self.itemsize * self.head)
+
+    def _kept_layers(self, offloading: int) -> float:
+        """Layers, of all rows in flight, whose activations are there; so many while they leave."""
+        return min(offloading, self.layers) if self.offloads else self.in_flight * self.layers
 
     def _forward_ends(self, gathered: int, activations: int) -> dict[str, int]:
         return {

@@ -40,7 +40,7 @@ class PlanKeys:
     scored_tokens: int
     """Of the row: those of responses, whose logits are computed."""
     micro_batches: int
-    activation_checkpointing: bool
+    activations: str
     kv_cache_tokens: int
     """That the KV cache has room for."""
     kv_bytes_per_token: int
@@ -112,7 +112,7 @@ def measured_peaks(
         row_tokens=sizes.row_tokens,
         scored_tokens=sum(rank.store[id].response_tokens for id in share.ids),
         micro_batches=1,
-        activation_checkpointing=config.trainer.activation_checkpointing,
+        activations=config.trainer.activations.value,
         kv_cache_tokens=stats.kv_blocks_total * config.rollout.block_size,
         kv_bytes_per_token=stats.kv_bytes_per_token,
         decode_rows=_SAMPLES,

@@ -206,5 +206,5 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert record["totals"]["train actor"] > record["capacity"]
     assert record["fits"] is False
     assert "does not fit" in "".join(table)
-    cli.main([*plan, "trainer.activation_checkpointing=true"])
+    cli.main([*plan, "trainer.activations=recompute"])
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["fits"] is True

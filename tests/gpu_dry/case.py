@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import (
+    ActivationMode,
     ActorConfig,
     ClusterConfig,
     Config,
@@ -44,7 +45,7 @@ class Case:
     train: dict[str, Any] = field(default_factory=dict)
     gen: dict[str, Any] = field(default_factory=dict)
     lora: int = 0
-    checkpointing: bool = False
+    activations: ActivationMode = ActivationMode.keep
     critic: bool = False
     """Whether a value model is trained, too."""
     flash: bool = True
@@ -75,7 +76,7 @@ class Case:
             ),
             trainer=TrainerConfig(
                 max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
-                activation_checkpointing=self.checkpointing,
+                activations=self.activations,
                 layout=TrainLayoutConfig(**self.train),
             ),
             cluster=ClusterConfig(ranks=self.ranks, device=Device.cuda),

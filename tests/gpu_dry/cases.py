@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpu_dry.case import Case
-from hybridrl.config import PipelineSchedule
+from hybridrl.config import ActivationMode, PipelineSchedule
 
 SMALL = "qwen3_1.7b"
 ABOVE_LIMIT = 5, 6
@@ -18,7 +18,11 @@ CASES: dict[str, Case] = {
     "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
     "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True, traced=True),
     "8b on 1, torch attention": Case(
-        model="qwen3_8b", layers=(2, 3), flash=False, checkpointing=True, traced=True
+        model="qwen3_8b",
+        layers=(2, 3),
+        flash=False,
+        activations=ActivationMode.recompute,
+        traced=True,
     ),
     "8b on 8": Case(
         model="qwen3_8b",
@@ -28,6 +32,15 @@ CASES: dict[str, Case] = {
         train={"tp": 2},
         gen={"tp": 2},
         critic=True,
+    ),
+    "8b on 8, offload": Case(
+        model="qwen3_8b",
+        layers=(3, 4),
+        ranks=8,
+        train={"tp": 2},
+        gen={"tp": 2},
+        activations=ActivationMode.offload,
+        traced=True,
     ),
     "8b on 8, adapters": Case(
         model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True, traced=True
@@ -65,7 +78,7 @@ CASES: dict[str, Case] = {
         rank=37,
         train={"pp": 4, "tp": 4, "sequence_parallel": True},
         gen={"pp": 2, "tp": 4},
-        checkpointing=True,
+        activations=ActivationMode.recompute,
     ),
     "70b on 64, last stage": Case(
         model="llama3_70b",
@@ -74,7 +87,7 @@ CASES: dict[str, Case] = {
         rank=48,
         train={"pp": 4, "tp": 4, "schedule": PipelineSchedule.interleaved},
         gen={"tp": 8},
-        checkpointing=True,
+        activations=ActivationMode.recompute,
     ),
 }
 """Run by `make gpu-dry`."""

@@ -37,6 +37,7 @@ HALVES = (
         "32b on 64, adapters",
         "1.7b on 1, whole",
         "1.7b on 8, whole",
+        "8b on 8, offload",
     ),
 )
 """Every case, in two processes of about equal time."""

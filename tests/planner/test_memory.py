@@ -136,7 +136,7 @@ def test_what_does_not_fit_names_the_keys_of_its_largest_sizes() -> None:
     assert not plan.fits
     assert plan.verdict() == (
         "does not fit: a rank has 0.1 MiB of 0.1 MiB for it, and the largest phase, train actor, "
-        "needs 0.1 MiB; less with trainer.activation_checkpointing=true, or a smaller "
+        "needs 0.1 MiB; less with trainer.activations=recompute or offload, or a smaller "
         "trainer.max_tokens_per_micro_batch or rollout.max_new_tokens; more cluster.ranks, "
         "trainer.layout.tp or .pp, or adapters (actor.lora.rank)"
     )

@@ -1,4 +1,4 @@
-"""From a whole model to this rank's part: pipeline, tensor parallel, checkpointing, FSDP2."""
+"""From a whole model to this rank's part: pipeline, tensor parallel, activations, FSDP2."""
 
 import logging
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from hybridrl.config import PipelineSchedule, TrainLayoutConfig
+from hybridrl.config import ActivationMode, PipelineSchedule, TrainLayoutConfig
+from hybridrl.engines.train.activation_offload import ActivationOffload
 from hybridrl.engines.train.packed import PackedModel
 from hybridrl.engines.train.pipeline import StageModel
 from hybridrl.layout.grouping import TrainAxes
@@ -114,7 +115,7 @@ def build(
     *,
     temperature: float,
     compute: torch.dtype,
-    checkpointing: bool,
+    activations: ActivationMode,
     keep_unsharded: bool,
     gen_tp: int = 1,
 ) -> Parts:
@@ -137,8 +138,7 @@ def build(
     pad_vocabulary(model, axes.tp)
     chunks = _cut_into_chunks(model, dims)
     _apply_tp(chunks, dims)
-    if checkpointing:
-        _apply_checkpointing(chunks)
+    _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
     roots = _wrap(chunks, dims, temperature)
     by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in all_parameters}
     dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
@@ -166,10 +166,16 @@ def _apply_tp(chunks: Sequence[Chunk], dims: TrainDims) -> None:
         apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
 
 
-def _apply_checkpointing(chunks: Sequence[Chunk]) -> None:
-    """Recompute each layer's activations in the backward pass."""
+def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: torch.device) -> None:
+    """Recompute each layer's activations in the backward pass, or bring them back from the host."""
+    if mode is ActivationMode.keep:
+        return
+    offload = ActivationOffload(device) if mode is ActivationMode.offload else None
     for chunk in chunks:
-        chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if offload is not None:
+            offload.apply(chunk.model.base_model.layers)
+        else:
+            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[PackedModel]:

@@ -104,13 +104,13 @@ class TrainEngine(ModelShards):
             self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
         self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-        # This rank's part: pipeline chunks, tensor parallel, checkpointing, FSDP.
+        # This rank's part: pipeline chunks, tensor parallel, activations, FSDP.
         parts = build(
             self.model,
             self.dims,
             temperature=temperature,
             compute=compute,
-            checkpointing=trainer.activation_checkpointing,
+            activations=trainer.activations,
             keep_unsharded=self._keep_unsharded,
             gen_tp=gen_tp,
         )

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config import DType, LRSchedule, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config import (
+    ActivationMode,
+    DType,
+    LRSchedule,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+)
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train import build
 from hybridrl.engines.train import engine as engine_module
@@ -161,27 +168,28 @@ def per_layer_update(path, shares, loss, keep_unsharded):
     if not keep_unsharded:
         engine_module.KEEP_UNSHARDED_PARAMETERS = 0
     results = {}
-    for checkpointing in (False, True):
-        engine = make_engine(path, max_tokens=20, activation_checkpointing=checkpointing)
+    for activations in ActivationMode:
+        engine = make_engine(path, max_tokens=20, activations=activations)
         assert engine.describe()["fsdp_groups"] == 4
         gradients = keep_gradients(engine)
         metrics = engine.update(shares[dist.get_rank()], loss)
-        results[checkpointing] = metrics, gradients
+        results[activations] = metrics, gradients
     return results
 
 
 @pytest.mark.parametrize("keep_unsharded", [True, False])
-def test_large_model_settings_and_activation_checkpointing(
+def test_large_model_settings_and_activations(
     fresh_ranks, model_dir, sequences, padded_log_probs, keep_unsharded
 ):
     loss = SurrogateLoss()
     shares = [sequences[:7], sequences[7:]]
     results = fresh_ranks(2, per_layer_update, model_dir, shares, loss, keep_unsharded)
     want = oracle(model_dir, sequences, padded_log_probs, loss)
-    assert_equals_oracle([result[False] for result in results], want)
+    assert_equals_oracle([result[ActivationMode.keep] for result in results], want)
     for result in results:
-        for name, gradient in result[False][1].items():
-            assert torch.equal(gradient, result[True][1][name]), name
+        for name, gradient in result[ActivationMode.keep][1].items():
+            assert torch.equal(gradient, result[ActivationMode.recompute][1][name]), name
+            assert torch.equal(gradient, result[ActivationMode.offload][1][name]), name
 
 
 def score(path, shares, **options):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybridrl.algorithms import Loss
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import (
+    ActivationMode,
     DType,
     LoraConfig,
     ModelConfig,
@@ -53,7 +54,7 @@ def make(path, layout=(1, 1, 1), lora=LORA, dtype=DType.float32, lr=0.05, **opti
         model=ModelConfig(compute_dtype=dtype),
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=30,
-            activation_checkpointing=large,
+            activations=ActivationMode.recompute if large else ActivationMode.keep,
             optim=OptimConfig(lr=lr, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
                 pp=pp,
