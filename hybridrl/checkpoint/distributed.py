@@ -1,8 +1,9 @@
 """Sharded checkpoints, written and read by all ranks under any layout (torch's DCP).
 
 A checkpoint holds full tensors under the model's own names, each rank's shards in a separate file.
-So another layout reads the boxes that it needs. Names are `model/PARAMETER`, `exp_avg/PARAMETER`,
-`exp_avg_sq/PARAMETER`, and of a moving average `AVERAGE/average/PARAMETER`.
+So another layout reads the boxes that it needs. Names are `model/PARAMETER`, `STATE/PARAMETER` for
+the optimizer's tensors (`exp_avg`, `exp_avg_sq`, Muon's `momentum_buffer`), and of a moving average
+`AVERAGE/average/PARAMETER`.
 """
 
 import errno
@@ -25,6 +26,7 @@ from torch.futures import Future
 
 from hybridrl.checkpoint.folder import note_sum
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.optim import STATE
 from hybridrl.telemetry.log import logged
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
     """
     try:
         known = FileSystemReader(folder).read_metadata().state_dict_metadata
-        moments = any(name.startswith("exp_avg/") for name in known)
+        moments = any(name.startswith(tuple(f"{key}/" for key in STATE)) for name in known)
         engine.resume(progress.version, progress.steps, moments)
         copies = dict(_tensors(engine))
         state = kept | {name: tensors[0] for name, tensors in copies.items()}

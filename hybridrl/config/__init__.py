@@ -47,6 +47,7 @@ from hybridrl.config.trainer import (
     EvalConfig,
     LRSchedule,
     OptimConfig,
+    OptimName,
     TrainerConfig,
     WarmStartConfig,
 )
@@ -261,6 +262,7 @@ __all__ = [
     "Migration",
     "ModelConfig",
     "OptimConfig",
+    "OptimName",
     "ParkedKV",
     "PartialScheduleConfig",
     "PipelineSchedule",

@@ -16,6 +16,13 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
+class OptimName(Enum):
+    """Optimizers, all on float32 master weights."""
+
+    adamw = "adamw"
+    muon = "muon"  # for matrices of decoder layers; AdamW for the rest
+
+
 class ActivationMode(Enum):
     """The activations of decoder layers between forward and backward."""
 
@@ -26,8 +33,10 @@ class ActivationMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW on float32 master weights."""
+    """The optimizer, on float32 master weights."""
 
+    name: OptimName = OptimName.adamw
+    """Which one. Moments of AdamW are in float32."""
     lr: float = bounded(1e-5, above=0)
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

@@ -44,13 +44,16 @@ def plan_run(
     )
 
     row = row or PackedRow.of(config, graph)
-    actor = train_sizes(config, shape, config.trainer.layout, config.actor.lora, row)
+    layout, optim = config.trainer.layout, config.trainer.optim
+    actor = train_sizes(config, shape, layout, config.actor.lora, row, optim)
     trained, from_actor = {"actor": _stage(actor, stage)}, set()
     for role in VALUE_MODELS:
         if role in graph.learned and not config.split:
             own = config.value_model_of(role)
             own_shape = model_shape_at(own.path) or shape
-            stages = train_sizes(config, own_shape, own.layout, own.lora, row, classifier=True)
+            stages = train_sizes(
+                config, own_shape, own.layout, own.lora, row, own.optim, classifier=True
+            )
             trained[role] = _stage(stages, stage)
             from_actor |= set() if own.path else {role}
     run = RunSizes(

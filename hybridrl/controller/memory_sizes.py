@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from hybridrl.config import (
@@ -12,6 +13,8 @@ from hybridrl.config import (
     Config,
     Device,
     LoraConfig,
+    OptimConfig,
+    OptimName,
     PipelineSchedule,
     TrainLayoutConfig,
 )
@@ -28,6 +31,7 @@ from hybridrl.flow.graph import SourceStage
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
 from hybridrl.models.activations import Activations, head_activations, layer_activations
 from hybridrl.models.adapters import adapter_parameters, add_adapters
@@ -79,6 +83,7 @@ def train_sizes(
     layout: TrainLayoutConfig,
     lora: LoraConfig,
     row: PackedRow,
+    optim: OptimConfig,
     classifier: bool = False,
 ) -> list[TrainSizes]:
     """The sizes of a trained model on each pipeline stage."""
@@ -94,6 +99,8 @@ def train_sizes(
     layer = ActivationSizes(*_layer(config, shape, layout, lora, row))
     has_head = not classifier and not lora.rank
     head = -(-shape.vocab_size // layout.tp) * shape.hidden_size * has_head
+    names = matrices_of(adapters if lora.rank else parameters)
+    muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
     sizes = []
     for stage in range(layout.pp):
         in_flight = _rows_in_flight(layout, stage, row.number)
@@ -126,9 +133,30 @@ def train_sizes(
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
                 offloads=config.trainer.activations is ActivationMode.offload,
+                **muon[stage],
             )
         )
     return sizes
+
+
+def _muon_elements(placed: Layout, names: Sequence[str]) -> list[dict[str, int]]:
+    """`TrainSizes` of the matrices `names`, by pipeline stage; of owners the most on a rank."""
+    grid = placed.mesh.grid().reshape(placed.mesh.extent("pp"), -1)
+    shards, owned, largest = (np.zeros(placed.mesh.size, np.int64) for _ in range(3))
+    for name in names:
+        shards += placed.elements(name, placed.mesh.size)
+    for owners in owner_layouts(placed, names):
+        for name in owners.rules:
+            elements = owners.elements(name, placed.mesh.size)
+            owned, largest = owned + elements, np.maximum(largest, elements)
+    return [
+        {
+            "matrices": int(shards[ranks].max()),
+            "owned_matrices": int(owned[ranks].max()),
+            "largest_matrix": int(largest[ranks].max()),
+        }
+        for ranks in grid
+    ]
 
 
 def _on_stage(

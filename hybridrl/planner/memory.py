@@ -32,6 +32,7 @@ KEYS = {
     "float32 weights": _SHARDS,
     "frozen weights": "trainer.layout.tp or .pp",
     "moments": _SHARDS,
+    "whole matrices": "more cluster.ranks",
     "gathered weights": "trainer.layout.tp or .pp",
     "activations": "trainer.activations=recompute or offload, or a smaller"
     " trainer.max_tokens_per_micro_batch or rollout.max_new_tokens",
@@ -100,6 +101,12 @@ class TrainSizes:
     offloads: bool = False
     """Whether activations of layers are on the host, but for the layer that computes last or next.
     """
+    matrices: int = 0
+    """Elements of `trained` that Muon trains, which has one moment of them."""
+    owned_matrices: int = 0
+    """Elements that Muon makes orthogonal on a rank, whole matrices."""
+    largest_matrix: int = 0
+    """The largest of them, or of their batches."""
 
     @property
     def state(self) -> dict[str, int]:
@@ -107,7 +114,7 @@ class TrainSizes:
         return {
             "float32 weights": MASTER * self.trained,
             "frozen weights": self.itemsize * self.frozen,
-            "moments": 2 * MASTER * self.trained,
+            "moments": 2 * MASTER * self.trained - MASTER * self.matrices,
         }
 
     def update(self) -> dict[str, int]:
@@ -195,7 +202,12 @@ class TrainSizes:
         return {"gradients": layers + max(arriving, own + copied, copied + copied // self.fsdp)}
 
     def _step(self) -> dict[str, int]:
-        return {"gradients": MASTER * self.trained}
+        """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""
+        gradients = {"gradients": MASTER * self.trained}
+        if not self.matrices:
+            return gradients
+        elements = self.matrices + self.owned_matrices + 4 * self.largest_matrix
+        return gradients | {"whole matrices": self.itemsize * elements}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

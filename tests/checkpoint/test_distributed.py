@@ -1,5 +1,6 @@
 """What training goes on from: under any layout, and on the same one bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hybridrl.config import (
     LRSchedule,
     ModelConfig,
     OptimConfig,
+    OptimName,
     PipelineSchedule,
     TrainerConfig,
     TrainLayoutConfig,
@@ -53,8 +55,8 @@ def make_source(tmp_path):
     return write
 
 
-def make(source, layout):
-    trainer = TrainerConfig(optim=OPTIM, layout=layout, steps=10)
+def make(source, layout, name):
+    trainer = TrainerConfig(optim=replace(OPTIM, name=name), layout=layout, steps=10)
     return TrainEngine(
         str(source), model=ModelConfig(), trainer=trainer, device=torch.device("cpu")
     )
@@ -84,9 +86,9 @@ def whole(engine):
     return {name: tensor[:41] for tensors in gathered for name, tensor in tensors.items()}
 
 
-def begin(source, layout, folder):
+def begin(source, layout, folder, name):
     """Two steps, saved; then what was saved, and a third step's metrics and result."""
-    engine = make(source, layout)
+    engine = make(source, layout, name)
     update(engine, 0)
     update(engine, 1)
     distributed.save(folder, engine, {})
@@ -94,8 +96,8 @@ def begin(source, layout, folder):
     return saved, progress, update(engine, 2), whole(engine)
 
 
-def go_on(source, layout, folder, progress):
-    engine = make(source, layout)
+def go_on(source, layout, folder, progress, name):
+    engine = make(source, layout, name)
     distributed.load(folder, engine, progress, {})
     return whole(engine), distributed.progress_of(engine), update(engine, 2), whole(engine)
 
@@ -104,12 +106,19 @@ def size(layout) -> int:
     return layout.pp * layout.replicas * layout.fsdp * layout.tp
 
 
-def check(ranks, source, folder: Path, first, *layouts) -> None:
-    saved, progress, metrics, after = ranks(size(first), begin, source, first, folder)[0]
+def check(ranks, source, folder: Path, first, *layouts, name=OptimName.adamw) -> None:
+    saved, progress, metrics, after = ranks(size(first), begin, source, first, folder, name)[0]
     assert progress == distributed.Progress(2, 2)
-    assert sum(name.startswith("exp_avg/") for name in saved) == len(saved) / 3 > 40
+    parameters = {x.removeprefix("model/") for x in saved if x.startswith("model/")}
+    matrices = {x for x in parameters if "_proj." in x} if name is OptimName.muon else set()
+    assert len(parameters) > 40
+    assert saved.keys() == {
+        *(f"model/{x}" for x in parameters),
+        *(f"momentum_buffer/{x}" for x in matrices),
+        *(f"{moment}/{x}" for x in parameters - matrices for moment in ("exp_avg", "exp_avg_sq")),
+    }
     for then in layouts:
-        results = ranks(size(then), go_on, source, then, folder, progress)
+        results = ranks(size(then), go_on, source, then, folder, progress, name)
         for loaded, again, others_metrics, others_after in results:
             assert again == progress
             assert loaded.keys() == saved.keys()
@@ -123,6 +132,11 @@ def check(ranks, source, folder: Path, first, *layouts) -> None:
 
 def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None:
     check(ranks, make_source(tied=True), tmp_path / "saved", FSDP, FSDP, TP)
+
+
+def test_so_does_muon(ranks, make_source, tmp_path) -> None:
+    source = make_source(tied=True)
+    check(ranks, source, tmp_path / "saved", FSDP, FSDP, TP, name=OptimName.muon)
 
 
 @pytest.mark.slow

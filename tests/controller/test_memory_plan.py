@@ -19,6 +19,7 @@ from hybridrl.config import (
     Device,
     LoraConfig,
     MemoryCheck,
+    OptimName,
     RolloutConfig,
 )
 from hybridrl.controller import memory_plan
@@ -29,6 +30,7 @@ from hybridrl.flow import Graph
 from hybridrl.models.activations import layer_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.planner.memory import MemoryPhase
 from hybridrl.system import node_info
 
 GIB = 2**30
@@ -61,16 +63,29 @@ def _config(device: Device = Device.cuda, ranks: int = 4) -> Config:
     return config
 
 
-def test_the_state_of_training_is_twelve_bytes_a_parameter() -> None:
-    shape = _shape()
+def _train_actor(config: Config) -> MemoryPhase:
     (train,) = (
         phase
-        for phase in plan_run(_config(), _graph(), shape, 80 * GIB, 0).phases
+        for phase in plan_run(config, _graph(), _shape(), 80 * GIB, 0).phases
         if phase.name == "train actor"
     )
+    return train
+
+
+def test_the_state_of_training_is_twelve_bytes_a_parameter() -> None:
+    shape, train = _shape(), _train_actor(_config())
     parameters = sum(torch.Size(p.shape).numel() for p in model_parameters(shape))
     state = train.sizes["float32 weights"] + train.sizes["moments"]
     assert state == pytest.approx(12 * parameters / 4, rel=1e-3)
+
+
+def test_muon_has_one_moment_of_the_matrices_of_layers() -> None:
+    config, shape = _config(), _shape()
+    before = _train_actor(config).sizes["moments"]
+    config.trainer.optim.name = OptimName.muon
+    parameters = model_parameters(shape)
+    matrices = sum(torch.Size(p.shape).numel() for p in parameters if "_proj" in p.name)
+    assert before - _train_actor(config).sizes["moments"] == 4 * matrices // 4
 
 
 def test_roles_of_the_recipe_have_their_phases() -> None:

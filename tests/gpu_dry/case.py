@@ -14,6 +14,8 @@ from hybridrl.config import (
     Device,
     LoraConfig,
     ModelConfig,
+    OptimConfig,
+    OptimName,
     RewardConfig,
     RolloutConfig,
     RolloutLayoutConfig,
@@ -46,6 +48,7 @@ class Case:
     gen: dict[str, Any] = field(default_factory=dict)
     lora: int = 0
     activations: ActivationMode = ActivationMode.keep
+    optim: OptimName = OptimName.adamw
     critic: bool = False
     """Whether a value model is trained, too."""
     flash: bool = True
@@ -77,6 +80,7 @@ class Case:
             trainer=TrainerConfig(
                 max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
                 activations=self.activations,
+                optim=OptimConfig(name=self.optim),
                 layout=TrainLayoutConfig(**self.train),
             ),
             cluster=ClusterConfig(ranks=self.ranks, device=Device.cuda),

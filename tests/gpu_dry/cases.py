@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpu_dry.case import Case
-from hybridrl.config import ActivationMode, PipelineSchedule
+from hybridrl.config import ActivationMode, OptimName, PipelineSchedule
 
 SMALL = "qwen3_1.7b"
 ABOVE_LIMIT = 5, 6
@@ -33,13 +33,14 @@ CASES: dict[str, Case] = {
         gen={"tp": 2},
         critic=True,
     ),
-    "8b on 8, offload": Case(
+    "8b on 8, offload and muon": Case(
         model="qwen3_8b",
         layers=(3, 4),
         ranks=8,
         train={"tp": 2},
         gen={"tp": 2},
         activations=ActivationMode.offload,
+        optim=OptimName.muon,
         traced=True,
     ),
     "8b on 8, adapters": Case(

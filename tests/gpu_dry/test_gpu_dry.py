@@ -37,7 +37,7 @@ HALVES = (
         "32b on 64, adapters",
         "1.7b on 1, whole",
         "1.7b on 8, whole",
-        "8b on 8, offload",
+        "8b on 8, offload and muon",
     ),
 )
 """Every case, in two processes of about equal time."""

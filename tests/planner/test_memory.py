@@ -79,6 +79,26 @@ def test_gradients_of_earlier_rows_stay() -> None:
     assert unsharded.update()["gathered weights"] == 2 * 1200
 
 
+def test_offloaded_activations_are_those_of_two_layers() -> None:
+    """Of however many layers, and rows in flight."""
+    kept = replace(SIZES, layers=8, in_flight=3)
+    layer, number = kept.layer_activations, kept.layers * kept.in_flight
+    last = kept.ends.kept + kept.itemsize * kept.head + layer.backward
+    assert kept.update()["activations"] == (number - 1) * layer.kept + last
+    offloads = replace(kept, offloads=True)
+    assert offloads.update()["activations"] == layer.kept + last
+    alone = replace(offloads, layers=1)
+    assert alone.update()["activations"] == last
+
+
+def test_muon_has_one_moment_and_whole_matrices_in_its_step() -> None:
+    sizes = replace(SIZES, layer_activations=NOTHING, ends=NOTHING)
+    muon = replace(sizes, matrices=500, owned_matrices=550, largest_matrix=1000)
+    assert muon.state["moments"] == 8 * 100 + 4 * 500
+    whole = 2 * (500 + 550 + 4 * 1000)
+    assert muon.update() == {"gradients": 4 * 600, "whole matrices": whole}
+
+
 def test_adapters_leave_the_weights_in_the_compute_format() -> None:
     sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, head=0)
     assert sizes.state == {

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
-from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, OptimName, TrainerConfig
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
 from hybridrl.engines.train.comparison import distance_metrics
@@ -27,7 +27,8 @@ from hybridrl.engines.train.interface import (
     TrainSequence,
     ended,
 )
-from hybridrl.engines.train.optim import make_optimizer
+from hybridrl.engines.train.muon import MatrixOwners
+from hybridrl.engines.train.optim import allocate_state, make_optimizer
 from hybridrl.engines.train.packed import (
     PackedBatch,
     scored_fields,
@@ -86,7 +87,7 @@ class TrainEngine(ModelShards):
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
         self.trainer, self.device, self.gives_values = trainer, device, gives_values
-        compute = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
+        compute = self._compute = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
         warm_up(self.dims.groups(), device)
 
@@ -171,8 +172,15 @@ class TrainEngine(ModelShards):
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """Restart with empty moments and the schedule at its beginning; weights stay."""
         self.optim, self.total_steps = optim, total_steps
+        self._make_optimizer()
+
+    def _make_optimizer(self, steps: int = 0) -> None:
+        """Of the present phase, after `steps` of its steps."""
+        owners = None
+        if self.optim.name is OptimName.muon:
+            owners = MatrixOwners(*self.trained_matrices(), self._compute, self.device)
         self.optimizer, self.lr_scheduler = make_optimizer(
-            self.trained_parameters(), optim, total_steps
+            self.trained_parameters(), self.optim, self.total_steps, steps, owners
         )
 
     def resume(self, version: int, steps: int, moments: bool) -> None:
@@ -181,17 +189,10 @@ class TrainEngine(ModelShards):
         With `moments` the optimizer allocates them, to be filled in place like the weights
         (`hybridrl.checkpoint.distributed`).
         """
-        parameters = self.trained_parameters()
-        self.optimizer, self.lr_scheduler = make_optimizer(
-            parameters, self.optim, self.total_steps, steps
-        )
+        self._make_optimizer(steps)
         self.version = version
-        for parameter in parameters if moments else ():
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(steps), device=self.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        if moments:
+            allocate_state(self.optimizer, steps, self.device)
 
     # Scoring
 

@@ -1,37 +1,58 @@
-"""AdamW and the learning rate over the steps."""
+"""The optimizers, and the learning rate over the steps."""
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.optim import AdamW
+from torch import nn
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.config import LRSchedule, OptimConfig
+from hybridrl.engines.train.muon import MatrixOwners, Muon
+
+STATE = "exp_avg", "exp_avg_sq", "momentum_buffer"
+"""Tensors of a parameter's shape that an optimizer may have for it."""
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Iterable[nn.Parameter],
     config: OptimConfig,
     total_steps: int,
     steps_done: int = 0,
-) -> tuple[AdamW, LambdaLR]:
-    """AdamW (Loshchilov and Hutter 2019) on `parameters`, and its schedule, stepped once a step.
+    owners: MatrixOwners | None = None,
+) -> tuple[Optimizer, LambdaLR]:
+    """The optimizer of `parameters`, and its schedule, stepped once a step.
 
-    The schedule begins after `steps_done` of `total_steps`; the moments begin at zero.
+    AdamW (Loshchilov and Hutter 2019), or `Muon` on the matrices of `owners`. The schedule begins
+    after `steps_done` of `total_steps`; the state begins at zero.
     """
-    optimizer = AdamW(
-        parameters,
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    optimizer: Optimizer = (
+        AdamW(parameters, **settings) if owners is None else Muon(parameters, owners, **settings)
     )
     for group in optimizer.param_groups:
         group["initial_lr"] = config.lr
     last = steps_done - 1
     return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps), last)
+
+
+def allocate_state(optimizer: Optimizer, steps: int, device: torch.device) -> None:
+    """The state of every parameter as zeros, after `steps` steps: for a checkpoint to fill."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names = ["momentum_buffer"] if "momentum" in group else ["exp_avg", "exp_avg_sq"]
+            state = {name: torch.zeros_like(parameter) for name in names}
+            if "exp_avg" in state:
+                state["step"] = torch.tensor(float(steps), device=device)
+            optimizer.state[parameter] = state
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:

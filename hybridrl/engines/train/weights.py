@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from hybridrl.config import LoraConfig
 from hybridrl.engines.train.build import Parts, TrainDims
 from hybridrl.layout.box import Box
+from hybridrl.layout.layout import Layout
+from hybridrl.layout.owners import matrices_of, restricted
 from hybridrl.layout.parameters import Parameter
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.load import SCORE
@@ -32,6 +34,15 @@ class ModelShards:
     def trained_parameters(self) -> list[nn.Parameter]:
         """The optimizer's parameters: this rank's shards of all that is not frozen."""
         return [p for root in self.roots for p in root.parameters() if p.requires_grad]
+
+    def trained_matrices(self) -> tuple[dict[str, nn.Parameter], Layout]:
+        """Those of them that are matrices of decoder layers, or batches of matrices, by name.
+
+        With the layout of all such matrices, which other stages have as well.
+        """
+        names = matrices_of(self.parameters if self.lora is None else self.adapters)
+        own = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
+        return {name: own[name] for name in names if name in own}, restricted(self.layout, names)
 
     def named_shards(self) -> dict[str, DTensor]:
         """This rank's shards under their Hugging Face names; tied ones once. Not copies.

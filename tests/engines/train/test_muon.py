@@ -1,0 +1,158 @@
+"""Muon on shards of any layout, against torch's on whole matrices in one process."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import _muon as torch_muon
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config import (
+    DType,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    OptimName,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.config.loss import Loss
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.muon import COEFFICIENTS, MOMENTUM, STEPS, orthogonal
+
+OPTIM = OptimConfig(
+    name=OptimName.muon, lr=1e-2, weight_decay=0.1, warmup_steps=2, clip_grad_norm=0.5
+)
+UPDATES = 3
+
+
+class Advantage(Loss):
+    fields = ("advantages",)
+
+    def __call__(self, log_probs, entropy, fields):
+        return -log_probs * fields["advantages"], {}
+
+
+def make(path, layout, dtype, lora=None):
+    return TrainEngine(
+        path,
+        model=ModelConfig(compute_dtype=dtype),
+        trainer=TrainerConfig(max_tokens_per_micro_batch=30, optim=OPTIM, layout=layout),
+        device=torch.device("cpu"),
+        lora=lora,
+    )
+
+
+def train(path, sequences, layout, dtype):
+    """Whole clipped gradients and learning rate of each step, and the weights in the end."""
+    engine, steps = make(path, layout, dtype), []
+
+    def before_step(*_):
+        own = {
+            name: parameter.grad.full_tensor().clone()
+            for chunk in engine.chunks
+            for name, parameter in chunk.named_parameters()
+        }
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        gradients = {name: x for of_rank in gathered for name, x in of_rank.items()}
+        steps.append((gradients, engine.lr_scheduler.get_last_lr()[0]))
+
+    engine.optimizer.register_step_pre_hook(before_step)
+    for number in range(UPDATES):
+        engine.update(sequences[(dist.get_rank() + number) % 4 :: 4], Advantage())
+    return steps, {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def reference(path, steps):
+    """The weights after the same gradients, by torch's Muon and AdamW on whole tensors."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
+    others = [p for p in named.values() if not any(p is matrix for matrix in matrices)]
+    settings = {"lr": OPTIM.lr, "weight_decay": OPTIM.weight_decay}
+    muon = torch.optim.Muon(matrices, **settings, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, betas=OPTIM.betas, eps=OPTIM.eps, **settings)
+    for gradients, lr in steps:
+        for name, parameter in named.items():
+            parameter.grad = gradients[name][: len(parameter)]
+        for optimizer in (muon, adamw):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def exact(gradient, coefficients, steps, eps):
+    """Newton and Schulz's iteration in float64, where torch takes bfloat16."""
+    a, b, c = coefficients
+    x = gradient.double()
+    x = x / x.norm()
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.float()
+
+
+LAYOUTS = {
+    "one": TrainLayoutConfig(fsdp=1),
+    "fsdp 4": TrainLayoutConfig(fsdp=4),
+    "fsdp 2, tp 2": TrainLayoutConfig(fsdp=2, tp=2),
+    "pp 2, fsdp 2": TrainLayoutConfig(pp=2, fsdp=2),
+    "replicas 2, fsdp 2": TrainLayoutConfig(replicas=2, fsdp=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_equal_those_of_one_process(ranks, tiny, sequences, layout) -> None:
+    """Whatever the layout, also where FSDP's shards are not equal (18 rows over 4 ranks)."""
+    path, sizes = tiny("qwen3", intermediate_size=18), LAYOUTS[layout]
+    num_ranks = sizes.pp * sizes.replicas * sizes.fsdp * sizes.tp
+    results = ranks(num_ranks, train, path, sequences, sizes, DType.float32)
+    before = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    for steps, after in results:
+        assert len(steps) == UPDATES
+        with patch.object(torch_muon, "_zeropower_via_newtonschulz", exact):
+            want = reference(path, steps)
+        for name, weights in want.items():
+            got = after[name][: len(weights)]
+            assert (got - weights).abs().max() < 1e-5, name
+            assert (got - before[name]).abs().max() > 1e-3, f"{name} has moved"
+
+
+def test_in_bfloat16_it_is_torchs_own(ranks, tiny, sequences) -> None:
+    path = tiny("qwen3")
+    (steps, after), _ = ranks(2, train, path, sequences, TrainLayoutConfig(fsdp=2), DType.bfloat16)
+    for name, weights in reference(path, steps).items():
+        assert (after[name] - weights).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
+def test_orthogonal(shape) -> None:
+    random = torch.Generator().manual_seed(0)
+    experts = torch.randn(3, *shape, generator=random)
+    together = orthogonal(experts)
+    singular = torch.linalg.svdvals(together)
+    assert 0.6 < singular[:, : min(shape) - 2].min() < singular.max() < 1.3
+    for matrix, one in zip(experts, together, strict=True):
+        torch.testing.assert_close(orthogonal(matrix), one, rtol=0, atol=1e-5)
+        torchs = torch_muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, 1e-7)
+        assert torch.equal(orthogonal(matrix.bfloat16()), torchs)
+
+
+def owned_state(path, lora):
+    engine = make(path, TrainLayoutConfig(fsdp=2), DType.float32, lora)
+    matrices, layout = engine.trained_matrices()
+    assert engine.optimizer.owners.parameters.keys() == matrices.keys() == layout.rules.keys()
+    return set(matrices)
+
+
+def test_only_matrices_of_layers_and_with_adapters_only_theirs(ranks, tiny) -> None:
+    path = tiny("qwen3", tied=False, num_hidden_layers=1)
+    linear = {f"self_attn.{x}_proj" for x in "qkvo"} | {
+        f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    }
+    whole, adapters = ranks(2, owned_state, path, None)[0], LoraConfig(rank=2)
+    assert whole == {f"model.layers.0.{name}.weight" for name in linear}
+    owned = ranks(2, owned_state, path, adapters)[0]
+    assert owned == {f"model.layers.0.{x}.lora_{ab}.weight" for x in linear for ab in "AB"}
