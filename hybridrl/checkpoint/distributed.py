@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from hybridrl.checkpoint.folder import note_sum
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.optim import STATE
+from hybridrl.engines.train.optim import STATE, dequantized
 from hybridrl.telemetry.log import logged
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
 
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
-    state = kept | {name: tensors[0] for name, tensors in _tensors(engine)}
+    state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
     try:
         with logged(logger, f"save to {folder}"):
@@ -77,7 +77,7 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
         moments = any(name.startswith(tuple(f"{key}/" for key in STATE)) for name in known)
         engine.resume(progress.version, progress.steps, moments)
         copies = dict(_tensors(engine))
-        state = kept | {name: tensors[0] for name, tensors in copies.items()}
+        state = kept | {name: dequantized(tensors[0]) for name, tensors in copies.items()}
         with logged(logger, f"load from {folder}"):
             state_dict_loader.load(state, checkpoint_id=folder, planner=_AnyPadding())
     except CheckpointException as error:
@@ -85,9 +85,10 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
         raise ValueError(f"{folder}: {' '.join(str(first).split())}") from error
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    for one, *others in copies.values():
-        for other in others:
-            _local(other).copy_(_local(one))
+    for name, tensors in copies.items():
+        for tensor in tensors:
+            if tensor is not state[name]:  # the second of a tied one, or moments of 8 bits
+                _local(tensor).copy_(_local(state[name]).to(tensor.device))
 
 
 def as_parameters(

@@ -1,5 +1,6 @@
 """The training loop and its optimizer."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,6 +21,7 @@ class OptimName(Enum):
     """Optimizers, all on float32 master weights."""
 
     adamw = "adamw"
+    adamw8bit = "adamw8bit"  # by torchao, with moments of 8 bits
     muon = "muon"  # for matrices of decoder layers; AdamW for the rest
 
 
@@ -36,7 +38,7 @@ class OptimConfig:
     """The optimizer, on float32 master weights."""
 
     name: OptimName = OptimName.adamw
-    """Which one. Moments of AdamW are in float32."""
+    """Which one; `adamw8bit` needs the extra of that name."""
     lr: float = bounded(1e-5, above=0)
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -55,7 +57,13 @@ class OptimConfig:
     """Where the decay ends, relative to the peak."""
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for impossible `betas`; `key` is the place of these settings."""
+        """Raise ConfigError for impossible `betas`, or a name whose package is missing.
+
+        `key` is the place of these settings.
+        """
+        if self.name is OptimName.adamw8bit and importlib.util.find_spec("torchao") is None:
+            allowed = "adamw or muon; adamw8bit needs torchao: pip install 'hybridrl[adamw8bit]'"
+            raise ConfigError(f"{key}.name", self.name.value, allowed)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"{key}.betas", self.betas, "two numbers from 0 to below 1")
 

@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.keep import to_keep
-from hybridrl.config import Config, ConfigError, ScheduleKind
+from hybridrl.config import Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.renamed_keys import with_new_names
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.worker_group import WorkerGroup
@@ -32,6 +32,12 @@ MAY_CHANGE = (
     "rollout.decode_steps", "schedule.migration_threshold", "schedule.migration",
 )  # fmt: skip
 """Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
+
+FORMER_ONLY_CHOICE = {
+    f"{role}.optim.name": OptimName.adamw.value
+    for role in ("trainer", "warm_start", "critic", "cost_critic", "reward_model")
+}
+"""Settings of checkpoints that are older than the choice."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +156,7 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_same(point: Point, now: Mapping[str, Any]) -> None:
-    before = with_new_names(point.state["settings"], now)
+    before = FORMER_ONLY_CHOICE | with_new_names(point.state["settings"], now)
     kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
     stale = any(SCHEDULES[kind].may_be_stale for kind in kinds)
     for key in now.keys() & before.keys():

@@ -37,7 +37,13 @@ from hybridrl.models.activations import Activations, head_activations, layer_act
 from hybridrl.models.adapters import adapter_parameters, add_adapters
 from hybridrl.models.load import SCORE, TORCH_DTYPES, load_config
 from hybridrl.models.parallel import meta_model, model_parameters
-from hybridrl.planner.memory import ActivationSizes, GenerationSizes, TrainSizes
+from hybridrl.planner.memory import (
+    EIGHT_BIT_MOMENT,
+    MASTER,
+    ActivationSizes,
+    GenerationSizes,
+    TrainSizes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ def train_sizes(
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
                 offloads=config.trainer.activations is ActivationMode.offload,
+                moment=EIGHT_BIT_MOMENT if optim.name is OptimName.adamw8bit else MASTER,
                 **muon[stage],
             )
         )

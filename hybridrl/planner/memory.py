@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass
 
 GIB = 2**30
 MASTER = 4
-"""Bytes of a trained parameter in float32, and of each of its two moments."""
+"""Bytes of a trained parameter in float32, and of each of AdamW's two moments."""
+EIGHT_BIT_MOMENT = 1 + 4 / 256
+"""Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
 
@@ -101,6 +103,8 @@ class TrainSizes:
     offloads: bool = False
     """Whether activations of layers are on the host, but for the layer that computes last or next.
     """
+    moment: float = MASTER
+    """Bytes of an element of each of AdamW's two moments."""
     matrices: int = 0
     """Elements of `trained` that Muon trains, which has one moment of them."""
     owned_matrices: int = 0
@@ -114,7 +118,7 @@ class TrainSizes:
         return {
             "float32 weights": MASTER * self.trained,
             "frozen weights": self.itemsize * self.frozen,
-            "moments": 2 * MASTER * self.trained - MASTER * self.matrices,
+            "moments": round(2 * self.moment * self.trained) - MASTER * self.matrices,
         }
 
     def update(self) -> dict[str, int]:

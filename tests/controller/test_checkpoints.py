@@ -167,13 +167,30 @@ def test_what_is_learned_from_must_not_change(
 ) -> None:
     path = publish(tmp_path / "run" / "final", 6, "schedule=serial")
     free = ["trainer.steps=7", "cluster.ranks=4", "trainer.layout.tp=2", "telemetry.report=false"]
+    free += ["trainer.activations=offload"]
     free += ["schedule=fused", "eval.every=1", "trainer.layout.fsdp=2", "trainer.save_every=5"]
     assert find_origin(config(*free)).point is not None
     reason = f", with which {path} was made"
     assert refused(config("trainer.optim.lr=0.5")) == f"trainer.optim.lr=0.5: wanted 1e-05{reason}"
+    muon = refused(config("trainer.optim.name=muon"))
+    assert muon == f"trainer.optim.name=muon: wanted adamw{reason}"
     assert refused(config("run.seed=3")) == f"run.seed=3: wanted 0{reason}"
     assert refused(config("recipe=ppo")).startswith("recipe.")
     assert refused(config("schedule=partial")) == f"schedule=partial: wanted serial{reason}"
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_of_optimizers_is_adamws(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6)
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    for key in [key for key in state["settings"] if key.endswith(".optim.name")]:
+        del state["settings"][key]
+    file.write_text(json.dumps(state))
+    assert find_origin(config()).point is not None
+    line = refused(config("trainer.optim.name=muon"))
+    assert line == f"trainer.optim.name=muon: wanted adamw, with which {path} was made"
 
 
 def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from hybridrl.planner.memory import (
+    EIGHT_BIT_MOMENT,
     ActivationSizes,
     GenerationSizes,
     RunSizes,
@@ -97,6 +98,10 @@ def test_muon_has_one_moment_and_whole_matrices_in_its_step() -> None:
     assert muon.state["moments"] == 8 * 100 + 4 * 500
     whole = 2 * (500 + 550 + 4 * 1000)
     assert muon.update() == {"gradients": 4 * 600, "whole matrices": whole}
+
+
+def test_moments_of_eight_bits_have_a_scale_for_each_block() -> None:
+    assert replace(SIZES, moment=EIGHT_BIT_MOMENT).state["moments"] == round(2 * 600 * (1 + 1 / 64))
 
 
 def test_adapters_leave_the_weights_in_the_compute_format() -> None:

@@ -385,7 +385,10 @@ class TrainEngine(ModelShards):
         metrics = dict(zip(names, averages, strict=True))
         weight = metrics.pop("weight")
         metrics = {k: v if k == "loss" else v / weight for k, v in metrics.items()}
-        metrics |= {"grad_norm": square**0.5, "lr": lr_scale * self.lr_scheduler.get_last_lr()[0]}
+        metrics |= {
+            "grad_norm": square**0.5,
+            "lr": lr_scale * float(self.lr_scheduler.get_last_lr()[0]),
+        }
         finite = math.isfinite(square) and math.isfinite(metrics["loss"])
         if finite:
             limit = self.optim.clip_grad_norm

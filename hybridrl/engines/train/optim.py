@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hybridrl.config import LRSchedule, OptimConfig
+from hybridrl.config import LRSchedule, OptimConfig, OptimName
 from hybridrl.engines.train.muon import MatrixOwners, Muon
 
 STATE = "exp_avg", "exp_avg_sq", "momentum_buffer"
@@ -25,19 +27,26 @@ def make_optimizer(
 ) -> tuple[Optimizer, LambdaLR]:
     """The optimizer of `parameters`, and its schedule, stepped once a step.
 
-    AdamW (Loshchilov and Hutter 2019), or `Muon` on the matrices of `owners`. The schedule begins
-    after `steps_done` of `total_steps`; the state begins at zero.
+    AdamW (Loshchilov and Hutter 2019) by its name in `config`, or `Muon` on the matrices of
+    `owners`. The schedule begins after `steps_done` of `total_steps`; the state begins at zero.
     """
     settings: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.betas[0], config.betas[1]),
         "eps": config.eps,
         "weight_decay": config.weight_decay,
-        "fused": True,
     }
-    optimizer: Optimizer = (
-        AdamW(parameters, **settings) if owners is None else Muon(parameters, owners, **settings)
-    )
+    optimizer: Optimizer
+    match config.name:
+        case OptimName.adamw:
+            optimizer = AdamW(parameters, **settings, fused=True)
+        case OptimName.adamw8bit:
+            from hybridrl.engines.train.adamw8bit import ShardedAdamW8bit
+
+            optimizer = ShardedAdamW8bit(parameters, **settings)
+        case OptimName.muon:
+            assert owners is not None, "Muon needs the owners of matrices"
+            optimizer = Muon(parameters, owners, **settings, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.lr
     last = steps_done - 1
@@ -46,13 +55,27 @@ def make_optimizer(
 
 def allocate_state(optimizer: Optimizer, steps: int, device: torch.device) -> None:
     """The state of every parameter as zeros, after `steps` steps: for a checkpoint to fill."""
+    # An optimizer with moments of its own kind makes them itself.
+    zeros = getattr(optimizer, "zeros", None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if zeros is not None:
+                optimizer.state[parameter] = zeros(parameter, steps)
+                continue
             names = ["momentum_buffer"] if "momentum" in group else ["exp_avg", "exp_avg_sq"]
             state = {name: torch.zeros_like(parameter) for name in names}
             if "exp_avg" in state:
                 state["step"] = torch.tensor(float(steps), device=device)
             optimizer.state[parameter] = state
+
+
+def dequantized(tensor: torch.Tensor) -> torch.Tensor:
+    """Moments of 8 bits as float32 in host memory; any other tensor itself."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(local):
+        return tensor
+    values = local.dequantize().cpu()
+    return DTensor(values, tensor._spec, requires_grad=False)
 
 
 def lr_factor(step: int, config: OptimConfig, total_steps: int) -> float:
