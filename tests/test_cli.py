@@ -206,6 +206,14 @@ WRONG = [
         "schedule.migration_threshold=-1: wanted 0 or more, or null",
     ),
     ("rollout.parked_kv=keep", "rollout.parked_kv=keep: renamed, now schedule.parked_kv"),
+    (
+        "trainer.activation_checkpointing=true",
+        "trainer.activation_checkpointing=true: renamed, now trainer.activations",
+    ),
+    (
+        "trainer.activations=half",
+        "trainer.activations=half: wanted one of keep, recompute, offload",
+    ),
     ("recipe=grpo recipe.normalise=token", "recipe.normalise=token: renamed, now recipe.normalize"),
     ("recipe=rm +recipe.centre=1", "recipe.centre=1: renamed, now recipe.center"),
     ("recipe=rm recipe.centre=1 recipe.x=2", "recipe.centre=1: renamed, now recipe.center"),

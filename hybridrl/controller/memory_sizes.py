@@ -138,7 +138,7 @@ def train_sizes(
                 layer_activations=layer,
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
-                offloads=config.trainer.activations is ActivationMode.offload,
+                offloads=_offloads(config),
                 moment=EIGHT_BIT_MOMENT if optim.name is OptimName.adamw8bit else MASTER,
                 **muon[stage],
             )
@@ -336,6 +336,12 @@ def _generation_elements(
 
 
 # Choices that ranks make
+
+
+def _offloads(config: Config) -> bool:
+    """Whether activations leave the device; a CPU's are in host memory either way."""
+    offload = config.trainer.activations is ActivationMode.offload
+    return offload and config.cluster.device is not Device.cpu
 
 
 def _itemsize(config: Config) -> int:

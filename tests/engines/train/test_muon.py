@@ -140,19 +140,28 @@ def test_orthogonal(shape) -> None:
         assert torch.equal(orthogonal(matrix.bfloat16()), torchs)
 
 
-def owned_state(path, lora):
+def owned(path, lora, sequences):
+    """The names of the matrices that owners have, and of the shards that a step changes."""
     engine = make(path, TrainLayoutConfig(fsdp=2), DType.float32, lora)
     matrices, layout = engine.trained_matrices()
     assert engine.optimizer.owners.parameters.keys() == matrices.keys() == layout.rules.keys()
-    return set(matrices)
+    before = {name: shard.to_local().clone() for name, shard in engine.named_shards().items()}
+    for _ in range(2):  # B begins at zero, so A has no gradient in the first step
+        engine.update(sequences[dist.get_rank() :: 2], Advantage())
+    after = {name: shard.to_local() for name, shard in engine.named_shards().items()}
+    changed = {name for name, shard in before.items() if not torch.equal(shard, after[name])}
+    momenta = [s["momentum_buffer"] for s in engine.optimizer.state.values() if len(s) == 1]
+    assert len(momenta) == len(matrices)
+    return set(matrices), changed
 
 
-def test_only_matrices_of_layers_and_with_adapters_only_theirs(ranks, tiny) -> None:
+def test_only_matrices_of_layers_and_with_adapters_only_theirs(ranks, tiny, sequences) -> None:
     path = tiny("qwen3", tied=False, num_hidden_layers=1)
-    linear = {f"self_attn.{x}_proj" for x in "qkvo"} | {
-        f"mlp.{x}_proj" for x in ("gate", "up", "down")
-    }
-    whole, adapters = ranks(2, owned_state, path, None)[0], LoraConfig(rank=2)
-    assert whole == {f"model.layers.0.{name}.weight" for name in linear}
-    owned = ranks(2, owned_state, path, adapters)[0]
-    assert owned == {f"model.layers.0.{x}.lora_{ab}.weight" for x in linear for ab in "AB"}
+    linear = {f"self_attn.{x}_proj" for x in "qkvo"}
+    linear |= {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    matrices, changed = ranks(2, owned, path, None, sequences)[0]
+    assert matrices == {f"model.layers.0.{name}.weight" for name in linear}
+    assert matrices < changed, "AdamW changes the rest"
+    matrices, changed = ranks(2, owned, path, LoraConfig(rank=2), sequences)[0]
+    assert matrices == {f"model.layers.0.{x}.lora_{ab}.weight" for x in linear for ab in "AB"}
+    assert matrices == changed
