@@ -9,7 +9,7 @@ docs/kernels.md lists the messages and their sizes.
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,34 +46,54 @@ def linear_log_probs(
     chunk_elements: int = CHUNK_ELEMENTS,
     shard: VocabShard | None = None,
     backend: Backend = "auto",
+    bias: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and on request the entropy, of softmax(hidden weight^T / T).
 
     hidden [tokens, features], weight [vocab, features], targets [tokens] (int64). Both results are
     [tokens] in float32 (float64 for float64 inputs) and differentiable in `hidden` and `weight`.
+    With a `bias` [vocab], differentiable too, x = hidden weight^T + bias takes the product's place.
+    With a `cap` c then c tanh(x / c) does, before the temperature (Gemma 2, arXiv 2408.00118).
     Zero tokens are allowed and give zero gradients; a target outside of the vocabulary has log-
     probability -inf. `chunk_elements` bounds the logits that exist at a time.
 
-    With a `shard`, `weight` is this rank's shard of the vocabulary (Megatron-LM, arXiv 1909.08053,
-    section 3, here with the head's product inside). The call and its backward pass are collective
-    over the group, and every rank passes the same `hidden`, targets and gradients of the results.
+    With a `shard`, `weight` and `bias` are this rank's shard of the vocabulary (Megatron-LM, arXiv
+    1909.08053, section 3, here with the head's product inside). The call and its backward pass are
+    collective over the group, and every rank passes the same `hidden`, targets and gradients of the
+    results.
     Results are equal on all ranks; the gradient of `hidden` is summed over the ranks already; the
-    gradient of `weight` is local.
+    gradients of `weight` and `bias` are local.
 
     `auto` selects Triton for bf16 and fp16 on NVIDIA GPUs since Ampere, else torch. Raises
-    ValueError for a temperature that is not above 0, inputs of two dtypes, float64 for Triton, or
-    a shard that is longer than `weight`.
+    ValueError for a temperature or a cap that is not above 0, inputs of two dtypes, or float64 for
+    Triton. Also for a bias of another length, or a shard that is longer than `weight`.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: wanted a number above 0")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"cap={cap}: wanted a number above 0")
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}: wanted one dtype")
+    if bias is not None and (bias.shape, bias.dtype) != (weight.shape[:1], weight.dtype):
+        raise ValueError(
+            f"bias is {list(bias.shape)} {bias.dtype}: wanted [{len(weight)}] {weight.dtype}"
+        )
     if backend == "triton" and hidden.dtype == torch.float64:
         raise ValueError("backend=triton computes in float32: wanted torch for float64")
     if shard and not (shard.start >= 0 and 0 <= shard.size <= len(weight)):
         raise ValueError(f"{shard.start=}, {shard.size=}: weight has {len(weight)} rows")
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, targets, temperature, with_entropy, chunk_elements, shard, backend
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        cap,
+        with_entropy,
+        chunk_elements,
+        shard,
+        backend,
     )
     return log_probs, entropy if with_entropy else None
 
@@ -100,24 +120,30 @@ class _Context(FunctionCtx):
     """The values kept for `backward`; autograd makes it and fills in the last two."""
 
     temperature: float
+    cap: float | None
     with_entropy: bool
     chunk_elements: int
     shard: VocabShard | None
     backend: Backend
-    saved_tensors: tuple[torch.Tensor, ...]
+    saved_tensors: tuple[Any, ...]
     needs_input_grad: tuple[bool, ...]
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """d log p(t) / d logit_j = [j = t] - p_j; d H / d logit_j = -p_j (log p_j + H)."""
+    """d log p(t) / d logit_j = [j = t] - p_j; d H / d logit_j = -p_j (log p_j + H).
+
+    A cap multiplies both by 1 - tanh(x / c)^2. The bias has the sum of its column's gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: _Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
+        cap: float | None,
         with_entropy: bool,
         chunk_elements: int,
         shard: VocabShard | None,
@@ -127,13 +153,21 @@ class _LinearLogProbs(torch.autograd.Function):
         local = targets - start
         local = local.masked_fill(local >= size, -1).contiguous()  # not a padded row either
         statistics = _implementation(backend, hidden).partial(
-            hidden, weight[:size], local, temperature, with_entropy, chunk_elements
+            hidden,
+            weight[:size],
+            local,
+            temperature,
+            with_entropy,
+            chunk_elements,
+            None if bias is None else bias[:size],
+            cap,
         )
         if shard:
             statistics = statistics.all_reduce(shard.group)
         lse, entropy = statistics.log_sum_exp(), statistics.entropy()
-        ctx.save_for_backward(hidden, weight, local, lse, entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        saved: Any = (hidden, weight, bias, local, lse, entropy)  # torch takes None, too
+        ctx.save_for_backward(*saved)
+        ctx.temperature, ctx.cap, ctx.with_entropy = temperature, cap, with_entropy
         ctx.chunk_elements, ctx.shard, ctx.backend = chunk_elements, shard, backend
         return statistics.target - lse, entropy
 
@@ -142,7 +176,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: _Context, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, local, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, local, lse, entropy = ctx.saved_tensors
         implementation = _implementation(ctx.backend, hidden)
         wide = lse.dtype
         operand = wide if implementation is linear_log_probs_torch else hidden.dtype
@@ -150,6 +184,7 @@ class _LinearLogProbs(torch.autograd.Function):
         # Summed over chunks and ranks in float32: bf16 would lose small terms.
         grad_hidden = torch.zeros_like(hidden, dtype=wide) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         size = ctx.shard.size if ctx.shard else len(weight)
         for columns in linear_log_probs_torch.column_chunks(hidden, size, ctx.chunk_elements):
             chunk = weight[columns].to(operand)
@@ -162,14 +197,18 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_log_probs,
                 grad_entropy,
                 ctx.temperature,
+                None if bias is None else bias[columns],
+                ctx.cap,
             )
             if grad_hidden is not None:
                 grad_hidden += grad @ chunk
             if grad_weight is not None:
                 grad_weight[columns] = (grad.T @ operand_hidden).to(weight.dtype)
+            if grad_bias is not None:
+                grad_bias[columns] = grad.sum(0, dtype=wide).to(bias.dtype)
             del grad  # before the next chunk's, so that one exists at a time
         if ctx.shard and grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=ctx.shard.group)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7

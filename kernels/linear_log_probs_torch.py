@@ -33,29 +33,26 @@ def partial(
     temperature: float,
     with_entropy: bool,
     chunk_elements: int,
+    bias: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> SoftmaxPartial:
     """Statistics of the logits over the rows of `weight`, [tokens] each.
 
-    hidden [tokens, features], weight [vocab, features]; targets [tokens] are rows of `weight`,
-    other values stand for targets outside of this shard.
+    hidden [tokens, features], weight [vocab, features], bias [vocab]; targets [tokens] are rows of
+    `weight`, other values stand for targets outside of this shard.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     hidden = hidden.to(dtype)
     joined = SoftmaxPartial.empty(len(hidden), dtype, hidden.device)
     for columns in column_chunks(hidden, len(weight), chunk_elements):
         chunk, chunk_targets = weight[columns].to(dtype), targets - columns.start
-        joined = joined.join(_of_chunk(hidden, chunk, chunk_targets, temperature, with_entropy))
+        chunk_bias = None if bias is None else bias[columns]
+        logits = _logits(hidden, chunk, temperature, chunk_bias, cap)
+        joined = joined.join(_of_chunk(logits, chunk_targets, with_entropy))
     return joined
 
 
-def _of_chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    with_entropy: bool,
-) -> SoftmaxPartial:
-    logits = _logits(hidden, weight, temperature)
+def _of_chunk(logits: torch.Tensor, targets: torch.Tensor, with_entropy: bool) -> SoftmaxPartial:
     index, is_inside = _column_index(targets, logits)
     target = logits.gather(-1, index).squeeze(-1).masked_fill(~is_inside, -torch.inf)
     maximum = logits.amax(-1)
@@ -77,13 +74,18 @@ def grad_logits(
     grad_log_probs: torch.Tensor,
     grad_entropy: torch.Tensor,
     temperature: float,
+    bias: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Gradient [tokens, vocab] of hidden weight^T in the dtype of `hidden`; arguments as above.
 
     lse and entropy [tokens] are those of the full vocabulary; without `entropy` its gradient is
     ignored.
     """
-    log_p = _logits(hidden, weight, temperature).sub_(lse[:, None])
+    log_p = _logits(hidden, weight, temperature, bias, cap)
+    # d c tanh(x / c) / dx, from the capped logits.
+    slope = None if cap is None else log_p.mul(temperature / cap).square_().neg_().add_(1)
+    log_p.sub_(lse[:, None])
     if entropy is None:
         grad = log_p.exp_().mul_(-grad_log_probs[:, None])
     else:
@@ -92,11 +94,22 @@ def grad_logits(
         grad = p.mul_(scale.add_(grad_log_probs[:, None])).neg_()
     index, is_inside = _column_index(targets, grad)
     grad.scatter_add_(-1, index, grad_log_probs.where(is_inside, 0)[:, None])
-    return grad.div_(temperature)
+    grad.div_(temperature)
+    return grad if slope is None else grad.mul_(slope)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: float,
+    bias: torch.Tensor | None,
+    cap: float | None,
+) -> torch.Tensor:
     logits = hidden @ weight.T
+    if bias is not None:
+        logits += bias
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     return logits if temperature == 1 else logits.div_(temperature)
 
 

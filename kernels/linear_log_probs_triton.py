@@ -62,6 +62,17 @@ def _logits(
     return tile
 
 
+@triton.jit
+def _transformed(tile, bias, cap, columns, vocab):
+    """The tile of products with the head's bias, capped; unchanged where both are None."""
+    if bias is not None:
+        row = tl.load(bias + columns, mask=columns < vocab, other=0.0)
+        tile += row.to(tl.float32)[None, :]
+    if cap is not None:
+        tile = cap * (2.0 * tl.sigmoid(2.0 * tile / cap) - 1.0)  # tanh
+    return tile
+
+
 @triton.jit(do_not_specialize=["tokens"])  # their number varies: one compilation serves all
 def _partial_kernel(
     hidden,
@@ -75,6 +86,8 @@ def _partial_kernel(
     weight_stride,
     temperature,
     vocab_per_split,
+    bias,
+    cap,
     WITH_ENTROPY: tl.constexpr,
     ON_CPU: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -111,6 +124,7 @@ def _partial_kernel(
             BLOCK_VOCAB,
             BLOCK_FEATURES,
         )
+        logits = _transformed(logits, bias, cap, columns, vocab)
         logits = tl.where((columns < vocab)[None, :], logits / temperature, LOWEST)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1))
         shift = maximum - new_maximum
@@ -150,6 +164,8 @@ def _grad_logits_kernel(
     hidden_stride,
     weight_stride,
     temperature,
+    bias,
+    cap,
     WITH_ENTROPY: tl.constexpr,
     ON_CPU: tl.constexpr,
     GROUP: tl.constexpr,
@@ -180,6 +196,7 @@ def _grad_logits_kernel(
         BLOCK_VOCAB,
         BLOCK_FEATURES,
     )
+    logits = _transformed(logits, bias, cap, columns, vocab)
     inside = rows < tokens
     target = tl.load(targets + rows, mask=inside, other=-1)
     grad = tl.load(grad_log_probs + rows, mask=inside, other=0.0)[:, None]
@@ -190,6 +207,11 @@ def _grad_logits_kernel(
         h = tl.load(entropy + rows, mask=inside, other=0.0)[:, None]
         scale = grad + grad_of_entropy * (log_p + h)
     result = tl.where(columns[None, :] == target[:, None], grad, 0.0) - tl.exp(log_p) * scale
+    if cap is not None:
+        # The slope of tanh. From log_p, since a second tile would not fit in registers.
+        log_sum = tl.load(lse + rows, mask=inside, other=0.0)[:, None]
+        tangent = (log_p + log_sum) * (temperature / cap)
+        result *= 1.0 - tangent * tangent
     place = out + rows.to(tl.int64)[:, None] * vocab + columns[None, :]
     mask = inside[:, None] & (columns < vocab)[None, :]
     tl.store(place, (result / temperature).to(out.dtype.element_ty), mask=mask)
@@ -202,6 +224,8 @@ def partial(
     temperature: float,
     with_entropy: bool,
     chunk_elements: int,
+    bias: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> SoftmaxPartial:
     """As `linear_log_probs_torch.partial`, not in float64; no chunk of logits exists at all."""
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
@@ -223,6 +247,8 @@ def partial(
             weight.stride(0),
             temperature,
             triton.cdiv(vocab_blocks, splits) * block_vocab,
+            bias,
+            cap,
             WITH_ENTROPY=with_entropy,
             **_options(hidden),
         )
@@ -238,6 +264,8 @@ def grad_logits(
     grad_log_probs: torch.Tensor,
     grad_entropy: torch.Tensor,
     temperature: float,
+    bias: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """As `linear_log_probs_torch.grad_logits`."""
     hidden, weight = _rows_contiguous(hidden), _rows_contiguous(weight)
@@ -261,6 +289,8 @@ def grad_logits(
             hidden.stride(0),
             weight.stride(0),
             temperature,
+            bias,
+            cap,
             WITH_ENTROPY=entropy is not None,
             GROUP=GROUP,
             **_options(hidden),

@@ -35,35 +35,43 @@ SHAPES = {
 """Vocabulary and features. Triton compiles anew for numbers that 16 does not divide."""
 TOKENS = 8192
 KERNELS = ("partial", "grad_logits")
+HEADS = ("", " capped", " biased")
+"""What the head does besides its product: by the beginning of a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One compilation. `shape` is a key of SHAPES, `kernel` one of KERNELS."""
+    """One compilation. `shape` is a key of SHAPES, `kernel` one of KERNELS, `head` of HEADS."""
 
     capability: int
     dtype: str
     shape: str
     kernel: str
     with_entropy: bool
+    head: str = ""
 
     @property
     def name(self) -> str:
         """Its key in tests/kernels/cubins.json."""
         entropy = " with entropy" if self.with_entropy else ""
-        return f"sm_{self.capability} {self.dtype} {self.shape} {self.kernel}{entropy}"
+        return f"sm_{self.capability} {self.dtype} {self.shape} {self.kernel}{entropy}{self.head}"
 
 
 def all_cases() -> list[Case]:
-    """Every GPU, dtype and kernel; odd shapes in bfloat16, from which float16 does not differ."""
+    """Every GPU, dtype and kernel; odd shapes in bfloat16, from which float16 does not differ.
+
+    Heads that cap or add a bias in bfloat16 and divisible shapes.
+    """
     return [
-        Case(capability, dtype, shape, kernel, with_entropy)
+        Case(capability, dtype, shape, kernel, with_entropy, head)
         for capability in SHARED_LIMITS
         for dtype in DTYPES
         for shape in SHAPES
         if shape == "divisible" or dtype == "bfloat16"
         for kernel in KERNELS
         for with_entropy in (False, True)
+        for head in HEADS
+        if not head or (dtype, shape) == ("bfloat16", "divisible")
     ]
 
 
@@ -105,7 +113,14 @@ def launches(capability: int) -> Iterator[list[Any]]:
         JITFunction.run, driver._active = run, active
 
 
-def launch(kernel: str, tokens: int, shape: str, dtype: torch.dtype, with_entropy: bool) -> None:
+def launch(
+    kernel: str,
+    tokens: int,
+    shape: str,
+    dtype: torch.dtype,
+    with_entropy: bool,
+    head: str = "",
+) -> None:
     """Launch a kernel as the package does, on tensors without values."""
     from hybridrl.kernels import linear_log_probs_triton as ours
 
@@ -116,17 +131,20 @@ def launch(kernel: str, tokens: int, shape: str, dtype: torch.dtype, with_entrop
         torch.empty(vocab, features, dtype=dtype, device="meta"),
         torch.empty(tokens, dtype=torch.int64, device="meta"),
     )
+    bias = torch.empty(vocab, dtype=dtype, device="meta") if head == " biased" else None
+    cap = 30.0 if head == " capped" else None
     if kernel == "partial":
-        ours.partial(*inputs, 1.0, with_entropy, 0)
+        ours.partial(*inputs, 1.0, with_entropy, 0, bias, cap)
     else:
         entropy = per_token if with_entropy else None
-        ours.grad_logits(*inputs, per_token, entropy, per_token, per_token, 1.0)
+        ours.grad_logits(*inputs, per_token, entropy, per_token, per_token, 1.0, bias, cap)
 
 
 def figures(case: Case) -> dict[str, Any]:
     """What one compilation takes: `stack` and `shared` in bytes a thread and a block."""
     with launches(case.capability) as compiled:
-        launch(case.kernel, TOKENS, case.shape, getattr(torch, case.dtype), case.with_entropy)
+        dtype = getattr(torch, case.dtype)
+        launch(case.kernel, TOKENS, case.shape, dtype, case.with_entropy, case.head)
     (kernel,) = compiled
     registers, stack = resources(kernel.asm["cubin"])
     return {

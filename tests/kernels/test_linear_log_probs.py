@@ -6,8 +6,11 @@ from hybridrl.kernels.linear_log_probs import linear_log_probs
 TOKENS, VOCAB, WIDTH = 13, 29, 8
 
 
-def _full(hidden, weight, targets, temperature):
-    log_p = torch.log_softmax(hidden @ weight.T / temperature, -1)
+def _full(hidden, weight, targets, temperature, bias=None, cap=None):
+    logits = hidden @ weight.T
+    logits = logits if bias is None else logits + bias
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_p = torch.log_softmax(logits / temperature, -1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -36,6 +39,28 @@ def test_equals_full_logits_in_float64(temperature, chunk_elements, entropy_coef
         torch.autograd.grad((grads * values).sum(), (hidden, weight)), wanted, strict=True
     ):
         torch.testing.assert_close(result, want_grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("is_biased", [False, True])
+@pytest.mark.parametrize("chunk_elements", [5 * TOKENS, 10**9])
+def test_cap_and_bias_equal_full_logits_in_float64(cap, is_biased, chunk_elements):
+    hidden, weight, targets = _inputs(torch.float64)
+    bias = torch.randn(VOCAB, dtype=torch.float64, requires_grad=True) if is_biased else None
+    inputs = [hidden, weight, *([bias] if is_biased else [])]
+    grads = torch.randn(2, TOKENS, dtype=torch.float64)
+    wanted = _full(hidden, weight, targets, 0.7, bias, cap)
+    values = linear_log_probs(
+        hidden, weight, targets, 0.7, True, chunk_elements, bias=bias, cap=cap
+    )
+    for got, want in zip(values, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    for got, want in zip(
+        torch.autograd.grad(grads[0] @ values[0] + grads[1] @ values[1], inputs),
+        torch.autograd.grad(grads[0] @ wanted[0] + grads[1] @ wanted[1], inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def test_gradcheck():
@@ -89,6 +114,17 @@ def test_temperature_must_be_positive():
     hidden, weight, targets = _inputs(torch.float32)
     with pytest.raises(ValueError, match="temperature=0"):
         linear_log_probs(hidden, weight, targets, 0.0)
+
+
+def test_a_cap_must_be_positive():
+    with pytest.raises(ValueError, match=r"cap=0.0"):
+        linear_log_probs(*_inputs(torch.float32), cap=0.0)
+
+
+def test_a_bias_of_another_shape_or_dtype_is_refused():
+    for bias in (torch.zeros(VOCAB - 1), torch.zeros(VOCAB, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=rf"wanted \[{VOCAB}\] torch.float32"):
+            linear_log_probs(*_inputs(torch.float32), bias=bias)
 
 
 def test_one_dtype_is_wanted():

@@ -84,10 +84,10 @@ def _interpreted(cases):
     ]
 
 
-def _assert_close(got, want, dtype, case):
-    """`got` and `want`: values, then the two gradients; errors relative to the largest element."""
+def _assert_close(got, want, dtype, case, gradients=2):
+    """`got` and `want`: values, then the gradients; errors relative to the largest element."""
     for i, (result, wanted) in enumerate(zip(got, want, strict=True)):
-        tolerance = VALUES if i < len(want) - 2 else GRADIENTS[dtype]
+        tolerance = VALUES if i < len(want) - gradients else GRADIENTS[dtype]
         error = (result.double() - wanted).abs().max().item()
         assert error <= tolerance * max(1.0, wanted.abs().max().item()), (case, i, error)
 
@@ -98,6 +98,47 @@ def test_interpreted_equals_float64(fresh_ranks, cases):
     (results,) = fresh_ranks(1, _interpreted, cases)
     for case, got in zip(cases, results, strict=True):
         _assert_close(got, _wanted(*case), case[3], case)
+
+
+def _head_inputs(tokens, vocab, features, dtype):
+    hidden, weight, targets, grads = _inputs(tokens, vocab, features, dtype)
+    return [hidden, weight, torch.randn(vocab).to(dtype)], targets, grads
+
+
+def _capped_and_biased(cases):
+    _interpret()
+    results = []
+    for *case, with_entropy, cap in cases:
+        inputs, targets, grads = _head_inputs(*case)
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        options = (1.3, with_entropy, 2**16, None, "triton")
+        hidden, weight, bias = inputs
+        values = linear_log_probs(hidden, weight, targets, *options, bias=bias, cap=cap)
+        values = values if with_entropy else values[:1]
+        loss = sum(g.to(v) @ v for g, v in zip(grads, values, strict=False))
+        results.append([x.detach() for x in (*values, *torch.autograd.grad(loss, inputs))])
+    return results
+
+
+@needs_triton
+def test_interpreted_cap_and_bias_equal_float64(fresh_ranks):
+    cases = [
+        (*SIZES[3], torch.float32, True, 2.0),
+        (*SIZES[1], torch.float32, True, None),
+        (*SIZES[4], torch.bfloat16, False, 2.0),
+    ]
+    (results,) = fresh_ranks(1, _capped_and_biased, cases)
+    for (*case, with_entropy, cap), got in zip(cases, results, strict=True):
+        inputs, targets, grads = _head_inputs(*case)
+        inputs = [tensor.double().requires_grad_() for tensor in inputs]
+        logits = inputs[0] @ inputs[1].T + inputs[2]
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        log_p = torch.log_softmax(logits / 1.3, -1)
+        values = [log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+        values = values if with_entropy else values[:1]
+        loss = sum(g @ v for g, v in zip(grads, values, strict=False))
+        wanted = [x.detach() for x in (*values, *torch.autograd.grad(loss, inputs))]
+        _assert_close(got, wanted, case[3], (case, cap), gradients=3)
 
 
 def _sharded_interpreted(cases):

@@ -105,6 +105,43 @@ def test_no_tokens(ranks):
     assert ranks(2, _no_tokens) == [((0,), 0.0)] * 2
 
 
+def _capped_and_biased(vocab):
+    hidden, weight, targets, grads = _inputs(vocab, torch.float64)
+    bias = torch.linspace(-1, 1, vocab, dtype=torch.float64)
+    rows = -(-vocab // dist.get_world_size())
+    start = rows * dist.get_rank()
+    size = len(weight[start : start + rows])
+    padding = rows + 2 - size
+    local = torch.cat([weight[start : start + rows], torch.full((padding, WIDTH), 50.0).double()])
+    local_bias = torch.cat([bias[start : start + rows], torch.full((padding,), 50.0).double()])
+    inputs = [x.requires_grad_() for x in (hidden, local, local_bias)]
+    shard = VocabShard(dist.group.WORLD, min(start, vocab), size)
+    log_probs, entropy = linear_log_probs(
+        hidden, local, targets, 0.7, True, 3 * TOKENS, shard, bias=local_bias, cap=2.0
+    )
+    loss = grads[0] @ log_probs + grads[1] @ entropy
+    return [x.detach() for x in (log_probs, *torch.autograd.grad(loss, inputs))], size
+
+
+def test_cap_and_bias_equal_one_process(ranks):
+    vocab = 37
+    hidden, weight, targets, grads = _inputs(vocab, torch.float64)
+    bias = torch.linspace(-1, 1, vocab, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    log_p = torch.log_softmax(2 * torch.tanh((hidden @ weight.T + bias) / 2) / 0.7, -1)
+    log_probs = log_p.gather(-1, targets[:, None])[:, 0]
+    loss = grads[0] @ log_probs - grads[1] @ (log_p.exp() * log_p).sum(-1)
+    wanted = [log_probs, *torch.autograd.grad(loss, inputs)]
+    results = ranks(2, _capped_and_biased, vocab)
+    for index, want in enumerate(wanted):
+        if index < 2:
+            got = results[0][0][index]
+        else:  # shards of the weight and of the bias; their padding has no gradient
+            got = torch.cat([result[index][:size] for result, size in results])
+            assert all(result[index][size:].eq(0).all() for result, size in results)
+        torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-12)
+
+
 def _exchanged():
     """Shapes of every all-reduce, forward and backward, with several chunks a rank."""
     tokens = 6
