@@ -35,6 +35,7 @@ from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
 from hybridrl.models.activations import Activations, head_activations, layer_activations
 from hybridrl.models.adapters import adapter_parameters, add_adapters
+from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import SCORE, TORCH_DTYPES, load_config
 from hybridrl.models.parallel import meta_model, model_parameters
 from hybridrl.planner.memory import (
@@ -207,7 +208,7 @@ def _layer(
         shape,
         row.tokens,
         dtype=TORCH_DTYPES[config.model.compute_dtype],
-        attention=_attention(config),
+        attention=_attention(config, shape),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         checkpointing=config.trainer.activations is ActivationMode.recompute,
@@ -266,9 +267,10 @@ def generation_sizes(config: Config, shape: PretrainedConfig) -> GenerationSizes
     mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     prefill, logits = native_step_bytes(
-        shape, rollout.max_running, longest, dtype, tp, _attention(config)
+        shape, rollout.max_running, longest, dtype, tp, _attention(config, shape)
     )
-    joined = 2 * shape.intermediate_size * shape.hidden_size // tp * dtype.itemsize
+    width = getattr(shape, "intermediate_size", 4 * shape.hidden_size)  # GPT-2 has no name for it
+    joined = 2 * width * shape.hidden_size // tp * dtype.itemsize
     return GenerationSizes(
         weights=dtype.itemsize
         * _generation_elements(config, shape, vocab_multiple=rollout.features.vocab_multiple),
@@ -296,7 +298,9 @@ def scoring_weights(config: Config, graph: Graph, shape: PretrainedConfig) -> di
 def scoring_activations(config: Config, shape: PretrainedConfig, row: PackedRow) -> int:
     """Bytes of a row's forward pass without gradients, in the layout of generation."""
     dtype, tp = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout.tp
-    layer = layer_activations(shape, row.tokens, dtype=dtype, attention=_attention(config), tp=tp)
+    layer = layer_activations(
+        shape, row.tokens, dtype=dtype, attention=_attention(config, shape), tp=tp
+    )
     head = head_activations(shape, row.scored, dtype=dtype, triton=_has_triton(config), tp=tp)
     hidden = row.tokens * shape.hidden_size * dtype.itemsize
     return max(layer.scoring, head.scoring) + 2 * hidden
@@ -348,10 +352,11 @@ def _itemsize(config: Config) -> int:
     return TORCH_DTYPES[config.model.compute_dtype].itemsize
 
 
-def _attention(config: Config) -> Attention:
+def _attention(config: Config, shape: PretrainedConfig) -> Attention:
     """What `choose_attention` chooses where flash-attn is installed on every GPU."""
     torch_alone = config.model.attention is Attention.torch or config.cluster.device is Device.cpu
-    return Attention.torch if torch_alone else Attention.flash
+    sinks = attention_shape(shape).sinks
+    return Attention.torch if torch_alone or sinks else Attention.flash
 
 
 def _has_triton(config: Config) -> bool:

@@ -219,13 +219,13 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
 
 def check_attention(config: ModelConfig, model: Any) -> None:
     """Raise for flash-attn by name that cannot attend with this model; ranks check the rest."""
+    from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
     from hybridrl.models.packed_attention import flash_obstacle
-    from hybridrl.models.parallel import head_size
 
     if config.attention is Attention.flash:
         dtype = TORCH_DTYPES[config.compute_dtype]
-        if obstacle := flash_obstacle(dtype, head_size(model)):
+        if obstacle := flash_obstacle(dtype, attention_shape(model)):
             raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
 
 

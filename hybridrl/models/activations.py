@@ -16,6 +16,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from hybridrl.config import Attention, LoraConfig
 from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
 from hybridrl.models.adapters import add_adapters
+from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.logits import logits_transform
+from hybridrl.models.packed_attention import capped_attention, with_sink
 from hybridrl.models.parallel import head_size
 from hybridrl.models.peak_memory import PeakMemory
 
@@ -52,7 +56,7 @@ def layer_activations(
     model = _narrow_model(config, tp, dtype, lora)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    layer = model.train().base_model.layers[0]
+    layer: Any = decoder_layers(model.train())[0]
     hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
     keywords = _layer_keywords(model, layer, hidden, attention)
 
@@ -85,6 +89,7 @@ def head_activations(
 ) -> Activations:
     """Of the head over `scored` hidden states; `trained` is whether it gets a gradient."""
     rows, features = -(-config.vocab_size // tp), config.hidden_size
+    transform = logits_transform(config).under(1.0)
     if triton:
         chunk = CHUNK_ELEMENTS // max(1, scored)
         wide = 4 * scored * features  # the gradient of the hidden states
@@ -94,12 +99,17 @@ def head_activations(
     weights = torch.empty(rows, features, dtype=dtype, device="meta", requires_grad=trained)
     targets = torch.empty(scored, dtype=torch.long, device="meta")
     hidden = torch.empty(scored, features, dtype=dtype, device="meta")
+    bias: torch.Tensor | None = None
+    if _narrow_model(config, 1, dtype, None).get_output_embeddings().bias is not None:
+        bias = torch.empty(rows, dtype=dtype, device="meta", requires_grad=trained)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        log_probs, entropy = linear_log_probs(x, weights, targets, with_entropy=True)
+        log_probs, entropy = linear_log_probs(
+            x, weights, targets, with_entropy=True, bias=bias, **transform
+        )
         return log_probs if entropy is None else log_probs + entropy
 
-    return _count(run, hidden, weights, targets)
+    return _count(run, hidden, weights, targets, *([] if bias is None else [bias]))
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -109,7 +119,7 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
@@ -126,14 +136,28 @@ def _counted_attention(
     value: torch.Tensor,
     mask: Any,
     packing: Any = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`packed_attention`, as far as its tensors go; `packing` is the implementation."""
-    if packing is Attention.torch and query.shape[1] > key.shape[1]:
+    """`packed_attention`, as far as its tensors go; `packing` is the implementation.
+
+    The row is one sequence: capped scores are then most.
+    """
+    if packing is Attention.flash:
+        return _FusedAttention.apply(query, key, value).transpose(1, 2), None
+    if query.shape[1] > key.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    out = _FusedAttention.apply(query, key, value).transpose(1, 2)
-    return (out.contiguous() if packing is Attention.torch else out), None
+    if softcap is not None:
+        out = capped_attention(query, key, value, None, scaling, softcap)
+    elif s_aux is not None:
+        wide = with_sink(query, key, value, s_aux)
+        out = _FusedAttention.apply(*wide)[..., 1:, : value.shape[-1]]
+    else:
+        out = _FusedAttention.apply(query, key, value)
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_NAME, _counted_attention)
@@ -148,9 +172,10 @@ def _narrow_model(
         "num_hidden_layers": 1,
         "head_dim": head_size(config),
         "num_attention_heads": config.num_attention_heads // tp,
-        "num_key_value_heads": max(1, config.num_key_value_heads // tp),
-        "intermediate_size": config.intermediate_size // tp,
+        "num_key_value_heads": attention_shape(config).local_kv_heads(tp),
     }
+    if hasattr(config, "intermediate_size"):
+        settings["intermediate_size"] = config.intermediate_size // tp
     if getattr(config, "layer_types", None):
         settings["layer_types"] = config.layer_types[:1]
     config.update(settings)

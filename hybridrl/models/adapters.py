@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import ConfigError, LoraConfig
 from hybridrl.config.lora import ALL_LINEAR
 from hybridrl.layout.parameters import Parameter
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import ADAPTER, head_name, plain_name
 
@@ -83,7 +84,7 @@ def check_lora(config: PretrainedConfig, lora: LoraConfig, key: str) -> None:
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     names = {
         name.rpartition(".")[2]
-        for name, module in model.base_model.layers.named_modules()
+        for name, module in decoder_layers(model).named_modules()
         if isinstance(module, nn.Linear)
     }
     return sorted(names)

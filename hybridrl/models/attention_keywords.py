@@ -10,10 +10,14 @@ _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache"})
 
 
 def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError for a keyword that would be ignored, such as gpt-oss's `s_aux`.
+    """Raise ValueError for a keyword that would be ignored, such as a bias of the positions.
 
-    `keywords` are those without a parameter in the attention function.
+    `keywords` are those without a parameter in the attention function. Attention is causal, so
+    `is_causal` may be True alone.
     """
     for name, value in keywords.items():
-        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
+        is_neutral = value is None or value is False or name in _WITHOUT_EFFECT
+        if name == "is_causal":
+            is_neutral = value is None or value is True
+        if not is_neutral:
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")

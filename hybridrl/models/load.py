@@ -15,10 +15,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.config import ConfigError, DType
+from hybridrl.models.logits import logits_transform
 
 TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
-_ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -49,8 +49,6 @@ def load_causal_lm(
     model, missing = _load(AutoModelForCausalLM, path, config, attn_implementation, dtype)
     if missing:
         raise _incomplete("model.path", path, missing)
-    if model.get_output_embeddings().bias is not None:
-        raise ValueError(f"model type {config.model_type}: a head with a bias is not supported")
     return model
 
 
@@ -150,21 +148,15 @@ def _is_dropout(name: str, value: object) -> bool:
 def check_supported(config: PretrainedConfig) -> None:
     """Raise ValueError for a model whose logits or attention would be wrong, with the reason.
 
-    Refused: scaled or capped logits, capped attention scores, layers that are neither full nor
-    sliding-window attention (recurrent ones would leak between sequences), and routers that are
-    random in training. Dropout is not refused: it is turned off.
+    Refused: logits that `logits_transform` does not know, and layers that are neither full nor
+    sliding-window attention (recurrent ones would leak between sequences). What is random in
+    training is not refused: dropout is turned off, and routers compute as in evaluation.
     """
     supported = "supported are decoders such as llama, mistral, qwen2, qwen3"
-    for name in (*_ALTERED_LOGITS, "attn_logit_softcapping"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"model type {config.model_type}: {name} is not supported; {supported}"
-            )
-    for name, value in config.to_dict().items():
-        if "jitter" in name and value:  # also part of the routing itself, so not to be set to 0
-            raise ValueError(
-                f"model type {config.model_type}: {name} makes training random; {supported}"
-            )
+    try:
+        logits_transform(config)
+    except ValueError as error:
+        raise ValueError(f"{error}; {supported}") from None
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(config, "is_encoder_decoder", False):
         unsupported = ", ".join(sorted(other)) or "an encoder"

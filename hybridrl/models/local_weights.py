@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
+from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.shard import GenParallel, instance_layout
 
 
@@ -84,8 +85,26 @@ def load_local(
                     raise ConfigError(key, path, got)
                 (held,) = layout.local(name, parallel.instance_rank)
                 _fill(parameter.data, stored, held, shape)
+        load_buffers(model, path)
     except OSError as error:
         raise ConfigError(key, path, f"a model with *.safetensors ({error})") from error
+
+
+@torch.no_grad()
+def load_buffers(model: PreTrainedModel, path: str) -> None:
+    """Fill the persistent buffers of `model` from the weights at `path`; others stay.
+
+    Every rank has all of those of its layers. One that the weights lack keeps transformers' initial
+    value. Raises OSError for weights that cannot be read.
+    """
+    buffers = persistent_buffers(model)
+    if not buffers:
+        return
+    files = weight_files(path)
+    for name, buffer in buffers.items():
+        if name in files:
+            with _open(files[name]) as opened:
+                buffer.copy_(opened.get_tensor(name))
 
 
 def _check_names(

@@ -8,6 +8,8 @@ the model's call. Two implementations:
 - `torch`: the row is sorted by length, so sequences of one length are a contiguous block. A call of
   torch's causal attention gets it as a batch [sequences, heads, length, head_dim]. So there is one
   call per distinct length, no padding and no mask over the row.
+
+Where scores are capped, torch's kernels do not serve: that block's scores exist as a tensor.
 """
 
 import logging
@@ -23,6 +25,7 @@ from transformers import AttentionInterface
 
 from hybridrl.config import Attention, ConfigError
 from hybridrl.models.attention_keywords import check_keywords
+from hybridrl.models.attention_shape import AttentionShape
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +64,9 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def flash_obstacle(
-    dtype: torch.dtype, head_size: int, device: torch.device | None = None
+    dtype: torch.dtype, shape: AttentionShape, device: torch.device | None = None
 ) -> str | None:
-    """Why flash-attn cannot attend with heads of `head_size` in `dtype` on `device`; else None.
+    """Why flash-attn cannot attend with heads of this `shape` in `dtype` on `device`; else None.
 
     Without a device only the model is considered, so a driver can ask before ranks exist. With one,
     the package is imported: one built for another torch, and flash-attn-4 alone (which has the same
@@ -71,8 +74,10 @@ def flash_obstacle(
     """
     if dtype not in FLASH_DTYPES:
         return f"flash-attn computes in bfloat16 and float16, not {str(dtype).partition('.')[2]}"
-    if head_size not in FLASH_HEAD_SIZES:
-        return f"flash-attn takes heads of 8 to 256 in steps of 8, not {head_size}"
+    if shape.head_size not in FLASH_HEAD_SIZES:
+        return f"flash-attn takes heads of 8 to 256 in steps of 8, not {shape.head_size}"
+    if shape.sinks:
+        return "flash-attn has no attention sinks"
     if device is None:
         return None
     if device.type != "cuda":
@@ -90,14 +95,14 @@ def flash_obstacle(
 
 
 def choose_attention(
-    wanted: Attention, device: torch.device, dtype: torch.dtype, head_size: int
+    wanted: Attention, device: torch.device, dtype: torch.dtype, shape: AttentionShape
 ) -> Attention:
     """The implementation to use: flash where its kernels can run, else torch.
 
-    `dtype` is the format of queries and keys, `head_size` their width. Raises ConfigError if flash
-    is asked for and cannot run.
+    `dtype` is the format of queries and keys. Raises ConfigError if flash is asked for and cannot
+    run.
     """
-    obstacle = flash_obstacle(dtype, head_size, device)
+    obstacle = flash_obstacle(dtype, shape, device)
     if wanted is Attention.flash and obstacle:
         raise ConfigError("model.attention", "flash", f"torch or auto here: {obstacle}")
     chosen = Attention.torch if wanted is Attention.torch or obstacle else Attention.flash
@@ -116,20 +121,29 @@ def packed_attention(
     dropout: float = 0.0,
     packing: Packing | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of the row; transformers' signature.
 
-    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]; the result
-    is [1, tokens, heads, head_dim]. Dropout is never applied: log-probabilities must be those of
-    the policy that generated. `sliding_window` counts the attending token itself. Raises ValueError
-    for a keyword that is not computed.
+    query [1, heads, tokens, head_dim], key likewise with kv_heads, and value [1, kv_heads, tokens,
+    value_dim]; the result is [1, tokens, heads, value_dim]. Dropout is never applied:
+    log-probabilities must be those of the policy that generated. `sliding_window` counts the
+    attending token itself. A `softcap` c makes c tanh(s / c) of a score s. `s_aux` [heads] are
+    attention sinks: the score, before the softmax, of a key without a value. Raises ValueError for
+    a keyword that is not computed, and for a cap together with sinks.
     """
     check_keywords(module, kwargs)
+    if softcap is not None and s_aux is not None:
+        raise ValueError(f"{type(module).__name__}: softcap with s_aux is not supported")
     assert packing is not None, "packed attention needs the keyword `packing`"
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
-    attend = _flash if packing.implementation is Attention.flash else _torch
-    return attend(query[0], key[0], value[0], packing, scaling, window)[None], None
+    tensors = query[0], key[0], value[0]
+    if packing.implementation is Attention.flash:
+        assert s_aux is None, "flash-attn has no attention sinks"
+        return _flash(*tensors, packing, scaling, window, softcap)[None], None
+    return _torch(*tensors, packing, scaling, window, softcap, s_aux)[None], None
 
 
 def _torch(
@@ -139,12 +153,15 @@ def _torch(
     packing: Packing,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dtype = query.dtype
     if query.device.type == "cpu":
         # torch's CPU kernel in bf16 takes 62 ms forward and backward where float32 takes 29
         # (32 sequences of about 60 tokens, 9 heads of 64, one thread).
-        query, key, value = query.float(), key.float(), value.float()
+        wide = torch.promote_types(dtype, torch.float32)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
     groups = query.shape[0] // key.shape[0]
     sizes = [count * length for count, length in packing.blocks]
     outputs = []
@@ -158,11 +175,79 @@ def _torch(
         if window is not None and length > window:
             near = torch.ones(length, length, dtype=torch.bool, device=q.device)
             mask = near.tril().triu(1 - window)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
-        )
+        if softcap is not None:
+            out = capped_attention(q, k, v, mask, scaling, softcap)
+        elif sinks is not None:
+            out = _sink_attention(q, k, v, mask, scaling, sinks)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+            )
         outputs.append(out.transpose(1, 2).reshape(count * length, *out.shape[1::2]))
     return torch.cat(outputs).to(dtype)
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention with scores c tanh(s / c), as a tensor [.., heads, queries, keys] in float32.
+
+    Causal, or where `mask` [queries, keys] is True.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (scaling / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = (softcap * scores.tanh()).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def _sink_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention with a sink for each head, by torch's kernels."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if mask is not None:
+        mask = F.pad(mask, (0, 0, 1, 0))
+        mask = F.pad(mask, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        *with_sink(query, key, value, sinks.to(query.dtype) / scaling),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+    )
+    return out[..., 1:, : value.shape[-1]]
+
+
+def with_sink(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The three [sequences, heads, tokens, dim] with a token before the first one: the sink.
+
+    One more feature has the `sinks` [heads] in every query, and 1 in the sink's key alone. So their
+    product is the sink, the mask stays causal, and the sink's value is zero. Widths are a multiple
+    of 8, and equal, since the fused kernels ask for it.
+    """
+    size, width = query.shape[-1], max(query.shape[-1] + 1, value.shape[-1])
+    width += -width % 8
+    feature = sinks[:, None, None].expand(*query.shape[:-1], 1)
+    wide_query = F.pad(torch.cat((query, feature), -1), (0, width - size - 1, 1, 0))
+    wide_key = F.pad(key, (0, width - size, 1, 0))
+    is_sink = torch.zeros_like(wide_key[0, 0], dtype=torch.bool)
+    is_sink[0, size] = True
+    wide_value = F.pad(value, (0, width - value.shape[-1], 1, 0))
+    return wide_query, wide_key.masked_fill(is_sink, 1), wide_value
 
 
 def _flash(
@@ -172,10 +257,16 @@ def _flash(
     packing: Packing,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(
+    size, value_size = query.shape[-1], value.shape[-1]
+    if size != value_size:  # the kernel has one width
+        scaling = size**-0.5 if scaling is None else scaling
+        width = max(size, value_size)
+        query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    out = flash_attn_varlen_func(
         *(x.transpose(0, 1) for x in (query, key, value)),
         cu_seqlens_q=packing.starts,
         cu_seqlens_k=packing.starts,
@@ -185,7 +276,9 @@ def _flash(
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),  # else backward adds atomically
         window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
     )
+    return out if size == value_size else out[..., :value_size]
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -210,11 +210,14 @@ class PagedBatch:
         new: torch.Tensor,
         scaling: float,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write `new` [tokens, 2, kv_heads, head_dim], then attend over the pages.
 
         `query` [tokens, heads, head_dim], result likewise. Token i attends to the
-        last `window` positions of its sequence, its own included.
+        last `window` positions of its sequence, its own included. `softcap` and `sinks` [heads] are
+        those of `packed_attention`.
         """
         if self.rows is not None:
             self.pool.write(layer, self.rows, new)
@@ -227,7 +230,12 @@ class PagedBatch:
             else:
                 kept = group.workspace.fetch(layer, new[token_range])
             keys, values = kept[:, :, :, : group.keys]
-            outs.append(_attend_group(query[token_range], keys, values, group, scaling, window))
+            queries = query[token_range]
+            if softcap is None and sinks is None:
+                outs.append(_attend_group(queries, keys, values, group, scaling, window))
+            else:
+                scores = queries, keys, group, scaling, window
+                outs.append(_attend_scores(*scores, values, softcap, sinks))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -266,6 +274,35 @@ def _attend_group(
     return out.reshape(tokens, heads, head_dim)
 
 
+def _attend_scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    group: PagedGroup,
+    scaling: float,
+    window: int | None,
+    values: torch.Tensor,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`_attend_group` with scores as a tensor in float32, which are capped or have a sink."""
+    tokens, heads, head_dim = query.shape
+    rows, queries, kv_heads = group.rows, group.queries, keys.shape[1]
+    shared = heads // kv_heads
+    query = query.reshape(rows, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(rows, kv_heads, shared * queries, head_dim)
+    scores = (query @ keys.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores += group.mask(window, shared, query.dtype)[:, None]
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(kv_heads, shared, 1).expand(-1, -1, queries)
+        sink = sink.reshape(kv_heads, -1, 1).expand(rows, -1, -1, -1)
+        scores = torch.cat((scores, sink), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+    out = (weights @ values).view(rows, kv_heads, shared, queries, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(tokens, heads, head_dim)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -276,19 +313,29 @@ def paged_attention(
     paged: PagedBatch,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls; see `PagedBatch.attend`.
 
-    `query` [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim]; gives
-    [1, tokens, heads, head_dim]. The mask follows from the positions, `attention_mask` is unused.
-    Raises ValueError for a keyword that is not computed.
+    `query` [1, heads, tokens, head_dim], `key` likewise with kv_heads, and `value` [1, kv_heads,
+    tokens, value_dim]; gives [1, tokens, heads, value_dim]. The narrower ones are padded: the cache
+    has one width. The mask follows from the positions, `attention_mask` is unused. Raises
+    ValueError for a keyword that is not computed.
     """
     check_keywords(module, kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]
+    size, value_size = key.shape[-1], value.shape[-1]
+    if size != value_size:
+        width = max(size, value_size)
+        query, key, value = (
+            functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)
+        )
     new = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), 1)
-    out = paged.attend(layer, query[0].transpose(0, 1), new, scaling, sliding_window)
-    return out[None], None
+    query = query[0].transpose(0, 1)
+    out = paged.attend(layer, query, new, scaling, sliding_window, softcap, s_aux)
+    return out[None, ..., :value_size], None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -59,7 +59,7 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
     model = meta_model(config)
     prefix = f"{model.base_model_prefix}."
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    head = head_size(config)
+    head, output_bias = head_size(config), model.get_output_embeddings().bias
     parameters = []
     for name, tensor in model.named_parameters():
         inner = name.removeprefix(prefix)
@@ -70,7 +70,7 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
             dim = None
         if tensor is model.get_input_embeddings().weight:
             layer, dim = (BOTH if tied else FIRST), 0
-        elif tensor is model.get_output_embeddings().weight:
+        elif tensor is model.get_output_embeddings().weight or tensor is output_bias:
             dim = 0
         units = 0
         if dim is not None and ".self_attn." in inner:
@@ -80,7 +80,7 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
         return parameters
     untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
     score = Parameter("score.weight", (config.num_labels, config.hidden_size), LAST)
-    return [*(p for p in untied if p.name != "lm_head.weight"), score]
+    return [*(p for p in untied if not p.name.startswith("lm_head.")), score]
 
 
 def check_train_layout(

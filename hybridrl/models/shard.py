@@ -26,6 +26,8 @@ from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.layout.process_groups import axis_group, warm_up
+from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_style
 
 
@@ -244,21 +246,25 @@ def local_model(
     with torch.device("meta"):
         model = auto.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
     body: Any = model.base_model
-    tied = not classifier and model.lm_head.weight is model.get_input_embeddings().weight
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = not classifier and head.weight is embedding.weight
     for name in [name for name, _ in model.named_parameters()]:
         module, _, leaf = name.rpartition(".")
         if name in shapes:
             empty = torch.empty(shapes[name], dtype=dtype, device=device)
             parameter = nn.Parameter(empty, requires_grad=False)
             setattr(model.get_submodule(module), leaf, parameter)
-    body.embed_tokens = VocabEmbedding(body.embed_tokens, parallel)
+    model.set_input_embeddings(VocabEmbedding(embedding, parallel))
     if tied:
-        model.lm_head.weight = body.embed_tokens.weight
-    _cut(model, "score" if classifier else "lm_head", parallel, shapes)
+        head.weight = embedding.weight
+    if parallel.pp > 1:
+        _cut(model, "score" if classifier else "lm_head", parallel, shapes)
     if parallel.tp > 1:
         _sum_rows(model, config, parallel)
     # Its buffers are computed from the config, so not on the meta device.
-    body.rotary_emb = type(body.rotary_emb)(config).to(device)
+    if hasattr(body, "rotary_emb"):
+        body.rotary_emb = type(body.rotary_emb)(config).to(device)
+    fill_buffers(model, device)
     left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     assert not left, f"without memory: {', '.join(left)}"
     return model.eval()
@@ -266,7 +272,7 @@ def local_model(
 
 def own_layers(model: PreTrainedModel) -> list[Any]:
     """The decoder layers of this rank's stage."""
-    return [layer for layer in model.base_model.layers if not isinstance(layer, Elsewhere)]
+    return [layer for layer in decoder_layers(model) if not isinstance(layer, Elsewhere)]
 
 
 def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.Size]) -> None:

@@ -95,6 +95,10 @@ def pad_vocabulary(model: PreTrainedModel, multiple: int) -> None:
         if missing:
             padded = torch.cat([weight.data, weight.new_zeros(missing, weight.shape[1])])
             module.weight = nn.Parameter(padded, weight.requires_grad)
+    bias = None if head is None else head.bias
+    if bias is not None and len(bias) < len(head.weight):
+        padded = torch.cat([bias.data, bias.new_zeros(len(head.weight) - len(bias))])
+        head.bias = nn.Parameter(padded, bias.requires_grad)
     if tied:
         head.weight = embedding.weight
 

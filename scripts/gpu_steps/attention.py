@@ -42,8 +42,8 @@ def measure(settings: Settings, figures: Figures) -> None:
     device, sizes = torch.device(settings.device), sizes_of(settings)
     torch.backends.cuda.enable_cudnn_sdp(False)  # as `join_group` does
     for dtype in (torch.bfloat16, torch.float32):
-        chosen = choose_attention(Attention.auto, device, dtype, sizes.head_size)
-        obstacle = flash_obstacle(dtype, sizes.head_size, device)
+        chosen = choose_attention(Attention.auto, device, dtype, sizes.attention)
+        obstacle = flash_obstacle(dtype, sizes.attention, device)
         figures.add(
             f"attention_choice_{_name(dtype)}",
             chosen.value,
@@ -112,7 +112,7 @@ def _candidates(
     """What makes each of them; it raises Skipped where this machine cannot run it."""
 
     def packed_flash() -> Attend:
-        if obstacle := flash_obstacle(dtype, sizes.head_size, device):
+        if obstacle := flash_obstacle(dtype, sizes.attention, device):
             raise Skipped(obstacle)
         return _packed(lengths, Attention.flash, device)
 

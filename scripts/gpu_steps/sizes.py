@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpu_steps.steps import Settings
+from hybridrl.models.attention_shape import AttentionShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,12 @@ class Sizes:
     def head_size(self) -> int:
         """Width of an attention head."""
         return int(self.shape["head_dim"])
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Heads and widths of the attention."""
+        kv_heads = int(self.shape["num_key_value_heads"])
+        return AttentionShape(kv_heads, self.head_size, self.head_size, sinks=False)
 
 
 _1_5B = Sizes(

@@ -3,10 +3,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, PhimoeConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from hybridrl.config import Attention, ConfigError
 from hybridrl.models import packed_attention, paged_attention
+from hybridrl.models.attention_shape import AttentionShape, attention_shape
 from hybridrl.models.load import check_supported, load_causal_lm
 from hybridrl.models.packed_attention import choose_attention
 
@@ -38,13 +39,16 @@ def test_missing_weights_are_an_error(tmp_path):
 
 
 def test_families_that_would_come_out_wrong():
-    with pytest.raises(ValueError, match="gemma2: final_logit_softcapping is not supported"):
-        check_supported(Gemma2Config())
+    scaled = LlamaConfig(logits_scaling=8.0)  # Granite divides by it, HyperCLOVA X multiplies
+    with pytest.raises(ValueError, match="llama: logits_scaling is not supported; supported are"):
+        check_supported(scaled)
+    with pytest.raises(ValueError, match="falcon_h1: lm_head_multiplier is not supported"):
+        check_supported(AutoConfig.for_model("falcon_h1", lm_head_multiplier=0.5))
+    with pytest.raises(ValueError, match="llama4_text: chunked_attention is not supported"):
+        check_supported(AutoConfig.for_model("llama4_text"))
     recurrent = LlamaConfig(layer_types=["linear_attention"] * 32)
     with pytest.raises(ValueError, match="linear_attention is not supported"):
         check_supported(recurrent)
-    with pytest.raises(ValueError, match="phimoe: router_jitter_noise makes training random"):
-        check_supported(PhimoeConfig())
 
 
 @pytest.mark.parametrize(
@@ -55,34 +59,43 @@ def test_families_that_would_come_out_wrong():
     ],
 )
 def test_attention_raises_on_what_it_does_not_compute(attention, description):
-    """gpt-oss hands its sinks over as `s_aux`: without them log-probabilities are off by 0.28."""
+    """gpt-oss's sinks, when they were ignored, put log-probabilities off by 0.28."""
     tensors = [torch.zeros(1, 1, 2, 8)] * 3
-    for keyword in ({"s_aux": torch.zeros(1)}, {"softcap": 30.0}, {"of_tomorrow": 1}):
+    for keyword in ({"position_bias": torch.zeros(1)}, {"is_causal": False}, {"of_tomorrow": 1}):
         (name,) = keyword
         with pytest.raises(ValueError, match=f"Linear: attention with {name} is not supported"):
             attention(torch.nn.Linear(1, 1), *tensors, None, scaling=1.0, **description, **keyword)
 
 
 CPU, GPU, OLD_GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+HEADS = {size: AttentionShape(2, size, size, sinks=False) for size in (36, 64, 256, 288)}
 
 
 @pytest.mark.parametrize(
-    ("package", "device", "dtype", "head_size", "obstacle"),
+    ("package", "device", "dtype", "shape", "obstacle"),
     [
-        ("whole", GPU, torch.bfloat16, 64, None),
-        ("whole", GPU, torch.float16, 256, None),
-        ("whole", CPU, torch.bfloat16, 64, "there is no GPU"),
-        ("whole", OLD_GPU, torch.float16, 64, "capability 8.0 and above, not 7.5"),
-        ("whole", GPU, torch.float32, 64, "in bfloat16 and float16, not float32"),
-        ("whole", GPU, torch.bfloat16, 288, "heads of 8 to 256 in steps of 8, not 288"),
-        ("whole", GPU, torch.bfloat16, 36, "heads of 8 to 256 in steps of 8, not 36"),
-        ("none", GPU, torch.bfloat16, 64, "cannot be imported: import of flash_attn halted"),
-        ("other torch", GPU, torch.bfloat16, 64, "cannot be imported: undefined symbol: _ZN3c10"),
-        ("flash-attn-4", GPU, torch.bfloat16, 64, "cannot be imported: cannot import name"),
+        ("whole", GPU, torch.bfloat16, HEADS[64], None),
+        ("whole", GPU, torch.float16, HEADS[256], None),
+        ("whole", CPU, torch.bfloat16, HEADS[64], "there is no GPU"),
+        ("whole", OLD_GPU, torch.float16, HEADS[64], "capability 8.0 and above, not 7.5"),
+        ("whole", GPU, torch.float32, HEADS[64], "in bfloat16 and float16, not float32"),
+        ("whole", GPU, torch.bfloat16, HEADS[288], "heads of 8 to 256 in steps of 8, not 288"),
+        ("whole", GPU, torch.bfloat16, AttentionShape(4, 192, 128, sinks=False), None),
+        ("whole", GPU, torch.bfloat16, AttentionShape(2, 64, 64, sinks=True), "attention sinks"),
+        ("whole", GPU, torch.bfloat16, HEADS[36], "heads of 8 to 256 in steps of 8, not 36"),
+        ("none", GPU, torch.bfloat16, HEADS[64], "cannot be imported: import of flash_attn halted"),
+        (
+            "other torch",
+            GPU,
+            torch.bfloat16,
+            HEADS[64],
+            "cannot be imported: undefined symbol: _ZN3c10",
+        ),
+        ("flash-attn-4", GPU, torch.bfloat16, HEADS[64], "cannot be imported: cannot import name"),
     ],
 )
 def test_flash_runs_where_its_kernels_can(
-    package, device, dtype, head_size, obstacle, tmp_path, monkeypatch, caplog
+    package, device, dtype, shape, obstacle, tmp_path, monkeypatch, caplog
 ):
     """`auto` falls back and logs the reason; `flash` is refused with it."""
     code = {
@@ -100,7 +113,7 @@ def test_flash_runs_where_its_kernels_can(
     capabilities = {GPU: (9, 0), OLD_GPU: (7, 5)}
     monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.get)
     caplog.set_level("INFO", logger="hybridrl")
-    choose = partial(choose_attention, device=device, dtype=dtype, head_size=head_size)
+    choose = partial(choose_attention, device=device, dtype=dtype, shape=shape)
     assert choose(Attention.torch) is Attention.torch
     if obstacle is None:
         assert choose(Attention.auto) is choose(Attention.flash) is Attention.flash
@@ -110,3 +123,14 @@ def test_flash_runs_where_its_kernels_can(
     with pytest.raises(ConfigError, match=f"^model.attention=flash: wanted .*{obstacle}"):
         choose(Attention.flash)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+
+
+def test_the_shape_of_attention():
+    """DeepSeek-V3's config names the rotated part alone `head_dim`; GPT-2's names no kv heads."""
+    deepseek = attention_shape(AutoConfig.for_model("deepseek_v3"))
+    assert (deepseek.kv_heads, deepseek.key_size, deepseek.value_size) == (128, 192, 128)
+    assert deepseek.head_size == 192
+    gpt2 = attention_shape(AutoConfig.for_model("gpt2"))
+    assert (gpt2.kv_heads, gpt2.head_size, gpt2.sinks) == (12, 64, False)
+    gpt_oss = attention_shape(AutoConfig.for_model("gpt_oss"))
+    assert (gpt_oss.kv_heads, gpt_oss.local_kv_heads(16), gpt_oss.sinks) == (8, 1, True)

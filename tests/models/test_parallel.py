@@ -1,7 +1,8 @@
 """Layouts that a model takes, and those that it is refused, with what is allowed."""
 
 import pytest
-from transformers import GPT2Config, PretrainedConfig, Qwen3Config
+import torch
+from transformers import GPT2Config, PhiConfig, PhiForCausalLM, PretrainedConfig, Qwen3Config
 
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST
@@ -11,6 +12,7 @@ from hybridrl.models.parallel import (
     model_parameters,
     tp_style,
 )
+from hybridrl.models.tensor_parallel import pad_vocabulary
 
 
 def qwen3(heads: int, kv_heads: int, **sizes: object) -> PretrainedConfig:
@@ -87,6 +89,22 @@ def test_parameters_of_a_model(tied: bool) -> None:
         "mlp.up_proj.weight": (0, 0),
         "mlp.down_proj.weight": (1, 0),
     }
+
+
+def test_a_heads_bias_is_cut_along_the_vocabulary() -> None:
+    config = PhiConfig(
+        vocab_size=41, hidden_size=24, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, resid_pdrop=0.0,
+    )  # fmt: skip
+    by_name = {parameter.name: parameter for parameter in model_parameters(config)}
+    bias = by_name["lm_head.bias"]
+    assert (bias.shape, bias.layer, bias.tp_dim) == ((41,), LAST, 0)
+    assert not any("lm_head" in p.name for p in model_parameters(config, classifier=True))
+    model = PhiForCausalLM(config)
+    torch.nn.init.ones_(model.lm_head.bias)
+    pad_vocabulary(model, 4)
+    assert len(model.lm_head.weight) == len(model.lm_head.bias) == 44
+    assert model.lm_head.bias.sum() == 41
 
 
 def test_a_style_that_is_not_known_is_refused() -> None:

@@ -15,7 +15,7 @@ from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.activations import layer_activations
-from hybridrl.models.parallel import head_size
+from hybridrl.models.attention_shape import attention_shape
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: 
 
 def layer_token_bytes(config: PretrainedConfig, tp: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values in one layer on one of `tp` ranks."""
-    heads = max(1, config.num_key_value_heads // tp)
-    return 2 * heads * head_size(config) * dtype.itemsize
+    shape = attention_shape(config)
+    return 2 * shape.local_kv_heads(tp) * shape.head_size * dtype.itemsize
 
 
 def native_step_bytes(

@@ -25,8 +25,8 @@ from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 from hybridrl.models.load import check_supported
+from hybridrl.models.local_weights import load_buffers
 from hybridrl.models.paged_attention import KVPool
-from hybridrl.models.parallel import FAMILIES
 from hybridrl.models.shard import GenParallel
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class NativeEngine:
         tokens = parts.rollout.kv_cache_tokens
         if parts.device.type == "cuda":
             tokens = native_cache(parts)
-        return cls(
+        engine = cls(
             parts.model_config,
             dtype=parts.dtype,
             device=parts.device,
@@ -138,6 +138,8 @@ class NativeEngine:
             stops=parts.stops,
             bucket_bytes=parts.bucket_bytes,
         )
+        load_buffers(engine.model, parts.model_path)  # the switch has parameters alone
+        return engine
 
     @property
     def model(self) -> PreTrainedModel:
@@ -366,14 +368,14 @@ class NativeEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors, named as in `state_dict()`, into the engine's parameters.
+        """Copy tensors, named as in `state_dict()`, into the engine's parameters and buffers.
 
         The names of a tied pair fill the same tensor: the pair's second name is skipped. A rank of
         several passes its own shards. Raises ValueError for an unknown name or another shape.
         """
         assert not self._admission.num_running, "weights change while requests run: park them first"
         self._admission.drop_prefixes()
-        parameters = self.parameters()
+        parameters = {**self.parameters(), **self._stage.buffers}
         for name, tensor in weights:
             if name in self._stage.aliases:
                 continue
@@ -439,10 +441,5 @@ class NativeEngine:
 
 def _check_model(config: PretrainedConfig, max_sequence: int) -> None:
     """Raise ValueError for a model that the engine cannot run, or not to `max_sequence` tokens."""
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"the native rollout engine does not run model type {config.model_type!r}; "
-            f"it runs {', '.join(FAMILIES)}"
-        )
     check_supported(config)
     check_positions(max_sequence, config.max_position_embeddings)

@@ -16,6 +16,9 @@ from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
+from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.buffers import persistent_buffers
+from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import KVPool, PagedBatch
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 
@@ -72,11 +75,12 @@ class RolloutStage:
         self.decoder = FusedDecoder(self.model, max_sequence) if fused else None
         self._vocab_size: int = config.vocab_size
         self._hidden_size: int = config.hidden_size
-        attention = own_layers(self.model)[0].self_attn
-        self._head_dim: int = attention.head_dim
-        self._kv_heads = attention.k_proj.weight.shape[0] // self._head_dim
+        shape = attention_shape(config)
+        self._head_dim, self._kv_heads = shape.head_size, shape.local_kv_heads(parallel.tp)
+        self._transform = logits_transform(config)
         self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        self.aliases = set(self.model.state_dict()) - set(self._shapes)
+        self.buffers = persistent_buffers(self.model)
+        self.aliases = set(self.model.state_dict()) - set(self._shapes) - set(self.buffers)
         self._link = StageLink(parallel)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -125,7 +129,11 @@ class RolloutStage:
         hidden = self.feed(paged, token_ids, positions)
         if not self.parallel.last:
             return None
-        return self._join(_logits(hidden, self.model.lm_head.weight))
+        head = self.model.get_output_embeddings()
+        products = _products(hidden, head.weight)
+        if head.bias is not None:
+            products += head.bias
+        return self._join(self._transform.apply_(products))
 
     def feed(
         self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
@@ -175,7 +183,7 @@ class RolloutStage:
     def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, hidden]: embedded, or from the previous stage."""
         if self.parallel.first:
-            embedded: torch.Tensor = self.model.base_model.embed_tokens(token_ids)
+            embedded: torch.Tensor = self.model.get_input_embeddings()(token_ids)
             return embedded
         return self._link.receive((len(token_ids), self._hidden_size), self.dtype, self._device)
 
@@ -207,7 +215,7 @@ class RolloutStage:
         return [work for work in works if work is not None]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`hidden` [tokens, hidden] times `weight` [vocab, hidden], summed and kept in float32.
 
     As in training: rounded to bfloat16, a logit of 16 to 32 is up to 0.06 off, and the engines'

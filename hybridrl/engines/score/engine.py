@@ -20,10 +20,11 @@ from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_local
+from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME, choose_attention
-from hybridrl.models.parallel import head_size
 from hybridrl.models.shard import GenParallel, StageLink, local_model
 
 logger = logging.getLogger(__name__)
@@ -87,8 +88,10 @@ class ScoreEngine:
 
         # How it scores.
         self.config, self.parallel = model_config, parallel
-        self.dtype, self.device, self.temperature = dtype, device, temperature
-        self.attention = choose_attention(attention, device, dtype, head_size(model_config))
+        self.dtype, self.device = dtype, device
+        self._transform = logits_transform(model_config).under(temperature)
+        shape = attention_shape(model_config)
+        self.attention = choose_attention(attention, device, dtype, shape)
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
         self.classifier = classifier
         self._link = StageLink(parallel)
@@ -236,7 +239,8 @@ class ScoreEngine:
     def _token_log_probs(
         self, hidden: torch.Tensor, batch: PackedBatch, sequences: Sequence[TrainSequence]
     ) -> torch.Tensor:
-        weight, shard = self.model.lm_head.weight, None
+        head, shard = self.model.get_output_embeddings(), None
+        weight = head.weight
         if self.parallel.tp > 1:
             assert self.parallel.tp_group is not None
             # By the tp coordinate, which may differ from the rank in the group.
@@ -247,8 +251,9 @@ class ScoreEngine:
             hidden.index_select(0, batch.predicting),
             weight,
             batch.targets,
-            self.temperature,
             shard=shard,
+            bias=head.bias,
+            **self._transform,
         )
         return log_probs
 
@@ -276,7 +281,7 @@ class ScoreEngine:
     def _inputs(self, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, features]: embedded, or from the previous stage."""
         if self.parallel.first:
-            embedded: torch.Tensor = self.model.base_model.embed_tokens(ids)
+            embedded: torch.Tensor = self.model.get_input_embeddings()(ids)
             return embedded
         return self._link.receive((len(ids), self.config.hidden_size), self.dtype, self.device)
 

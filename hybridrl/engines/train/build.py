@@ -23,6 +23,7 @@ from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
 from hybridrl.layout.process_groups import axis_group, device_mesh
 from hybridrl.models.adapters import adapter_parameters
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
@@ -207,7 +208,7 @@ def _apply_fsdp(
         "shard_placement_fn": placement,
     }
     if sum(p.numel() for p in root.parameters()) > ONE_GROUP_PARAMETERS:
-        for layer in root.model.base_model.layers:
+        for layer in decoder_layers(root.model):
             fully_shard(layer, **settings)
     fully_shard(root, **settings)
     for module in fsdp_modules([root]):

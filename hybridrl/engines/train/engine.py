@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
@@ -38,9 +39,9 @@ from hybridrl.engines.train.replica import Replica
 from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
+from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import TORCH_DTYPES, load_causal_lm, load_value_model
 from hybridrl.models.packed_attention import NAME, choose_attention
-from hybridrl.models.parallel import head_size
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,8 @@ class TrainEngine(ModelShards):
         # The whole model on every rank, and its adapters.
         logger.debug("loading %s", model_path)
         self.model = self._load(model_path, key)
-        size = head_size(self.model.config)
-        self.attention = choose_attention(model.attention, device, compute, size)
+        shape = attention_shape(self.model.config)
+        self.attention = choose_attention(model.attention, device, compute, shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
         self.lora = lora if lora is not None and lora.rank else None
@@ -116,7 +117,7 @@ class TrainEngine(ModelShards):
             gen_tp=gen_tp,
         )
         super().__init__(parts, self.dims, device, self.lora)
-        self._dropouts = self._disable_dropout()
+        self._dropouts = self._evaluation_mode()
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
         self.pipeline = self._make_pipeline(compute)
@@ -137,10 +138,16 @@ class TrainEngine(ModelShards):
             return load_value_model(model_path, NAME, key=key)
         return load_causal_lm(model_path, NAME)
 
-    def _disable_dropout(self) -> list[nn.Dropout]:
-        """All dropouts, switched off; an update switches them on."""
+    def _evaluation_mode(self) -> list[nn.Dropout]:
+        """All dropouts, switched off with all else that is random; an update switches them on.
+
+        A router's jitter and sampled experts ask for the mode of training, and so does
+        transformers' recomputation of activations, which alone gets it.
+        """
         modules = [module for root in self.roots for module in root.modules()]
-        return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
+        for module in modules:
+            module.training = _is_recomputed(module)
+        return [m for m in modules if isinstance(m, nn.Dropout)]
 
     def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
         """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
@@ -432,3 +439,9 @@ class TrainEngine(ModelShards):
     def _reshard(self) -> None:
         for module in fsdp_modules(self.roots):
             module.reshard()
+
+
+def _is_recomputed(module: nn.Module) -> bool:
+    """Whether transformers recomputes the module's activations in the backward pass."""
+    is_layer = isinstance(module, GradientCheckpointingLayer)
+    return is_layer and bool(module.gradient_checkpointing)

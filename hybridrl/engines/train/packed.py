@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, make_packing
 from hybridrl.models.stages import Chunk, head_name
 
@@ -159,7 +160,7 @@ class PackedModel(nn.Module):
         self.model = chunk.model
         self.gives_values = head_name(chunk.model) == "score"
         self.first, self.last = chunk.first, chunk.last
-        self.temperature = temperature
+        self._transform = logits_transform(chunk.model.config).under(temperature)
         self.tp_group = tp_group
 
     def forward(
@@ -179,9 +180,10 @@ class PackedModel(nn.Module):
         hidden = hidden[0].index_select(0, batch.predicting)
         if self.gives_values:
             return self._values(hidden), None
-        weight, shard = self.model.get_output_embeddings().weight, None
+        head, shard = self.model.get_output_embeddings(), None
+        weight, bias = head.weight, head.bias
         if self.tp_group is not None:
-            weight = weight.to_local()
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
             start = dist.get_rank(self.tp_group) * len(weight)
             rows = max(0, min(len(weight), self.model.config.vocab_size - start))
             shard = VocabShard(self.tp_group, start, rows)
@@ -189,9 +191,10 @@ class PackedModel(nn.Module):
             hidden,
             weight,
             batch.targets,
-            self.temperature,
-            with_entropy,
+            with_entropy=with_entropy,
             shard=shard,
+            bias=bias,
+            **self._transform,
         )
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -283,7 +283,7 @@ def test_bfloat16(
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ValueError, match="does not run model type 'gpt2'"):
+    with pytest.raises(ValueError, match="its type is gpt2"):
         NativeEngine(
             GPT2Config(), dtype=torch.float32, device=torch.device("cpu"), max_running=1,
             block_size=4, kv_cache_tokens=0, max_sequence=8,

@@ -1,0 +1,45 @@
+"""What a model's config says about its attention: heads, widths, sinks."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+_WITH_SINKS = {"gpt_oss"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Of every layer: heads of keys and values, and the widths of a head's keys and values.
+
+    With `sinks` each head has a learned score besides those of the keys (gpt-oss).
+    """
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    sinks: bool
+
+    @property
+    def head_size(self) -> int:
+        """The wider of keys and values: the narrower ones are padded to it."""
+        return max(self.key_size, self.value_size)
+
+    def local_kv_heads(self, tp: int) -> int:
+        """Heads of keys and values on one of `tp` ranks; several may hold the same one."""
+        return max(1, self.kv_heads // tp)
+
+
+def attention_shape(config: PretrainedConfig) -> AttentionShape:
+    """The shape that `config` says.
+
+    Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) is computed with keys and values
+    for every query head; a part of the key's width is rotated.
+    """
+    heads: int = config.num_attention_heads
+    sinks = config.model_type in _WITH_SINKS
+    if getattr(config, "kv_lora_rank", None) is not None:
+        keys = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return AttentionShape(heads, keys, config.v_head_dim, sinks)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return AttentionShape(kv_heads, size, size, sinks)

@@ -1,0 +1,14 @@
+"""The decoder layers of a model, whatever its family calls them."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers in order: `layers` in most families, `h` in GPT-2, `decoder.layers` in OPT."""
+    layers = getattr(model.base_model, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    number = model.config.num_hidden_layers
+    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
+    return next(candidate for candidate in lists if len(candidate) == number)

@@ -1,0 +1,35 @@
+"""Tensors of a model that are no parameters: constants of its config, and a router's bias.
+
+The routing bias of DeepSeek and GLM is a buffer that checkpoints have: a persistent one.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+
+def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers that the model's checkpoints have, by name."""
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give the buffers on the meta device memory on `device`, and transformers' initial values.
+
+    Those are computed from the config, as where transformers loads a model. A persistent buffer
+    may have its values in the checkpoint alone: `local_weights.load_buffers` reads them.
+    """
+    precise = model._keep_in_fp32_modules_strict or ()
+    for prefix, module in model.named_modules():
+        empty = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
+        for name in empty:
+            dtype = module._buffers[name].dtype
+            if dtype.is_floating_point and any(word in f"{prefix}.{name}" for word in precise):
+                dtype = torch.float32
+            shape = module._buffers[name].shape
+            module._buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
+        if empty:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # transformers then leaves it as it is
+            model._init_weights(module)
