@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,11 +56,13 @@ def _save_hf(
     engine: TrainEngine, path: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: DType
 ) -> None:
     weights, adapters, error = engine.weights(), engine.adapter_weights(), None
+    buffers = engine.buffers()
     adapter = None if engine.adapter_config is None else (engine.adapter_config, adapters)
     if dist.get_rank() == 0:
         try:
             compute = TORCH_DTYPES[dtype]
-            write_hf(path, engine.model, weights, engine.shapes(), compute, tokenizer, adapter)
+            shapes = engine.shapes()
+            write_hf(path, engine.model, weights, shapes, compute, tokenizer, adapter, buffers)
         except OSError as caught:
             error = caught
     for _ in itertools.chain(weights, adapters):
@@ -78,6 +81,7 @@ def write_hf(
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None = None,
     adapter: Adapter | None = None,
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `weights` in `dtype` with the model's config and the tokenizer.
@@ -85,7 +89,8 @@ def write_hf(
     The `adapter`, merged into the weights, is also written to a separate directory, in float32. In
     the same directory transformers would add it to the weights.
 
-    `weights` yields every parameter of `shapes` once, in its order. A hidden directory in the same
+    `weights` yields every parameter of `shapes` once, in its order; `buffers` keep their dtype. A
+    hidden directory in the same
     parent replaces `path` once it is complete; an earlier checkpoint at `path` stays until then.
     Raises OSError with the path if anything cannot be written, and removes the hidden directory.
     """
@@ -93,7 +98,7 @@ def write_hf(
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
         temporary.mkdir(parents=True)
-        _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype)
+        _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype, buffers)
         _write_config(temporary, model, dtype)
         if adapter is not None:
             _write_adapter(temporary / "adapter", *adapter)
@@ -129,9 +134,11 @@ def _write_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     shards: list[list[str]],
     dtype: torch.dtype,
+    buffers: Mapping[str, torch.Tensor],
 ) -> None:
     stream = iter(weights)
-    files, total = {}, 0
+    files: dict[str, str] = {}
+    total = 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = "model.safetensors" if len(shards) == 1 else file
@@ -140,8 +147,10 @@ def _write_weights(
             got, tensor = next(stream)
             assert got == name, f"got {got}, wanted {name}: weights and shapes differ in order"
             tensors[name] = tensor.to("cpu", dtype).contiguous()
-            total += tensors[name].nbytes
-            files[name] = file
+        if number == len(shards):
+            tensors |= {name: buffer.contiguous() for name, buffer in buffers.items()}
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        files |= dict.fromkeys(tensors, file)
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}

@@ -9,8 +9,12 @@ from transformers import PreTrainedModel
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The buffers that the model's checkpoints have, by name."""
-    saved = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 @torch.no_grad()

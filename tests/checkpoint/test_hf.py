@@ -4,7 +4,14 @@ import resource
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from hybridrl.checkpoint import hf
 from hybridrl.config import DType, ModelConfig, TrainerConfig
@@ -72,6 +79,32 @@ def test_dtype_is_chosen(ranks, source, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=0.05, atol=0.05)
+
+
+def _save_apertus(source, target):
+    engine = TrainEngine(
+        str(source), model=ModelConfig(), trainer=TrainerConfig(), device=torch.device("cpu")
+    )
+    hf.save_hf(engine, target, None, DType.bfloat16)
+
+
+def test_buffers_are_saved_as_they_are(ranks, tmp_path):
+    """Apertus's activation has two, which transformers reads from checkpoints alone."""
+    config = AutoConfig.for_model(
+        "apertus", vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("act_fn.beta"):
+            buffer.fill_(0.3)  # not a number of bfloat16
+    model.save_pretrained(tmp_path / "source")
+    ranks(2, _save_apertus, tmp_path / "source", tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert set(saved) == set(load_file(tmp_path / "source" / "model.safetensors"))
+    assert all(
+        torch.equal(saved[name], buffer) for name, buffer in model.named_buffers() if name in saved
+    )
 
 
 def test_full_disk_names_the_path_and_leaves_nothing(ranks, source, tmp_path):

@@ -238,6 +238,7 @@ def _flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
     """flash-attn's function, with the checks of its `mha_varlen_fwd`."""
@@ -249,6 +250,8 @@ def _flash_attn_varlen_func(
     assert all(x.stride(-1) == 1 for x in (q, k, v)), "must have contiguous last dimension"
     assert q.shape[-1] % 8 == 0
     assert q.shape[-1] <= 256
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one width"
+    assert softcap >= 0
     assert q.shape[1] % k.shape[1] == 0, "heads of keys must divide heads of queries"
     return _Attention.apply(q, k, v)
 

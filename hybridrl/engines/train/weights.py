@@ -15,7 +15,9 @@ from hybridrl.layout.layout import Layout
 from hybridrl.layout.owners import matrices_of, restricted
 from hybridrl.layout.parameters import Parameter
 from hybridrl.models.adapters import pair_of
+from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.load import SCORE
+from hybridrl.models.stages import plain_name
 
 
 class ModelShards:
@@ -79,6 +81,24 @@ class ModelShards:
         heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
         for parameter in (*self.adapters, *heads):
             yield parameter.name, self._full_tensor(parameter, shards)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that checkpoints have (`models.buffers`), by name, on the CPU.
+
+        Every rank has all of those of its layers. All ranks call it together.
+        """
+        own: dict[str, torch.Tensor] = {}
+        for chunk in self.chunks:
+            prefix = f"{chunk.model.base_model_prefix}.layers."
+            for name, buffer in persistent_buffers(chunk.model).items():
+                if name.startswith(prefix):
+                    number, _, suffix = name.removeprefix(prefix).partition(".")
+                    name = f"{prefix}{int(number) + chunk.offset}.{suffix}"
+                own[plain_name(name)] = buffer.detach().cpu()
+        stages: list[dict[str, torch.Tensor]] = [own] * self.dims.axes.pp
+        if self.dims.axes.pp > 1:
+            dist.all_gather_object(stages, own, group=self.dims.mesh.get_group("pp"))
+        return {name: buffer for stage in stages for name, buffer in stage.items()}
 
     def _full_tensor(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
         """A parameter from the shards of all ranks, with its adapters, in float32."""
