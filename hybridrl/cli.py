@@ -85,6 +85,7 @@ def _run(action: str, args: list[str]) -> None:
     import hydra
     from omegaconf import DictConfig
 
+    _check_config_files(args)
     from hybridrl.config import compose
 
     compose.register()
@@ -117,6 +118,18 @@ def _run(action: str, args: list[str]) -> None:
     except OSError as error:  # Hydra makes the run directory
         allowed = f"a writable directory ({error.strerror})"
         raise ConfigError("run.dir", error.filename, allowed) from error
+
+
+def _check_config_files(args: Sequence[str]) -> None:
+    """Raise ConfigError for a model on the command line that its `config.json` alone rules out.
+
+    It comes before any heavy import; models that are named elsewhere are refused later.
+    """
+    from hybridrl.models.config_json import check_config_json
+
+    for key, _, value in (arg.partition("=") for arg in args):
+        if key.endswith((".path", ".model")):
+            check_config_json(value.strip("'\""), key)
 
 
 def _check_run_dir(action: str, config: Config) -> None:

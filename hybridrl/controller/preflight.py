@@ -31,6 +31,7 @@ from hybridrl.controller.preflight_models import (
     judges_of,
     resolve_model_path,
     resolve_role_paths,
+    scores_with_copies,
 )
 from hybridrl.data import Data, load_data
 from hybridrl.engines.rollout.available import engine_checks
@@ -181,6 +182,7 @@ def _model_path(config: Config, run_dir: Path) -> str:
 def _load(config: Config, model_path: str, graph: Graph) -> Data:
     from transformers import AutoTokenizer
 
+    from hybridrl.engines.probe import check_model
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
@@ -196,6 +198,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = f"a model with its tokenizer that can be trained ({reason})"
         raise ConfigError("model.path", model_path, allowed) from None
+    check_model(model, "model.path", train=True, native=scores_with_copies(graph))
     check_train_layout(model, config.trainer.layout)
     check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     check_lora(model, config.actor.lora, "actor.lora")

@@ -51,6 +51,11 @@ def resolve_role_paths(config: Config, graph: Graph) -> None:
         config.teacher.path = resolve_model_path(config.teacher.path, "teacher.path")
 
 
+def scores_with_copies(graph: Graph) -> bool:
+    """Whether copies of the actor score: in the native engine's module, whatever generates."""
+    return bool(graph.copies) or "reference" in graph.roles
+
+
 def judges_of(config: Config, graph: Graph) -> list[str]:
     """The judges in a run of `graph`: its own, and the reward, which evaluation has."""
     return list(dict.fromkeys([*config.judges_of("reward"), *graph.judges]))
@@ -107,9 +112,10 @@ def _check_no_text(graph: Graph, role: str) -> None:
 
 
 def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: Any) -> None:
+    from hybridrl.engines.probe import check_has_classifier, check_model
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import load_value_config
-    from hybridrl.models.parallel import check_family, check_train_layout
+    from hybridrl.models.parallel import check_train_layout
     from hybridrl.rewards.model import check_reads_samples
 
     settings, name = config.value_model_of(role), VALUE_MODELS[role]
@@ -117,7 +123,8 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     path = actor_path if settings.path is None else resolve_model_path(settings.path, key)
     model = load_value_config(path, key)
     _check_supported(model, path, key)
-    check_family(model, key)
+    check_has_classifier(model, path, key)
+    check_model(model, key, train=True, native=False)
     check_train_layout(model, settings.layout, f"{name}.layout")
     check_lora(model, settings.lora, f"{name}.lora")
     if settings.path is not None:
@@ -125,6 +132,7 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
 
 
 def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -> None:
+    from hybridrl.engines.probe import check_model
     from hybridrl.models.load import is_classifier, load_config
     from hybridrl.models.parallel import check_gen_layout
     from hybridrl.rewards.model import check_reads_samples
@@ -134,7 +142,8 @@ def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -
     _check_supported(model, path, key)
     if is_classifier(model):
         raise ConfigError(key, path, "a language model (it is a sequence classifier)")
-    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp, key)
+    check_model(model, key, train=True, native=True)
+    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
 
 

@@ -15,11 +15,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.config import ConfigError, DType
+from hybridrl.models.config_json import unsupported
 from hybridrl.models.logits import logits_transform
+from hybridrl.models.stages import prepare_training
 
 TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
@@ -42,8 +42,7 @@ def load_causal_lm(
     """The model at `path` on CPU in `dtype`, in training mode with dropout off.
 
     Raises ConfigError where the weights are missing, incomplete or not in safetensors. Raises
-    ValueError for a family whose logits or attention the engines do not compute (see
-    `check_supported`).
+    ValueError for a family whose layers the engines do not compute (see `check_supported`).
     """
     config = load_config(path)
     model, missing = _load(AutoModelForCausalLM, path, config, attn_implementation, dtype)
@@ -134,7 +133,7 @@ def _load(
     for name, value in dropouts.items():  # what is saved with the weights stays
         setattr(model.config, name, value)
     mismatched = sorted(str(name) for name in info["mismatched_keys"])
-    return model.train(), sorted(info["missing_keys"]) + mismatched
+    return prepare_training(model), sorted(info["missing_keys"]) + mismatched
 
 
 def _incomplete(key: str, path: str, missing: list[str]) -> ConfigError:
@@ -146,22 +145,21 @@ def _is_dropout(name: str, value: object) -> bool:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raise ValueError for a model whose logits or attention would be wrong, with the reason.
+    """Raise ValueError for a model whose config shows that no engine computes it, with the reason.
 
-    Refused: logits that `logits_transform` does not know, and layers that are neither full nor
-    sliding-window attention (recurrent ones would leak between sequences). What is random in
-    training is not refused: dropout is turned off, and routers compute as in evaluation.
+    Refused: layers that are neither full nor sliding-window attention (recurrent ones would leak
+    between sequences), encoders, images, and logits that `logits_transform` does not know. Whether
+    the others come out right is a matter of the numbers, see `hybridrl.engines.probe`. Dropout is
+    not refused: it is turned off.
     """
-    supported = "supported are decoders such as llama, mistral, qwen2, qwen3"
-    try:
-        logits_transform(config)
-    except ValueError as error:
-        raise ValueError(f"{error}; {supported}") from None
-    other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if other or getattr(config, "is_encoder_decoder", False):
-        unsupported = ", ".join(sorted(other)) or "an encoder"
+    logits_transform(config)
+    component = unsupported(config.to_dict()) or unsupported(
+        {"layer_types": getattr(config, "layer_types", None)}
+    )
+    if component:
         raise ValueError(
-            f"model type {config.model_type}: {unsupported} is not supported; {supported}"
+            f"model type {config.model_type}: {component} is not supported; supported are decoders of"
+            " full or sliding-window attention"
         )
 
 

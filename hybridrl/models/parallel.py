@@ -91,19 +91,11 @@ def check_train_layout(
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
 
 
-def check_family(config: PretrainedConfig, key: str = "model.path") -> None:
-    """Raise ConfigError, which names `key`, for a family that the engines were not tested with."""
-    if config.model_type not in FAMILIES:
-        allowed = f"a model of type {', '.join(FAMILIES)} (its type is {config.model_type})"
-        raise ConfigError(key, config.name_or_path or config.model_type, allowed)
-
-
-def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, key: str = "model.path") -> None:
-    """Raise ConfigError for a generation layout that the model does not allow; `key` is its path's.
+def check_gen_layout(config: PretrainedConfig, pp: int, tp: int) -> None:
+    """Raise ConfigError for a generation layout that the model does not allow.
 
     Several ranks may hold the same key and value head.
     """
-    check_family(config, key)
     _check("rollout.layout.tp", tp, _tp_allowed(config, tp, share_kv_heads=True))
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 

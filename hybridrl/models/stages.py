@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ADAPTER = "default"
 """peft's name of a model's only adapters."""
@@ -61,6 +62,19 @@ def head_name(model: PreTrainedModel) -> str:
     return "score" if hasattr(model, "score") else "lm_head"
 
 
+def prepare_training(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` in training mode as far as gradient checkpointing needs it, and no further.
+
+    All modules but the model and its layers stay in evaluation mode. What is random in training,
+    such as the jitter of a router, would train another policy than the one that generates.
+    """
+    model.train()
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel | GradientCheckpointingLayer):
+            module.training = False
+    return model
+
+
 def whole(model: PreTrainedModel) -> Chunk:
     """The model as its only chunk."""
     return Chunk(model, 0, first=True, last=True)
@@ -90,7 +104,7 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     if head is not None and not first and head.weight is base.embed_tokens.weight:
         head = copy.deepcopy(head)
     setattr(chunk, name, head)
-    return Chunk(chunk.train(), start, first, last)
+    return Chunk(prepare_training(chunk), start, first, last)
 
 
 def hollow(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from hybridrl.config import Config, ConfigError
+from hybridrl.engines.probe import check_model
 from hybridrl.models.load import check_supported, load_config
 from hybridrl.models.local_weights import weight_files
 from hybridrl.models.parallel import check_gen_layout
@@ -36,7 +37,8 @@ def check_reward_model(
     try:
         model = load_config(path, key)
         check_supported(model)
-        check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp, key)
+        check_model(model, key, train=True, native=True)
+        check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
         names = weight_files(path)
     except ConfigError:
         raise

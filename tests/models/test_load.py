@@ -1,13 +1,22 @@
+import json
 import sys
 from functools import partial
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    T5Config,
+)
 
 from hybridrl.config import Attention, ConfigError
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import AttentionShape, attention_shape
+from hybridrl.models.config_json import check_config_json
 from hybridrl.models.load import check_supported, load_causal_lm
 from hybridrl.models.packed_attention import choose_attention
 
@@ -38,17 +47,63 @@ def test_missing_weights_are_an_error(tmp_path):
         load_causal_lm(str(tmp_path), "sdpa")
 
 
-def test_families_that_would_come_out_wrong():
+def test_logits_that_would_come_out_wrong() -> None:
     scaled = LlamaConfig(logits_scaling=8.0)  # Granite divides by it, HyperCLOVA X multiplies
-    with pytest.raises(ValueError, match="llama: logits_scaling is not supported; supported are"):
+    with pytest.raises(ValueError, match="llama: logits_scaling is not supported"):
         check_supported(scaled)
     with pytest.raises(ValueError, match="falcon_h1: lm_head_multiplier is not supported"):
         check_supported(AutoConfig.for_model("falcon_h1", lm_head_multiplier=0.5))
-    with pytest.raises(ValueError, match="llama4_text: chunked_attention is not supported"):
-        check_supported(AutoConfig.for_model("llama4_text"))
-    recurrent = LlamaConfig(layer_types=["linear_attention"] * 32)
+
+
+def test_layers_that_no_engine_computes() -> None:
     with pytest.raises(ValueError, match="linear_attention is not supported"):
-        check_supported(recurrent)
+        check_supported(LlamaConfig(layer_types=["linear_attention"] * 32))
+    with pytest.raises(ValueError, match="an encoder is not supported"):
+        check_supported(T5Config())
+
+
+@pytest.mark.parametrize(
+    ("settings", "component"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
+        ({"model_type": "mamba2", "state_size": 128}, "mamba"),
+        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear attention"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "chunked attention"),
+        ({"model_type": "gemma3", "vision_config": {"depth": 1}}, "images"),
+        ({"model_type": "x", "layer_types": ["full_attention", "conv"]}, "conv"),
+    ],
+)
+def test_what_config_json_alone_rules_out(tmp_path, settings, component):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        ConfigError, match=f"^teacher.path=.*{settings['model_type']} has {component}"
+    ):
+        check_config_json(str(tmp_path), "teacher.path")
+
+
+def test_what_config_json_leaves_to_other_checks(tmp_path):
+    LlamaConfig(layer_types=["sliding_attention"] * 32).save_pretrained(tmp_path)
+    check_config_json(str(tmp_path), "model.path")
+    (tmp_path / "config.json").write_text("{")
+    check_config_json(str(tmp_path), "model.path")
+    check_config_json("a/hub-name", "model.path")
+
+
+def test_nothing_is_random_in_training(tmp_path):
+    """A router's jitter would train another policy than the one that generates."""
+    config = PhimoeConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    PhimoeForCausalLM(config).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), "sdpa")
+    assert model.training
+    assert config.router_jitter_noise
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(model(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize(

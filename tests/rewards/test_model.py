@@ -87,7 +87,7 @@ def spoil(how: str, reward: Path, actor: str) -> None:
         case "room":
             set_config(reward, max_position_embeddings=100)
         case "family":
-            set_config(reward, model_type="gpt2")
+            set_config(reward, model_type="stablelm")
         case "tokenizer":
             make_char_tokenizer("abcdefghji", 128).save_pretrained(reward)
 
@@ -102,7 +102,7 @@ def spoil(how: str, reward: Path, actor: str) -> None:
         ("two labels", "one label .num_labels is 2"),
         ("vocabulary", "the actor's vocabulary .it has 5, the actor 13"),
         ("room", "room for 128 tokens"),
-        ("family", "a model of type gemma3_text, llama"),
+        ("family", "a model that training computes right .stablelm: "),
         ("tokenizer", "the actor's tokenizer .'i' is 11 for the actor, 12 here"),
     ],
 )

@@ -17,13 +17,16 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class EngineChecks:
-    """The checks of an engine that needs no other package and runs every supported model."""
+    """The checks of the native engine, which needs no other package."""
 
     def check_installed(self) -> None:
         """Raise ConfigError if the engine's package is missing, or of a wrong version."""
 
     def check_model(self, config: ModelConfig, model: Any) -> None:
         """Raise ConfigError if the engine cannot run a model of the Hugging Face config `model`."""
+        from hybridrl.engines.probe import check_model
+
+        check_model(model, "model.path", train=False, native=True)
 
 
 class VLLMChecks(EngineChecks):

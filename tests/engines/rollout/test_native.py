@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybridrl.engines.rollout.batch import split
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
@@ -280,14 +280,6 @@ def test_bfloat16(
     )
     # Peaked random weights: vLLM's mean gap is 0.017 on an ordinary model.
     assert gaps.abs().mean() < 0.1
-
-
-def test_unknown_family() -> None:
-    with pytest.raises(ValueError, match="its type is gpt2"):
-        NativeEngine(
-            GPT2Config(), dtype=torch.float32, device=torch.device("cpu"), max_running=1,
-            block_size=4, kv_cache_tokens=0, max_sequence=8,
-        )  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 200), max_size=40), st.integers(0, 100))

@@ -1,0 +1,304 @@
+"""Whether the engines compute a model right, found out on a small model of its config.
+
+The model is shrunk (`models.shrink`) and gets random weights. Then its packed training and its
+paged decoding are compared with transformers' eager forward pass, in float32 in one process. A
+family is taken because the numbers agree, not by its name. Verdicts are cached by config, code and
+versions; a cache that is lost or broken only costs seconds.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+import hybridrl.engines
+import hybridrl.kernels
+import hybridrl.models
+from hybridrl.config import Attention, ConfigError
+from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.packed import PackedModel, pack
+from hybridrl.models import packed_attention
+from hybridrl.models.parallel import FAMILIES
+from hybridrl.models.shrink import shrink
+from hybridrl.models.stages import prepare_training, whole
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 1e-4
+"""Largest difference of a log-probability, and of a gradient relative to its largest element.
+
+Families that are right differ by at most 1e-5 in float32. Faults, such as a sequence that sees
+another or a window that is ignored, differ by 1e-2 and more.
+"""
+
+_SMALL_GRADIENT = 1e-3  # of the model's largest: below it a gradient is compared with this
+_LENGTHS = (3, 11, 11, 23)
+_NEW_TOKENS = 14
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why packed training, or the native engine, is wrong for a model; None where it is right."""
+
+    train: str | None = None
+    native: str | None = None
+
+
+def check_model(config: PretrainedConfig, key: str, *, train: bool, native: bool) -> None:
+    """Raise ConfigError, which names `key`, for a model that an engine in use computes wrong.
+
+    Families that tests prove (`models.parallel.FAMILIES`) are not probed, so that a run starts
+    quickly.
+    """
+    if config.model_type in FAMILIES:
+        return
+    verdict = probed(config)
+    wanted = {"training": verdict.train if train else None}
+    wanted["the native rollout engine"] = verdict.native if native else None
+    for engine, problem in wanted.items():
+        if problem is not None:
+            got = f"{config.model_type}: {problem}"
+            path = config.name_or_path or config.model_type
+            raise ConfigError(key, path, f"a model that {engine} computes right ({got})")
+
+
+def check_has_classifier(config: PretrainedConfig, path: str, key: str) -> None:
+    """Raise ConfigError for a family without a sequence classifier, which a value model is."""
+    problem = None
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        problem = "transformers has no sequence classifier"
+    elif config.model_type not in FAMILIES:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(shrink(config))
+        if not hasattr(model, "score"):
+            problem = "its classifier has no head `score`"
+    if problem is not None:
+        allowed = f"a family with a value model ({config.model_type}: {problem})"
+        raise ConfigError(key, path, allowed)
+
+
+def probed(config: PretrainedConfig) -> Verdict:
+    """The verdict on a model's config, from the cache where it is known."""
+    file = _cache_file(config)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Verdict(**json.loads(file.read_text()))
+    logger.info("probing model type %s: its first run here", config.model_type)
+    verdict = probe(config)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(json.dumps(asdict(verdict)))
+        os.replace(temporary.name, file)
+    return verdict
+
+
+def probe(config: PretrainedConfig) -> Verdict:
+    """Compare the engines with transformers on a small model of `config`; nothing is raised."""
+    bar = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with torch.random.fork_rng(devices=[]), _one_thread():
+            torch.manual_seed(0)
+            try:
+                model = _random_model(shrink(config))
+            except Exception as error:
+                reason = f"no small model of its config can be made: {_line(error)}"
+                return Verdict(reason, reason)
+            return Verdict(_problem(_compare_training, model), _problem(_compare_decoding, model))
+    finally:
+        transformers_logging.set_verbosity(bar)
+
+
+def _problem(
+    compare: Callable[[PreTrainedModel], str | None], model: PreTrainedModel
+) -> str | None:
+    """The reason that a comparison gives, or with which it fails."""
+    try:
+        return compare(model)
+    except Exception as error:  # whatever a family's own code runs into
+        logger.debug("the probe failed", exc_info=True)
+        return _line(error)
+
+
+def _line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"[:200]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small tensors, and sums in the same order on every machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The oracle: transformers' eager attention, weights that make peaked distributions.
+
+    Buffers that checkpoints hold are drawn as well, so that an engine which loses them is wrong.
+    """
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    parameters = {id(p) for p in model.parameters()}
+    with torch.no_grad():
+        for tensor in model.state_dict(keep_vars=True).values():
+            if not tensor.is_floating_point():
+                continue
+            if id(tensor) not in parameters or tensor.dim() < 2:
+                tensor.add_(torch.rand_like(tensor) * 0.5)
+            else:
+                tensor.normal_(0, 1.5 * tensor.shape[-1] ** -0.5)
+    return model
+
+
+# Training
+
+
+def _compare_training(model: PreTrainedModel) -> str | None:
+    ids = [torch.randint(1, model.config.vocab_size, (length,)) for length in _LENGTHS]
+    weights = [torch.randn(length - 1) for length in _LENGTHS]
+    wanted = [_eager_log_probs(model, row) for row in ids]
+    wanted_gradients = _gradients(model, wanted, weights)
+    packed = _copy(model, packed_attention.NAME)
+    got = _packed_log_probs(packed, ids)
+    gradients = _gradients(packed, got, weights)
+    pairs = zip(got, wanted, strict=True)
+    difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    if not difference <= TOLERANCE:
+        return f"log-probabilities differ by {difference:.1e} from transformers'"
+    return _compare_gradients(gradients, wanted_gradients)
+
+
+def _compare_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str | None:
+    """The worst gradient; one that is 0 but for rounding is compared with the model's largest."""
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        scale = max(float(gradient.abs().max()), _SMALL_GRADIENT * largest)
+        difference = float((got[name] - gradient).abs().max()) / scale
+        if not difference <= TOLERANCE:
+            return f"the gradient of {name} differs by {difference:.1e} from transformers'"
+    return None
+
+
+def _copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """The same weights with another attention, as the train engine has it."""
+    copied = AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=attention
+    )
+    copied.load_state_dict(model.state_dict())
+    return prepare_training(copied)
+
+
+def _eager_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Of every token but the first, [tokens - 1]; one sequence at a time."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def _packed_log_probs(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    batch = pack([TrainSequence(row, len(row) - 1) for row in ids], Attention.torch, _CPU)
+    log_probs, _ = PackedModel(whole(model))(batch.ids, batch)
+    ordered = dict(zip(batch.order, log_probs.split(batch.counts), strict=True))
+    return [ordered[index] for index in range(len(ids))]
+
+
+def _gradients(
+    model: PreTrainedModel, log_probs: list[torch.Tensor], weights: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    (torch.cat(log_probs) * torch.cat(weights)).sum().backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+# Generation
+
+
+@torch.no_grad()
+def _compare_decoding(model: PreTrainedModel) -> str | None:
+    """Greedy responses to prompts of several lengths, together, and their log-probabilities."""
+    longest = max(_LENGTHS) + _NEW_TOKENS
+    engine = NativeEngine(
+        model.config,
+        dtype=torch.float32,
+        device=_CPU,
+        max_running=len(_LENGTHS),
+        block_size=4,
+        kv_cache_tokens=0,
+        max_sequence=longest,
+    )
+    engine.load_weights(model.state_dict().items())
+    prompts = {i: torch.randint(1, model.config.vocab_size, (n,)) for i, n in enumerate(_LENGTHS)}
+    sampling = SamplingParams(_NEW_TOKENS, temperature=0.0)
+    engine.submit([Request(i, ids.tolist(), sampling, stream=i) for i, ids in prompts.items()])
+    outputs: list[Any] = []
+    while len(outputs) < len(prompts):
+        outputs += engine.step()
+    for output in outputs:
+        if problem := _compare_response(model, prompts[output.id], output):
+            return problem
+    return None
+
+
+def _compare_response(model: PreTrainedModel, prompt: torch.Tensor, output: Any) -> str | None:
+    response = torch.tensor(output.token_ids)
+    logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits
+    log_probs = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    wanted = log_probs.gather(-1, response[:, None])[:, 0]
+    difference = float((wanted - torch.tensor(output.log_probs)).abs().max())
+    if not difference <= TOLERANCE:
+        return f"log-probabilities differ by {difference:.1e} from transformers'"
+    short = float((log_probs.max(-1).values - wanted).max())
+    if not short <= TOLERANCE:
+        return f"a greedy token is {short:.1e} less likely than transformers'"
+    return None
+
+
+# The cache
+
+
+def _cache_file(config: PretrainedConfig) -> Path:
+    """A file a config: in `XDG_CACHE_HOME`, by all that can change the verdict."""
+    settings = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype")}
+    versions = [version(name) for name in ("torch", "transformers")]
+    text = json.dumps([settings, versions, _code()], sort_keys=True, default=str)
+    name = f"{config.model_type}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "hybridrl" / "verdicts" / name
+
+
+def _code() -> str:
+    """A digest of the code that the probe runs."""
+    digest = hashlib.sha256(version("hybridrl").encode())
+    for package in (hybridrl.models, hybridrl.engines, hybridrl.kernels):
+        for folder in package.__path__:
+            for file in sorted(Path(folder).rglob("*.py")):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,56 @@
+"""What a model's `config.json` alone rules out, read before torch or transformers are imported."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import ConfigError
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""The layers that packed and paged attention compute; recurrent ones would leak between
+sequences."""
+
+_UNSUPPORTED_KEYS = {
+    "attention_chunk_size": "chunked attention",
+    "linear_num_key_heads": "linear attention",
+    "lru_width": "linear attention",
+    "rescale_every": "linear attention",
+    "mamba_d_state": "mamba",
+    "ssm_state_size": "mamba",
+    "state_size": "mamba",
+    "vision_config": "images",
+    "audio_config": "sound",
+}
+"""Keys of a config that only models with such parts have."""
+
+
+def unsupported(settings: Mapping[str, Any]) -> str | None:
+    """The part of a model with these settings that no engine computes; None if all may be."""
+    if settings.get("is_encoder_decoder"):
+        return "an encoder"
+    others = set(settings.get("layer_types") or ()) - LAYER_TYPES
+    if others:
+        return ", ".join(sorted(others))
+    for key, component in _UNSUPPORTED_KEYS.items():
+        if settings.get(key):
+            return component
+    return None
+
+
+def check_config_json(path: str | None, key: str) -> None:
+    """Raise ConfigError, which names `key`, where `config.json` shows that no engine computes it.
+
+    A path without such a file passes here: other checks name what is wrong with it.
+    """
+    file = Path(path or "") / "config.json"
+    if not path or not file.is_file():
+        return
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(settings, dict) and (component := unsupported(settings)):
+        model_type = settings.get("model_type", "unknown")
+        allowed = f"a decoder of full or sliding-window attention ({model_type} has {component})"
+        raise ConfigError(key, path, allowed)

@@ -1,0 +1,135 @@
+"""A model's config made small: the same code paths, two layers of each kind, narrow ones."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+HEAD_DIM = 16
+VOCABULARY = 67
+WINDOW = 7
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+_RENAMED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+_AT_MOST = {
+    **dict.fromkeys(_EXPERTS, 8),
+    **dict.fromkeys(_EXPERTS_PER_TOKEN, 4),
+    "n_group": 2,
+    "topk_group": 1,
+    "sliding_window": WINDOW,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": HEAD_DIM,
+    "v_head_dim": HEAD_DIM,
+}
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """`config` with small widths, a small vocabulary and its first layers.
+
+    Layers reach as far as needed for two of every kind: of a type, with or without experts, with or
+    without rotation. The ratio of query to key heads and the experts per token stay, as far as
+    small numbers allow.
+    """
+    settings = copy.deepcopy(config.to_dict())
+    own_names = {name: config.attribute_map.get(name, name) for name in _RENAMED}
+    settings |= {name: settings.pop(own) for name, own in own_names.items() if own in settings}
+    _shrink_heads(settings)
+    for name, value in settings.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if name in _AT_MOST:
+            settings[name] = min(value, _AT_MOST[name])
+        elif "intermediate_size" in name or name in ("n_inner", "ffn_dim"):
+            settings[name] = _width(name)
+        elif name.endswith("_token_id"):
+            settings[name] = min(value, 1)
+    for name in settings:
+        if name.endswith("_token_id") and isinstance(settings[name], list):
+            settings[name] = 1
+    settings["vocab_size"] = VOCABULARY
+    depth = settings["num_hidden_layers"]
+    small = _remade(config, settings)
+    kept = _layers_needed(_kinds(small, depth))
+    return _remade(config, _cut_layers(small.to_dict(), depth, kept))
+
+
+def _width(name: str) -> int:
+    """Another width for each of a model's kinds of feed-forward blocks."""
+    return 24 if "moe" in name or "expert" in name else 48
+
+
+def _shrink_heads(settings: dict[str, Any]) -> None:
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    kv_heads = settings.get("num_key_value_heads") or heads
+    size = settings.get("head_dim") or hidden // heads
+    groups, kv = min(heads // kv_heads, 4), min(kv_heads, 2)
+    latent = settings.get("kv_lora_rank") is not None
+    if latent:
+        groups, kv = 1, min(heads, 2)
+        settings["qk_rope_head_dim"] = settings["head_dim"] = HEAD_DIM
+        settings["qk_head_dim"] = min(settings["qk_nope_head_dim"], HEAD_DIM) + HEAD_DIM
+    elif "head_dim" in settings:
+        settings["head_dim"] = HEAD_DIM
+    settings["num_attention_heads"] = groups * kv
+    if "num_key_value_heads" in settings:
+        settings["num_key_value_heads"] = kv
+    equal = hidden == heads * size or "head_dim" not in settings
+    settings["hidden_size"] = groups * kv * HEAD_DIM if equal else groups * kv * HEAD_DIM + 32
+    _shrink_rotation(settings, size)
+
+
+def _shrink_rotation(settings: dict[str, Any], size: int) -> None:
+    """Factors by frequency are as many as a head has."""
+    rotations = [settings.get(name) for name in ("rope_parameters", "rope_scaling")]
+    for rotation in [r for r in rotations if isinstance(r, dict)]:
+        for name, value in rotation.items():
+            if name.endswith("_factor") and isinstance(value, list):
+                rotation[name] = value[: max(1, len(value) * HEAD_DIM // size)]
+
+
+def _remade(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:
+    own_names = {config.attribute_map.get(name, name): settings[name] for name in settings}
+    return type(config).from_dict(own_names)
+
+
+def _kinds(config: PretrainedConfig, depth: int) -> list[tuple[Any, ...]]:
+    """What tells the layers apart: their parameters, and their entries in the config's lists."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == depth]
+    return [
+        (
+            tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
+            *(str(values[index]) for values in lists),
+        )
+        for index, layer in enumerate(decoder_layers(model))
+    ]
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The decoder's layers, by whatever name."""
+    depth = model.config.num_hidden_layers
+    modules = model.base_model.modules()
+    return next(m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == depth)
+
+
+def _layers_needed(kinds: Iterable[tuple[Any, ...]]) -> int:
+    """The layers, from the first, that have two of every kind, or all that there are."""
+    kinds = list(kinds)
+    places = [[i for i, other in enumerate(kinds) if other == kind][:2] for kind in set(kinds)]
+    return max(place for two in places for place in two) + 1
+
+
+def _cut_layers(settings: dict[str, Any], depth: int, kept: int) -> dict[str, Any]:
+    """The first layers alone, and what the config says of each."""
+    cut = {**settings, "num_hidden_layers": kept}
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == depth:
+            cut[name] = value[:kept]
+    if isinstance(cut.get("mlp_only_layers"), list):
+        cut["mlp_only_layers"] = [layer for layer in cut["mlp_only_layers"] if layer < kept]
+    return cut
