@@ -31,7 +31,7 @@ class Split:
         if self.units and extent > self.units:
             assert extent % self.units == 0, f"{extent} shards cannot share {self.units} units"
             index, extent = index * self.units // extent, self.units
-        if self.blocks > 1:
+        if self.blocks > 1 and extent > 1:
             boxes = [
                 block for i in range(self.blocks) for block in cut(boxes, self.dim, i, self.blocks)
             ]

@@ -158,8 +158,8 @@ def check_supported(config: PretrainedConfig) -> None:
     )
     if component:
         raise ValueError(
-            f"model type {config.model_type}: {component} is not supported; supported are decoders of"
-            " full or sliding-window attention"
+            f"model type {config.model_type}: {component} is not supported; supported are decoders"
+            " of full or sliding-window attention"
         )
 
 

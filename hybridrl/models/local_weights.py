@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
+from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.shard import GenParallel, instance_layout
 
@@ -83,7 +84,7 @@ def load_local(
                 if tuple(stored.get_shape()) != shape:
                     got = f"weights of the config's shapes ({name}: {stored.get_shape()})"
                     raise ConfigError(key, path, got)
-                (held,) = layout.local(name, parallel.instance_rank)
+                held = LocalTensor(layout.local(name, parallel.instance_rank))
                 _fill(parameter.data, stored, held, shape)
         load_buffers(model, path)
     except OSError as error:
@@ -115,10 +116,11 @@ def _check_names(
         raise ConfigError(key, path, f"complete weights; missing: {', '.join(missing)}")
 
 
-def _fill(tensor: torch.Tensor, stored: Any, held: Box, shape: tuple[int, ...]) -> None:
-    """Copy the box `held` of a stored tensor of `shape`; padding in it becomes zeros."""
-    unpadded = held.intersect(Box.whole(shape))
-    if unpadded != held:
-        tensor.zero_()
-    if unpadded is not None:
-        tensor[unpadded.slices(held)].copy_(stored[unpadded.slices()])
+def _fill(tensor: torch.Tensor, stored: Any, held: LocalTensor, shape: tuple[int, ...]) -> None:
+    """Copy the boxes `held` of a stored tensor of `shape`; padding in them becomes zeros."""
+    for box in held.boxes:
+        unpadded = box.intersect(Box.whole(shape))
+        if unpadded != box:
+            tensor[held.slices(box)].zero_()
+        if unpadded is not None:
+            tensor[held.slices(unpadded)].copy_(stored[unpadded.slices()])

@@ -1,7 +1,9 @@
-"""Layout `Parameter`s of a model, from the tensor-parallel plan that transformers ships.
+"""Layout `Parameter`s of a model, and the layouts that it takes, from transformers' own plans.
 
-Every family has such a plan (`base_model_tp_plan` of its config). Here it becomes a dimension per
-parameter; the embedding, which the plan omits, is added.
+A family's config has a tensor-parallel plan (`base_model_tp_plan`): a style for each module, or for
+a parameter of its own. Its pipeline plan (`base_model_pp_plan`) is the order of the modules. Here
+they become a dimension per parameter, and refusals where an axis is above 1. The embedding, which
+the first plan omits, is added.
 """
 
 import copy
@@ -13,12 +15,27 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
+from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""Model types that take tensor and pipeline parallelism."""
+"""Model types that tests prove under every axis: a run starts without probing them."""
 
-_WEIGHT_DIM = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}
-_REPLICATED = "replicated_with_grad_allreduce"
+_COLUMNS, _ROWS = 2, 1
+_DIM_FROM_END = {
+    "colwise": _COLUMNS,
+    "colwise_gather_output": _COLUMNS,
+    "packed_colwise": _COLUMNS,
+    "rowwise": _ROWS,
+    "rowwise_split_input": _ROWS,
+}
+_BLOCKS = {"packed_colwise": 2}
+_WHOLE = ("replicated_with_grad_allreduce", "moe_tp_experts")
+GEN_STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
+"""The styles that generation computes."""
+
+TRAIN_STYLES = GEN_STYLES - {"packed_colwise", "moe_tp_experts"}
+"""The styles that training computes: experts are not cut by tp there."""
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -27,21 +44,27 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
-def tp_style(config: PretrainedConfig, module: str) -> str | None:
+def tp_style(config: PretrainedConfig, name: str) -> str | None:
     """transformers' tensor-parallel style of a module of the base model (`layers.3.mlp.up_proj`).
 
-    Raises ValueError for a style that is not translated, in a family that takes tp.
+    Or of a parameter that is none of a linear layer's (`layers.3.mlp.experts.down_proj`).
     """
     for pattern, style in (config.base_model_tp_plan or {}).items():
-        if fnmatchcase(module, pattern):
-            known = style in _WEIGHT_DIM or style == _REPLICATED
-            if not known and config.model_type in FAMILIES:
-                raise ValueError(
-                    f"model type {config.model_type}: {module} has the tensor-parallel style"
-                    f" {style}; known are {', '.join([*_WEIGHT_DIM, _REPLICATED])}"
-                )
-            return style
+        if fnmatchcase(name, pattern):
+            return str(style)
     return None
+
+
+def cuts_heads(config: PretrainedConfig) -> bool:
+    """Whether tp divides the heads; else every rank attends with all of them."""
+    plan = (config.base_model_tp_plan or {}).items()
+    return any("att" in pattern and style == "colwise" for pattern, style in plan)
+
+
+def kv_heads_of_rank(config: PretrainedConfig, tp: int) -> int:
+    """Key-value heads that one of `tp` ranks attends with in generation."""
+    shape = attention_shape(config)
+    return shape.local_kv_heads(tp) if cuts_heads(config) else shape.kv_heads
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -58,36 +81,51 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
     """
     model = meta_model(config)
     prefix = f"{model.base_model_prefix}."
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    head, output_bias = head_size(config), model.get_output_embeddings().bias
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied, first = head.weight is embedding, tuple(modules_before(config))
     parameters = []
     for name, tensor in model.named_parameters():
         inner = name.removeprefix(prefix)
-        module, _, leaf = inner.rpartition(".")
-        layer = int(inner.split(".")[1]) if inner.startswith("layers.") else LAST
-        dim = _WEIGHT_DIM.get(tp_style(config, module) or "")
-        if leaf == "bias" and dim == 1:
-            dim = None
-        if tensor is model.get_input_embeddings().weight:
-            layer, dim = (BOTH if tied else FIRST), 0
-        elif tensor is model.get_output_embeddings().weight or tensor is output_bias:
-            dim = 0
-        units = 0
-        if dim is not None and ".self_attn." in inner:
-            units = tensor.shape[dim] // head
-        parameters.append(Parameter(name, tuple(tensor.shape), layer, dim, units))
+        if tensor is embedding:
+            layer = BOTH if tied else FIRST
+        elif inner.startswith("layers."):
+            layer = int(inner.split(".")[1])
+        else:
+            layer = FIRST if inner.split(".")[0] in first else LAST
+        if any(tensor is x for x in (embedding, head.weight, head.bias)):
+            parameters.append(Parameter(name, tuple(tensor.shape), layer, 0))
+        else:
+            parameters.append(_cut(config, Parameter(name, tuple(tensor.shape), layer), inner))
     if not classifier:
         return parameters
     untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
     score = Parameter("score.weight", (config.num_labels, config.hidden_size), LAST)
-    return [*(p for p in untied if not p.name.startswith("lm_head.")), score]
+    own = [head.bias] if tied else [head.weight, head.bias]
+    own_head = {name for name, t in model.named_parameters() if any(t is x for x in own)}
+    return [*(p for p in untied if p.name not in own_head), score]
+
+
+def _cut(config: PretrainedConfig, parameter: Parameter, inner: str) -> Parameter:
+    """`parameter`, whose name in the base model is `inner`, with what its style says."""
+    style = tp_style(config, inner) or tp_style(config, inner.rpartition(".")[0])
+    from_end, dims = _DIM_FROM_END.get(style or "", 0), len(parameter.shape)
+    if not from_end or (dims == 1 and from_end == _ROWS):  # a row-parallel layer's bias is whole
+        return parameter
+    dim = max(0, dims - from_end)
+    in_heads = "att" in inner and style in ("colwise", "rowwise")
+    units = parameter.shape[dim] // head_size(config) if in_heads else 0
+    return replace(parameter, tp_dim=dim, units=units, blocks=_BLOCKS.get(style or "", 1))
 
 
 def check_train_layout(
     config: PretrainedConfig, layout: TrainLayoutConfig, key: str = "trainer.layout"
 ) -> None:
     """Raise ConfigError, which names `key`, for a training layout that the model does not allow."""
-    _check(f"{key}.tp", layout.tp, _tp_allowed(config, layout.tp, share_kv_heads=False))
+    allowed = _tp_allowed(config, layout.tp, TRAIN_STYLES, share_kv_heads=False)
+    _check(f"{key}.tp", layout.tp, allowed)
+    if layout.tp > 1 and layout.sequence_parallel and config.model_type not in FAMILIES:
+        allowed = f"false: model type {config.model_type} is none of {', '.join(FAMILIES)}"
+        raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
 
 
@@ -96,7 +134,8 @@ def check_gen_layout(config: PretrainedConfig, pp: int, tp: int) -> None:
 
     Several ranks may hold the same key and value head.
     """
-    _check("rollout.layout.tp", tp, _tp_allowed(config, tp, share_kv_heads=True))
+    allowed = _tp_allowed(config, tp, GEN_STYLES, share_kv_heads=True)
+    _check("rollout.layout.tp", tp, allowed)
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 
 
@@ -105,43 +144,63 @@ def _check(key: str, value: int, allowed: str | None) -> None:
         raise ConfigError(key, value, allowed)
 
 
-def _tp_allowed(config: PretrainedConfig, tp: int, share_kv_heads: bool) -> str | None:
+def _tp_allowed(
+    config: PretrainedConfig, tp: int, styles: frozenset[str], share_kv_heads: bool
+) -> str | None:
     """The allowed values and the reason; None if `tp` is allowed."""
-    if tp > 1 and config.model_type not in FAMILIES:
-        return _fsdp_alone(config)
-    reason = _tp_problem(config, tp, share_kv_heads)
+    if tp == 1:
+        return None
+    plan = config.base_model_tp_plan or {}
+    if not plan:
+        return f"1 (transformers has no tensor-parallel plan for model type {config.model_type})"
+    for pattern, style in plan.items():
+        if style not in styles:
+            computed = ", ".join(sorted(styles))
+            return f"1 ({config.model_type}: {pattern} is {style}, and computed are {computed})"
+    widths = _widths(config)
+    reason = _tp_problem(config, tp, share_kv_heads, widths)
     if reason is None:
         return None
     heads = range(1, config.num_attention_heads + 1)
-    choices = [str(n) for n in heads if _tp_problem(config, n, share_kv_heads) is None]
+    choices = [str(n) for n in heads if not _tp_problem(config, n, share_kv_heads, widths)]
     return f"one of {', '.join(choices)} ({reason})"
 
 
-def _tp_problem(config: PretrainedConfig, tp: int, share_kv_heads: bool) -> str | None:
-    if tp == 1:
-        return None
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % tp:
+def _tp_problem(
+    config: PretrainedConfig, tp: int, share_kv_heads: bool, widths: dict[str, int]
+) -> str | None:
+    heads, kv_heads = config.num_attention_heads, attention_shape(config).kv_heads
+    if heads % tp and cuts_heads(config):
         return f"it must divide the {heads} attention heads"
-    if kv_heads % tp and not (share_kv_heads and tp % kv_heads == 0):
-        shared = " or be a multiple of them" if share_kv_heads else ""
-        return f"it must divide the {kv_heads} key-value heads{shared}"
-    if config.intermediate_size % tp:
-        return f"it must divide intermediate_size={config.intermediate_size}"
+    shared = share_kv_heads and tp % kv_heads == 0
+    if kv_heads % tp and cuts_heads(config) and not shared:
+        shared_too = " or be a multiple of them" if share_kv_heads else ""
+        return f"it must divide the {kv_heads} key-value heads{shared_too}"
+    for name, width in widths.items():
+        if width % tp:
+            return f"it must divide {name}={width}"
     return None
+
+
+def _widths(config: PretrainedConfig) -> dict[str, int]:
+    """What tp divides besides heads: each width under its key in the config, else its module."""
+    keys = {v: k for k, v in config.to_dict().items() if "intermediate" in k and isinstance(v, int)}
+    widths: dict[str, int] = {}
+    for parameter in model_parameters(config):
+        if parameter.layer >= 0 and parameter.tp_dim is not None and not parameter.units:
+            width = parameter.shape[parameter.tp_dim] // parameter.blocks
+            module = parameter.name.removesuffix(".weight").rpartition(".")[2]
+            widths.setdefault(keys.get(width, f"the width of {module}"), width)
+    return widths
 
 
 def _pp_allowed(config: PretrainedConfig, pp: int, schedule: PipelineSchedule) -> str | None:
     if pp == 1:
         return None
-    if config.model_type not in FAMILIES:
-        return _fsdp_alone(config)
+    if not config.base_model_pp_plan:
+        return f"1 (transformers has no pipeline plan for model type {config.model_type})"
     layers, chunks = config.num_hidden_layers, schedule.chunks_per_rank
     if pp * chunks > layers:
         per_rank = f", {chunks} chunks a rank" if chunks > 1 else ""
         return f"at most {max(1, layers // chunks)} ({layers} layers{per_rank})"
     return None
-
-
-def _fsdp_alone(config: PretrainedConfig) -> str:
-    return f"1 (model type {config.model_type} runs under FSDP alone, unlike {', '.join(FAMILIES)})"

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hybridrl.layout.layout import Layout
+from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.layout.process_groups import axis_group, warm_up
@@ -114,6 +115,12 @@ class GenParallel:
             dist.all_reduce(x, group=self.tp_group)
         return x
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The `x` of all tp ranks, concatenated along the last dimension."""
+        shards = [torch.empty_like(x) for _ in range(self.tp)]
+        dist.all_gather(shards, x.contiguous(), group=self.tp_group)
+        return torch.cat([shards[peer] for peer in self.tp_peers], -1)
+
 
 class StageLink:
     """Sends hidden states between the pipeline stages of an instance.
@@ -154,8 +161,24 @@ class StageLink:
 class RowLinear(nn.Module):
     """A linear layer sharded over tp along its inputs.
 
-    The bias is replicated and added once, after the sum.
+    The bias is replicated and added once, after the sum. With `splits` ranks get all inputs.
     """
+
+    def __init__(self, linear: nn.Linear, parallel: GenParallel, splits: bool = False) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._parallel, self._splits = parallel, splits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., local inputs] to [..., outputs], the same on every tp rank."""
+        if self._splits:
+            x = x.chunk(self._parallel.tp, -1)[self._parallel.tp_rank]
+        out = self._parallel.sum(functional.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class GatheredLinear(nn.Module):
+    """A linear layer sharded over tp along its outputs, which every rank then has all of."""
 
     def __init__(self, linear: nn.Linear, parallel: GenParallel) -> None:
         super().__init__()
@@ -163,9 +186,8 @@ class RowLinear(nn.Module):
         self._parallel = parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., local inputs] to [..., outputs], the same on every tp rank."""
-        out = self._parallel.sum(functional.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
+        """[..., inputs] to [..., outputs], the same on every tp rank."""
+        return self._parallel.gather(functional.linear(x, self.weight, self.bias))
 
 
 class VocabEmbedding(nn.Module):
@@ -216,10 +238,9 @@ def local_shapes(
     layout = instance_layout(config, pp, tp, classifier)
     shapes = {}
     for name in layout.shapes:
-        boxes = layout.local(name, rank)
-        assert len(boxes) <= 1, f"{name} has {len(boxes)} boxes"
-        if boxes:
-            shapes[name] = torch.Size(boxes[0].shape)
+        shape = LocalTensor(layout.local(name, rank)).shape
+        if shape is not None:
+            shapes[name] = torch.Size(shape)
     return shapes
 
 
@@ -260,7 +281,7 @@ def local_model(
     if parallel.pp > 1:
         _cut(model, "score" if classifier else "lm_head", parallel, shapes)
     if parallel.tp > 1:
-        _sum_rows(model, config, parallel)
+        _join_shards(model, config, parallel)
     # Its buffers are computed from the config, so not on the meta device.
     if hasattr(body, "rotary_emb"):
         body.rotary_emb = type(body.rotary_emb)(config).to(device)
@@ -291,8 +312,25 @@ def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.S
         setattr(model, head, None)
 
 
-def _sum_rows(model: PreTrainedModel, config: PretrainedConfig, parallel: GenParallel) -> None:
+def _join_shards(model: PreTrainedModel, config: PretrainedConfig, parallel: GenParallel) -> None:
+    """Add the collectives that the styles of the modules ask for."""
+
+    def summed(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return parallel.sum(output)
+
     for name, module in list(model.base_model.named_modules()):
-        if isinstance(module, nn.Linear) and tp_style(config, name) == "rowwise":
-            parent, _, child = name.rpartition(".")
-            setattr(model.base_model.get_submodule(parent), child, RowLinear(module, parallel))
+        joined: nn.Module
+        match tp_style(config, name):
+            case "rowwise" if isinstance(module, nn.Linear):
+                joined = RowLinear(module, parallel)
+            case "rowwise_split_input":
+                joined = RowLinear(module, parallel, splits=True)
+            case "colwise_gather_output":
+                joined = GatheredLinear(module, parallel)
+            case "moe_tp_experts":  # each rank has a part of every expert's width
+                module.register_forward_hook(summed)
+                continue
+            case _:
+                continue
+        parent, _, child = name.rpartition(".")
+        setattr(model.base_model.get_submodule(parent), child, joined)

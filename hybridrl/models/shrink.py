@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridrl.models.stages import per_layer_lists
+
 HEAD_DIM = 16
 VOCABULARY = 67
 WINDOW = 7
@@ -100,7 +102,7 @@ def _kinds(config: PretrainedConfig, depth: int) -> list[tuple[Any, ...]]:
     """What tells the layers apart: their parameters, and their entries in the config's lists."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == depth]
+    lists = per_layer_lists(config.to_dict(), depth).values()
     return [
         (
             tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
@@ -127,9 +129,8 @@ def _layers_needed(kinds: Iterable[tuple[Any, ...]]) -> int:
 def _cut_layers(settings: dict[str, Any], depth: int, kept: int) -> dict[str, Any]:
     """The first layers alone, and what the config says of each."""
     cut = {**settings, "num_hidden_layers": kept}
-    for name, value in settings.items():
-        if isinstance(value, list) and len(value) == depth:
-            cut[name] = value[:kept]
+    for name, values in per_layer_lists(settings, depth).items():
+        cut[name] = values[:kept]
     if isinstance(cut.get("mlp_only_layers"), list):
         cut["mlp_only_layers"] = [layer for layer in cut["mlp_only_layers"] if layer < kept]
     return cut

@@ -1,17 +1,22 @@
 """Pipeline chunks of a Hugging Face model, with its code and its names."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+_LAYER_NUMBERS = ("mlp_only_layers",)
+"""Lists of some layers' numbers, which may by chance be as long as a model is deep."""
 
 ADAPTER = "default"
 """peft's name of a model's only adapters."""
@@ -32,14 +37,14 @@ class Chunk:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the whole model's plain names; a tied head under the embedding's."""
         base = self.model.base_model_prefix
-        layers = f"{base}.layers."
-        tied = self.model.config.tie_word_embeddings
+        layers, tied = f"{base}.layers.", self.model.config.tie_word_embeddings
+        head = f"{head_name(self.model)}.weight"
         for name, parameter in self.model.named_parameters():
             if name.startswith(layers):
                 number, _, suffix = name.removeprefix(layers).partition(".")
                 name = f"{layers}{int(number) + self.offset}.{suffix}"
-            elif tied and not self.first and name == "lm_head.weight":
-                name = f"{base}.embed_tokens.weight"
+            elif tied and not self.first and name == head:
+                name = f"{base}.{modules_before(self.model.config)[0]}.weight"
             yield plain_name(name), parameter
 
 
@@ -57,9 +62,40 @@ def plain_name(name: str) -> str:
     return ".".join(word for i, word in enumerate(components) if i not in wrapping)
 
 
+def modules_before(config: PretrainedConfig) -> list[str]:
+    """Modules of the base model that the first pipeline stage has besides its layers."""
+    names = list(config.base_model_pp_plan or ("embed_tokens", "layers", "norm"))
+    return names[: names.index("layers")]
+
+
+def modules_after(config: PretrainedConfig) -> list[str]:
+    """Modules of the base model that the last pipeline stage has besides its layers."""
+    names = list(config.base_model_pp_plan or ("embed_tokens", "layers", "norm"))
+    return names[names.index("layers") + 1 :]
+
+
 def head_name(model: PreTrainedModel) -> str:
     """The module after the norm: `score` in a sequence classifier, else the vocabulary's head."""
-    return "score" if hasattr(model, "score") else "lm_head"
+    if hasattr(model, "score"):
+        return "score"
+    head = model.get_output_embeddings()
+    return next((name for name, child in model.named_children() if child is head), "lm_head")
+
+
+def per_layer_lists(settings: Mapping[str, Any], depth: int) -> dict[str, list[Any]]:
+    """The settings of a config that have an entry for each of its `depth` layers."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if "layer" in name and name not in _LAYER_NUMBERS
+        if isinstance(value, list) and len(value) == depth
+    }
+
+
+def embedding_name(model: PreTrainedModel) -> str:
+    """The module of the base model that looks up the tokens."""
+    embedding = model.get_input_embeddings()
+    return next(name for name, child in model.base_model.named_children() if child is embedding)
 
 
 def prepare_training(model: PreTrainedModel) -> PreTrainedModel:
@@ -89,22 +125,35 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     """
     base, config = model.base_model, copy.deepcopy(model.config)
     first, last = start == 0, stop == config.num_hidden_layers
+    of_layers = per_layer_lists(config.to_dict(), config.num_hidden_layers)
     config.num_hidden_layers = stop - start
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[start:stop]
+    for setting, values in of_layers.items():
+        setattr(config, setting, values[start:stop])
     name = head_name(model)
     auto = AutoModelForSequenceClassification if name == "score" else AutoModelForCausalLM
     with torch.device("meta"):
         chunk = auto.from_config(config, attn_implementation=model.config._attn_implementation)
+    embedding = embedding_name(model)
+    here = {
+        **dict.fromkeys(modules_before(config), first),
+        **dict.fromkeys(modules_after(config), last),
+    }
+    for child_name, child in base.named_children():
+        if here.get(child_name, True):  # rotations, which no stage lacks
+            setattr(chunk.base_model, child_name, child)
+        else:
+            setattr(chunk.base_model, child_name, _absent(child_name == embedding))
     chunk.base_model.layers = nn.ModuleList(list(base.layers)[start:stop])
-    chunk.base_model.rotary_emb = base.rotary_emb
-    chunk.base_model.embed_tokens = base.embed_tokens if first else None
-    chunk.base_model.norm = base.norm if last else nn.Identity()
     head = getattr(model, name) if last else None
-    if head is not None and not first and head.weight is base.embed_tokens.weight:
+    if head is not None and not first and head.weight is model.get_input_embeddings().weight:
         head = copy.deepcopy(head)
     setattr(chunk, name, head)
     return Chunk(prepare_training(chunk), start, first, last)
+
+
+def _absent(embeds: bool) -> nn.Module | None:
+    """What replaces a module of another stage: an embedding is not called, others pass on."""
+    return None if embeds else nn.Identity()
 
 
 def hollow(model: PreTrainedModel) -> None:
@@ -112,7 +161,9 @@ def hollow(model: PreTrainedModel) -> None:
 
     Otherwise every stage would keep the weights of all stages.
     """
+    head = head_name(model)
     base = model.base_model
     base.layers = nn.ModuleList()
-    base.embed_tokens = base.norm = None
-    setattr(model, head_name(model), None)
+    for name in (*modules_before(model.config), *modules_after(model.config)):
+        setattr(base, name, None)
+    setattr(model, head, None)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
 from hybridrl.models.parallel import tp_style
-from hybridrl.models.stages import plain_name
+from hybridrl.models.stages import modules_after, plain_name
 
 
 class ReplicatedParameters(ParallelStyle):
@@ -115,8 +115,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
     classifier, `score`, is replicated. Of a pair of adapters one is sharded with its weight and the
     other is replicated (`models.adapters.adapter_parameters`).
     """
-    base, head = model.base_model, cast(Any, getattr(model, "lm_head", None))
-    embedding = base.embed_tokens
+    head, embedding = cast(Any, model.get_output_embeddings()), model.get_input_embeddings()
+    base, last = model.base_model, modules_after(model.config)
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     prefix = f"{model.base_model_prefix}."
     between: Placement = Shard(1) if sequence else Replicate()
@@ -134,8 +134,12 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
                 styles[name] = ColwiseParallel()
             case "colwise", "A":
                 styles[name] = ReplicatedParameters(Replicate(), Replicate())
+            case "colwise_gather_output", "" | "B":
+                styles[name] = ColwiseParallel(output_layouts=Replicate())
             case "rowwise", "" | "A":
                 styles[name] = RowwiseParallel(output_layouts=between)
+            case "rowwise_split_input", "" | "A":
+                styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case "replicated_with_grad_allreduce", _:
                 styles[name] = SequenceParallel(sequence_dim=heads_dim, use_local_output=True)
             case _ if module is embedding:
@@ -144,7 +148,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
                 styles[name] = RowShardedWeight()
             case _ if name == "score":
                 styles[name] = ReplicatedWeight()
-            case _ if module is base.norm:
+            case _ if any(module is getattr(base, own) for own in last):
                 styles[name] = ReplicatedParameters(between, Replicate())
             case _:
                 styles[name] = ReplicatedParameters(between, between)

@@ -2,23 +2,43 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, PhiConfig, PhiForCausalLM, PretrainedConfig, Qwen3Config
+from transformers import (
+    DeepseekV2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    Olmo2Config,
+    PhiConfig,
+    PhiForCausalLM,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST
 from hybridrl.models.parallel import (
     check_gen_layout,
     check_train_layout,
+    kv_heads_of_rank,
     model_parameters,
-    tp_style,
 )
 from hybridrl.models.tensor_parallel import pad_vocabulary
 
+SIZES = {
+    "vocab_size": 41, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 3,
+    "head_dim": 4,
+}  # fmt: skip
+
 
 def qwen3(heads: int, kv_heads: int, **sizes: object) -> PretrainedConfig:
-    settings = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 4}
     heads_settings = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return Qwen3Config(vocab_size=41, **settings, **heads_settings, **sizes)
+    return Qwen3Config(**SIZES, **heads_settings, **sizes)
+
+
+def qwen3_moe() -> PretrainedConfig:
+    heads_settings = {"num_attention_heads": 6, "num_key_value_heads": 6}
+    experts = {"num_experts": 4, "moe_intermediate_size": 10}
+    return Qwen3MoeConfig(**SIZES, **heads_settings, **experts)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +53,14 @@ def qwen3(heads: int, kv_heads: int, **sizes: object) -> PretrainedConfig:
             {"pp": 2, "schedule": PipelineSchedule.zero_bubble},
             "at most 1 (3 layers, 2 chunks a rank)",
         ),
-        (GPT2Config(), {"tp": 2}, "1 (model type gpt2 runs under FSDP alone"),
-        (GPT2Config(), {"pp": 2}, "1 (model type gpt2 runs under FSDP alone"),
+        (GPT2Config(), {"tp": 2}, "1 (transformers has no tensor-parallel plan for model type gpt"),
+        (GPT2Config(), {"pp": 2}, "1 (transformers has no pipeline plan for model type gpt2)"),
+        (
+            qwen3_moe(),
+            {"tp": 2},
+            "1 (qwen3_moe: layers.*.mlp.experts.gate_up_proj is packed_colwise, and computed are c",
+        ),
+        (Olmo2Config(**SIZES), {"tp": 2, "sequence_parallel": True}, "false: model type olmo2 is"),
     ],
 )
 def test_training_refuses(config: PretrainedConfig, layout: dict, message: str) -> None:
@@ -49,7 +75,14 @@ def test_training_refuses(config: PretrainedConfig, layout: dict, message: str) 
         (qwen3(6, 2), 1, 4, "rollout.layout.tp=4: wanted one of 1, 2, 6 (it must divide the 6"),
         (qwen3(12, 4), 1, 6, "one of 1, 2, 4, 12 (it must divide the 4 key-value heads or be a mu"),
         (qwen3(6, 2), 4, 1, "rollout.layout.pp=4: wanted at most 3 (3 layers)"),
-        (GPT2Config(), 1, 2, "1 (model type gpt2 runs under FSDP alone"),
+        (GPT2Config(), 1, 2, "1 (transformers has no tensor-parallel plan for model type gpt2)"),
+        (qwen3_moe(), 1, 3, "one of 1, 2 (it must divide moe_intermediate_size=10)"),
+        (
+            DeepseekV2Config(),
+            1,
+            2,
+            "1 (deepseek_v2: layers.*.self_attn.kv_a_proj_with_mqa is mla_kv_a_proj, and computed",
+        ),
     ],
 )
 def test_generation_refuses(config: PretrainedConfig, pp: int, tp: int, message: str) -> None:
@@ -102,10 +135,31 @@ def test_a_heads_bias_is_cut_along_the_vocabulary() -> None:
     assert model.lm_head.bias.sum() == 41
 
 
-def test_a_style_that_is_not_known_is_refused() -> None:
-    config = qwen3(6, 2)
-    config.base_model_tp_plan = {"layers.*.mlp.up_proj": "moe_tp_experts"}
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.mlp\.up_proj has the tensor-parallel style moe"
-    ):
-        tp_style(config, "layers.0.mlp.up_proj")
+def test_experts_are_parameters_by_their_own_names() -> None:
+    by_name = {p.name: p for p in model_parameters(qwen3_moe())}
+    gate_up = by_name["model.layers.1.mlp.experts.gate_up_proj"]
+    assert (gate_up.shape, gate_up.tp_dim, gate_up.blocks) == ((4, 20, 24), 1, 2)
+    down = by_name["model.layers.1.mlp.experts.down_proj"]
+    assert (down.shape, down.tp_dim, down.blocks) == ((4, 24, 10), 2, 1)
+    assert by_name["model.layers.1.mlp.gate.weight"].tp_dim is None
+
+
+def test_heads_that_are_gathered_are_on_every_rank() -> None:
+    """Their norm is over all heads, so attention has them all, and so has the cache."""
+    olmo2 = Olmo2Config(**SIZES, num_attention_heads=6, num_key_value_heads=6)
+    query = {p.name: p for p in model_parameters(olmo2)}["model.layers.0.self_attn.q_proj.weight"]
+    assert (query.tp_dim, query.units) == (0, 0)
+    assert kv_heads_of_rank(olmo2, 2) == 6
+    assert kv_heads_of_rank(qwen3(6, 2), 2) == 1
+
+
+def test_modules_by_the_pipeline_plan() -> None:
+    config = GPTNeoXConfig(
+        vocab_size=41, hidden_size=24, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    layers = {p.name: p.layer for p in model_parameters(config)}
+    assert layers["gpt_neox.embed_in.weight"] == FIRST
+    assert layers["gpt_neox.final_layer_norm.weight"] == LAST
+    assert layers["embed_out.weight"] == LAST
+    assert layers["gpt_neox.layers.2.mlp.dense_h_to_4h.weight"] == 2

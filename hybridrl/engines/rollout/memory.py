@@ -16,6 +16,7 @@ from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.activations import layer_activations
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.parallel import kv_heads_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: 
 
 def layer_token_bytes(config: PretrainedConfig, tp: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values in one layer on one of `tp` ranks."""
-    shape = attention_shape(config)
-    return 2 * shape.local_kv_heads(tp) * shape.head_size * dtype.itemsize
+    size = attention_shape(config).head_size
+    return 2 * kv_heads_of_rank(config, tp) * size * dtype.itemsize
 
 
 def native_step_bytes(

@@ -20,6 +20,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import KVPool, PagedBatch
+from hybridrl.models.parallel import kv_heads_of_rank
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 
 
@@ -75,8 +76,8 @@ class RolloutStage:
         self.decoder = FusedDecoder(self.model, max_sequence) if fused else None
         self._vocab_size: int = config.vocab_size
         self._hidden_size: int = config.hidden_size
-        shape = attention_shape(config)
-        self._head_dim, self._kv_heads = shape.head_size, shape.local_kv_heads(parallel.tp)
+        self._head_dim = attention_shape(config).head_size
+        self._kv_heads = kv_heads_of_rank(config, parallel.tp)
         self._transform = logits_transform(config)
         self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
         self.buffers = persistent_buffers(self.model)

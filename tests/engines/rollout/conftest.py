@@ -9,12 +9,16 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
@@ -27,13 +31,14 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 512,
 }  # fmt: skip
+HEADS_BY_WIDTH = {k: v for k, v in SHAPE.items() if k != "head_dim"}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "llama": LlamaConfig(**SHAPE),
     "llama_biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SHAPE, sliding_window=11),
     "qwen2": Qwen2Config(
-        **{k: v for k, v in SHAPE.items() if k != "head_dim"},
+        **HEADS_BY_WIDTH,
         use_sliding_window=True,
         sliding_window=9,
         max_window_layers=1,
@@ -43,6 +48,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
         query_pre_attn_scalar=16,
+    ),
+    "olmo2": Olmo2Config(**HEADS_BY_WIDTH),
+    "glm4": Glm4Config(**SHAPE, pad_token_id=None),
+    "phi3": Phi3Config(**HEADS_BY_WIDTH, pad_token_id=None),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        mlp_only_layers=[0],
     ),
 }
 

@@ -13,12 +13,15 @@ from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import uniforms
 from hybridrl.engines.rollout.stops import StopStrings
+from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.shard import GenParallel
 
 FAMILIES = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3")
+# Their plans have every style that generation computes.
+OTHERS = ("olmo2", "glm4", "phi3", "qwen3_moe")
 ODD = {"vocab_size": 53, "num_hidden_layers": 3}
 Weights = dict[str, torch.Tensor]
 Make = Callable[..., NativeEngine]
@@ -52,8 +55,9 @@ def cut(config: PretrainedConfig, weights: Weights, pp: int, tp: int) -> Iterato
             padded = torch.full(rule.padded, torch.nan)
             padded[: len(whole)] = whole
             whole = padded
-        for box in layout.local(name, dist.get_rank()):
-            yield name, whole[box.slices()]
+        held = LocalTensor(layout.local(name, dist.get_rank()))
+        if held.boxes:
+            yield name, torch.cat([whole[box.slices()] for box in held.boxes], held.dim)
 
 
 def make(
@@ -178,6 +182,23 @@ def test_equals_one_process(
         same(model, requests, results[0][name]["outputs"], wanted[name])
     assert results[0]["preempted"]["stats"].num_preempted > 0
     assert results[0]["qwen3"]["stats"].restored_tokens > 0
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_other_families_by_their_own_plans(
+    pp: int, tp: int, make_model: Callable[..., PreTrainedModel], make_engine: Make,
+    finish: Finish, ranks: Ranks, requests_of: RequestsOf,
+) -> None:  # fmt: skip
+    models = {name: make_model(name, **ODD) for name in OTHERS}
+    requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=10)
+    cases = {
+        name: ((model.config, model.state_dict(), pp, tp, requests), {})
+        for name, model in models.items()
+    }
+    results = ranks(pp * tp, generate_all, cases)
+    assert all(result == results[0] for result in results)
+    for name, model in models.items():
+        same(model, requests, results[0][name]["outputs"], finish(make_engine(model), requests))
 
 
 def move(

@@ -35,6 +35,14 @@ WINDOWS = {
     },
     "mistral": {"sliding_window": 7},
 }
+# The plans of these have every style that training computes, and other names of modules.
+OTHERS = {
+    "olmo2": {},
+    "glm4": {"intermediate_size": 32, "pad_token_id": None},
+    "phi3": {"pad_token_id": None},
+    "gpt_neox": {"hidden_size": 48, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+}
 
 
 class Surrogate(Loss):
@@ -51,7 +59,8 @@ class Surrogate(Loss):
 
 def oracle(path, sequences):
     """Loss, gradients and log-probabilities of one padded batch in float64."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(path, **eager).double()
     longest = max(len(s.ids) for s in sequences)
     ids = torch.zeros(len(sequences), longest, dtype=torch.long)
     for row, s in enumerate(sequences):
@@ -158,7 +167,8 @@ def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callab
 
     def make(family: str, tied: bool) -> tuple:
         if (family, tied) not in cases:
-            path = tiny(family, tied, **SIZES, **WINDOWS.get(family, {}))
+            settings = WINDOWS.get(family) or OTHERS.get(family, {})
+            path = tiny(family, tied, **(SIZES | settings))
             cases[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
         return cases[family, tied]
 
@@ -195,6 +205,19 @@ def check_all(ranks, models, layout, schedule="one_f_one_b", gen_tp=1, sequence_
 )
 def test_a_step_equals_one_process(ranks, wanted, layout, families):
     check_all(ranks, [wanted(family, True) for family in families], layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "families"),
+    [
+        ((1, 1, 1, 2), ["olmo2", "glm4", "phi3"]),
+        ((2, 1, 1, 1), ["gpt_neox", "qwen3_moe"]),
+        pytest.param((1, 1, 2, 2), ["olmo2", "glm4", "phi3", "gpt_neox"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_families_by_their_own_plans(ranks, wanted, layout, families):
+    check_all(ranks, [wanted(family, False) for family in families], layout)
 
 
 @pytest.mark.parametrize(
