@@ -19,12 +19,18 @@ Position = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TrainAxes:
-    """Sizes of the training axes; rank = ((pp * replicas + replica) * fsdp + f) * tp + t."""
+    """Sizes of the training axes; rank = ((pp * replicas + replica) * fsdp + f) * tp + t.
+
+    Experts have two axes over the ranks of fsdp x tp: q = t * fsdp + f = e * efsdp + f_e. `ep`
+    splits the experts, and FSDP shards the experts of a rank over `efsdp`. The fine index q is also
+    that of generation's strided order, so shards of experts nest as those of other weights do.
+    """
 
     pp: int = 1
     replicas: int = 1
     fsdp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -35,6 +41,11 @@ class TrainAxes:
     def shards(self) -> int:
         """Number of ranks that hold the model once."""
         return self.pp * self.fsdp * self.tp
+
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks that share the same experts."""
+        return self.fsdp * self.tp // self.ep
 
 
 def gen_positions(train: TrainAxes, pp: int, tp: int, grouping: Grouping) -> list[Position]:

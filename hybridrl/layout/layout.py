@@ -44,12 +44,14 @@ class Rule:
     """The placement of a parameter: its pipeline `stages`, and the `splits` applied in turn.
 
     Axes of no split hold copies. The first and the last stage hold a tied embedding. If `padded`
-    is set, ranks hold shards of a tensor of that shape, which ends in padding.
+    is set, ranks hold shards of a tensor of that shape, which ends in padding. `mesh` has other
+    axes over the layout's ranks (None: the layout's axes).
     """
 
     stages: tuple[int, ...] = (0,)
     splits: tuple[Split, ...] = ()
     padded: tuple[int, ...] | None = None
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Layout:
     shapes: Mapping[str, tuple[int, ...]]
     rules: Mapping[str, Rule]
 
+    def mesh_of(self, name: str) -> Mesh:
+        """The axes of a parameter's rule, over the ranks of `mesh`."""
+        return self.rules[name].mesh or self.mesh
+
     def boxes(self, name: str, rank: int) -> tuple[Box, ...]:
         """The boxes of a parameter that `rank` holds, in the order of its local tensor."""
         whole = Box.whole(self.shapes[name])
@@ -71,14 +77,15 @@ class Layout:
 
     def local(self, name: str, rank: int) -> tuple[Box, ...]:
         """The boxes that the rank's tensor consists of, padding included."""
-        coordinates, rule = self.mesh.coordinates(rank), self.rules[name]
+        coordinates, rule = self.mesh_of(name).coordinates(rank), self.rules[name]
         if coordinates.get("pp", 0) not in rule.stages:
             return ()
         return self._held(name, tuple(coordinates.get(split.axis, 0) for split in rule.splits))
 
     def cells(self, name: str) -> dict[Coordinates, tuple[Box, ...]]:
         """The boxes at each coordinate on the axes of the parameter's splits, without padding."""
-        extents = [range(self.mesh.extent(split.axis)) for split in self.rules[name].splits]
+        mesh = self.mesh_of(name)
+        extents = [range(mesh.extent(split.axis)) for split in self.rules[name].splits]
         whole = Box.whole(self.shapes[name])
         return {
             cell: tuple(real for box in self._held(name, cell) if (real := box.intersect(whole)))
@@ -87,13 +94,13 @@ class Layout:
 
     def ranks(self, name: str, cell: Coordinates) -> np.ndarray:
         """All ranks at a coordinate on the split axes, on every stage and copy, ascending."""
-        rule = self.rules[name]
+        rule, mesh = self.rules[name], self.mesh_of(name)
         fixed = dict(zip((split.axis for split in rule.splits), cell, strict=True))
         index = tuple(
             list(rule.stages) if axis == "pp" else [fixed[axis]] if axis in fixed else range(size)
-            for axis, size in self.mesh.axes
+            for axis, size in mesh.axes
         )
-        return np.sort(self.mesh.grid()[np.ix_(*index)].ravel())
+        return np.sort(mesh.grid()[np.ix_(*index)].ravel())
 
     def elements(self, name: str, num_ranks: int) -> np.ndarray:
         """Elements of a parameter that each of the ranks 0 to `num_ranks` - 1 holds."""
@@ -103,10 +110,10 @@ class Layout:
         return counts
 
     def _held(self, name: str, cell: Coordinates) -> tuple[Box, ...]:
-        rule = self.rules[name]
+        rule, mesh = self.rules[name], self.mesh_of(name)
         boxes: tuple[Box, ...] = (Box.whole(rule.padded or self.shapes[name]),)
         for split, index in zip(rule.splits, cell, strict=True):
-            boxes = split.apply(boxes, index, self.mesh.extent(split.axis))
+            boxes = split.apply(boxes, index, mesh.extent(split.axis))
         return boxes
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from hybridrl.layout.box import Box
 from hybridrl.layout.layout import Coordinates, Layout, Rule
+from hybridrl.layout.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
         )
     for cell, boxes in dst.cells(name).items():
         receivers = dst.ranks(name, cell)
-        coordinates = _coordinates(src, receivers)
+        coordinates = _coordinates(src.mesh_of(name), receivers)
         covered = 0
         for held, cells in holders.items():
             overlaps = [o for a in boxes for b in held if (o := a.intersect(b)) is not None]
@@ -187,9 +188,10 @@ def _senders(
     """For each receiver the holder that is nearest to it in the source mesh.
 
     `cells` are the coordinates on the split axes that hold the same boxes, `receiver` the
-    receivers' coordinates in the source mesh. On all other axes sender and receiver agree.
+    receivers' coordinates in the parameter's source mesh. On all other axes sender and receiver
+    agree.
     """
-    rule, mesh, receiver = src.rules[name], src.mesh, dict(receiver)
+    rule, mesh, receiver = src.rules[name], src.mesh_of(name), dict(receiver)
     axes = [split.axis for split in rule.splits]
     if axes:
         options = np.array(cells)
@@ -206,9 +208,8 @@ def _senders(
     return mesh.grid()[tuple(receiver[axis] for axis, _ in mesh.axes)]
 
 
-def _coordinates(layout: Layout, ranks: np.ndarray) -> dict[str, np.ndarray]:
+def _coordinates(mesh: Mesh, ranks: np.ndarray) -> dict[str, np.ndarray]:
     """Coordinates of `ranks` by axis; a rank outside of the mesh is wrapped into it."""
-    mesh = layout.mesh
     index_of_rank = np.zeros(1 + max(ranks.max(), *mesh.ranks), np.int64) - 1
     index_of_rank[list(mesh.ranks)] = np.arange(mesh.size)
     index = index_of_rank[ranks]

@@ -9,6 +9,7 @@ import numpy as np
 
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import Grouping
+from hybridrl.layout.box import Box
 from hybridrl.layout.grouping import Position, TrainAxes, gen_positions
 from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import gen_mesh
@@ -25,19 +26,44 @@ class Switch:
     plan: Plan
     grouping: Grouping
     positions: tuple[Position, ...]
+    experts: tuple[str, ...] = ()
+    """The parameters whose dimension 0 counts experts."""
 
     @property
     def theory(self) -> int:
         """Elements received by all ranks if shards nest: M/(p_g t_g) - M/(p f t) by each.
 
         HybridFlow's formula (section 5.4) with FSDP's split f among those of training. Exact for
-        parameters that all axes split evenly; a norm, replicated over tp, differs a little.
+        parameters that all axes split evenly; a norm, replicated over tp, differs a little. Shards
+        of experts cannot nest in experts that tp cuts: for them see `_theory_of_experts`.
         """
         mesh, dst = self.plan.src.mesh, self.plan.dst.mesh
         shards = mesh.extent("pp") * mesh.extent("fsdp") * mesh.extent("tp")
-        size = sum(math.prod(shape) for shape in self.plan.dst.shapes.values())
+        names = self.plan.dst.shapes.keys() - set(self.experts)
+        size = sum(math.prod(self.plan.dst.shapes[name]) for name in names)
         each = size / (dst.extent("pp") * dst.extent("tp")) - size / shards
-        return round(max(0.0, each) * mesh.size)
+        return round(max(0.0, each) * mesh.size + self._theory_of_experts())
+
+    def _theory_of_experts(self) -> float:
+        """Elements of experts that all ranks receive if each keeps as much as any shard overlaps.
+
+        A training shard is compared with every generation shard; the largest overlap counts, on as
+        many ranks as both layouts can have of a layer.
+        """
+        src, dst = self.plan.src, self.plan.dst
+        pp, gen_pp = src.mesh.extent("pp"), dst.mesh.extent("pp")
+        total = 0.0
+        for cls in self.plan.classes:
+            name = cls.names[0]
+            if name not in self.experts:
+                continue
+            after = [boxes for boxes in dst.cells(name).values() if boxes]
+            before = src.cells(name).values()
+            wanted = sum(box.size for boxes in after for box in boxes) / dst.mesh.extent("tp")
+            kept = sum(max(_overlap(held, boxes) for boxes in after) for held in before)
+            each = wanted / gen_pp - kept / len(before) / max(pp, gen_pp)
+            total += max(0.0, each) * src.mesh.size * len(cls.names)
+        return total
 
 
 def plan_switch(
@@ -48,23 +74,26 @@ def plan_switch(
     grouping: Grouping = Grouping.auto,
     stage_of_layer: Sequence[int] | None = None,
     *,
+    gen_ep: int = 1,
     vocab_multiple: int = 1,
     ascending: bool = False,
 ) -> Switch:
     """Plan the switch; `auto` tries every order and keeps the one that moves the fewest bytes.
 
-    See `gen_layout` for `vocab_multiple`. With `ascending` the ranks of every pp and tp group must
-    ascend, for engines whose groups follow global ranks. Raises ConfigError for another `grouping`.
+    See `gen_layout` for `gen_ep` and `vocab_multiple`. With `ascending` the ranks of every pp and
+    tp group must ascend, for engines whose groups follow global ranks. Raises ConfigError for
+    another `grouping`.
     """
     num_layers = 1 + max(parameter.layer for parameter in parameters)
     stages = stage_of_layer or stages_of_layers(num_layers, axes.pp)
-    src = train_layout(parameters, axes, stages, gen_tp)
+    src = train_layout(parameters, axes, stages, gen_tp, gen_ep)
+    experts = tuple(parameter.name for parameter in parameters if parameter.experts)
 
     def planned(order: Grouping) -> Switch:
         positions = gen_positions(axes, gen_pp, gen_tp, order)
         mesh = gen_mesh(positions, gen_pp, gen_tp)
-        dst = gen_layout(parameters, mesh, num_layers, vocab_multiple)
-        return Switch(plan(src, dst), order, tuple(positions))
+        dst = gen_layout(parameters, mesh, num_layers, vocab_multiple, gen_ep)
+        return Switch(plan(src, dst), order, tuple(positions), experts)
 
     auto = grouping is Grouping.auto
     orders = [Grouping.strided, Grouping.vanilla] if auto else [grouping]
@@ -75,6 +104,12 @@ def plan_switch(
     best = min(map(planned, orders), key=lambda switch: int(switch.plan.traffic.received.sum()))
     logger.debug("the weight switch is planned, order of ranks %s", best.grouping.value)
     return best
+
+
+def _overlap(held: Sequence[Box], wanted: Sequence[Box]) -> int:
+    """Elements that two shards of a parameter share."""
+    pairs = (a.intersect(b) for a in held for b in wanted)
+    return sum(box.size for box in pairs if box is not None)
 
 
 def check_ascending(axes: TrainAxes, pp: int, tp: int, grouping: Grouping) -> None:

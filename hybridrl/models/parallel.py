@@ -18,7 +18,7 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.stages import modules_before
 
-FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types that tests prove under every axis: a run starts without probing them."""
 
 _COLUMNS, _ROWS = 2, 1
@@ -35,7 +35,7 @@ GEN_STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
 """The styles that generation computes."""
 
 TRAIN_STYLES = GEN_STYLES - {"packed_colwise", "moe_tp_experts"}
-"""The styles that training computes: experts are not cut by tp there."""
+"""The styles that training computes; experts, which tp does not cut there, are apart."""
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -95,7 +95,9 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
         if any(tensor is x for x in (embedding, head.weight, head.bias)):
             parameters.append(Parameter(name, tuple(tensor.shape), layer, 0))
         else:
-            parameters.append(_cut(config, Parameter(name, tuple(tensor.shape), layer), inner))
+            experts = tensor.shape[0] if inner.rpartition(".")[0].endswith(".experts") else 0
+            parameter = Parameter(name, tuple(tensor.shape), layer, experts=experts)
+            parameters.append(_cut(config, parameter, inner))
     if not classifier:
         return parameters
     untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
@@ -121,7 +123,7 @@ def check_train_layout(
     config: PretrainedConfig, layout: TrainLayoutConfig, key: str = "trainer.layout"
 ) -> None:
     """Raise ConfigError, which names `key`, for a training layout that the model does not allow."""
-    allowed = _tp_allowed(config, layout.tp, TRAIN_STYLES, share_kv_heads=False)
+    allowed = _tp_allowed(config, layout.tp, TRAIN_STYLES, share_kv_heads=False, experts=False)
     _check(f"{key}.tp", layout.tp, allowed)
     if layout.tp > 1 and layout.sequence_parallel and config.model_type not in FAMILIES:
         allowed = f"false: model type {config.model_type} is none of {', '.join(FAMILIES)}"
@@ -129,12 +131,12 @@ def check_train_layout(
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
 
 
-def check_gen_layout(config: PretrainedConfig, pp: int, tp: int) -> None:
+def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:
     """Raise ConfigError for a generation layout that the model does not allow.
 
     Several ranks may hold the same key and value head.
     """
-    allowed = _tp_allowed(config, tp, GEN_STYLES, share_kv_heads=True)
+    allowed = _tp_allowed(config, tp, GEN_STYLES, share_kv_heads=True, experts=ep == 1)
     _check("rollout.layout.tp", tp, allowed)
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 
@@ -145,19 +147,22 @@ def _check(key: str, value: int, allowed: str | None) -> None:
 
 
 def _tp_allowed(
-    config: PretrainedConfig, tp: int, styles: frozenset[str], share_kv_heads: bool
+    config: PretrainedConfig, tp: int, styles: frozenset[str], *, share_kv_heads: bool, experts: bool
 ) -> str | None:
-    """The allowed values and the reason; None if `tp` is allowed."""
+    """The allowed values and the reason; None if `tp` is allowed.
+
+    `experts` is whether tp cuts experts.
+    """
     if tp == 1:
         return None
     plan = config.base_model_tp_plan or {}
     if not plan:
         return f"1 (transformers has no tensor-parallel plan for model type {config.model_type})"
     for pattern, style in plan.items():
-        if style not in styles:
+        if style not in styles and (experts or ".experts" not in pattern):
             computed = ", ".join(sorted(styles))
             return f"1 ({config.model_type}: {pattern} is {style}, and computed are {computed})"
-    widths = _widths(config)
+    widths = _widths(config, experts)
     reason = _tp_problem(config, tp, share_kv_heads, widths)
     if reason is None:
         return None
@@ -182,12 +187,17 @@ def _tp_problem(
     return None
 
 
-def _widths(config: PretrainedConfig) -> dict[str, int]:
-    """What tp divides besides heads: each width under its key in the config, else its module."""
+def _widths(config: PretrainedConfig, experts: bool) -> dict[str, int]:
+    """What tp divides besides heads: each width under its key in the config, else its module.
+
+    `experts` is whether tp cuts experts.
+    """
     keys = {v: k for k, v in config.to_dict().items() if "intermediate" in k and isinstance(v, int)}
     widths: dict[str, int] = {}
     for parameter in model_parameters(config):
-        if parameter.layer >= 0 and parameter.tp_dim is not None and not parameter.units:
+        cut = parameter.tp_dim is not None and (experts or not parameter.experts)
+        if parameter.layer >= 0 and cut and not parameter.units:
+            assert parameter.tp_dim is not None
             width = parameter.shape[parameter.tp_dim] // parameter.blocks
             module = parameter.name.removesuffix(".weight").rpartition(".")[2]
             widths.setdefault(keys.get(width, f"the width of {module}"), width)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -47,6 +48,21 @@ def even_model() -> list[Parameter]:
         parameters += [
             Parameter(f"{layer}.up", (64, 64), layer, 0),
             Parameter(f"{layer}.down", (64, 64), layer, 1),
+        ]
+    return parameters
+
+
+def expert_model(num_experts: int) -> list[Parameter]:
+    """Experts that tp cuts in two blocks and in one, beside other weights; even but for a norm."""
+    parameters = [Parameter("embed", (16, 4), FIRST, 0), Parameter("head", (16, 4), LAST, 0)]
+    for layer in range(NUM_LAYERS):
+        parameters += [
+            Parameter(f"{layer}.o", (16, 16), layer, 1),
+            Parameter(f"{layer}.router", (num_experts, 16), layer),
+            Parameter(
+                f"{layer}.gate_up", (num_experts, 32, 4), layer, 1, blocks=2, experts=num_experts
+            ),
+            Parameter(f"{layer}.down", (num_experts, 4, 16), layer, 2, experts=num_experts),
         ]
     return parameters
 
@@ -99,12 +115,13 @@ def check(planned: Plan) -> None:
 
 
 def switch_plan(
-    parameters: list[Parameter], axes: TrainAxes, pp: int, tp: int, grouping: Grouping
+    parameters: list[Parameter], axes: TrainAxes, pp: int, tp: int, grouping: Grouping, ep: int = 1
 ) -> Plan:
     stages = stages_of_layers(NUM_LAYERS, axes.pp)
     mesh = gen_mesh(gen_positions(axes, pp, tp, grouping), pp, tp)
     return plan(
-        train_layout(parameters, axes, stages, gen_tp=tp), gen_layout(parameters, mesh, NUM_LAYERS)
+        train_layout(parameters, axes, stages, gen_tp=tp, gen_ep=ep),
+        gen_layout(parameters, mesh, NUM_LAYERS, ep=ep),
     )
 
 
@@ -135,6 +152,29 @@ def test_pairs_of_layouts_up_to_eight_ranks(ranks: int, every: int, grouping: Gr
         check(plan(there.dst, there.src))  # the way back
 
 
+EXPERT_PAIRS = [
+    (replace(axes, ep=ep), pp, tp, gen_ep)
+    for axes, pp, tp in PAIRS
+    for ep in divisors(axes.fsdp * axes.tp)
+    for gen_ep in sorted({1, tp})
+    if 8 % axes.tp == 0 and 8 % ep == 0 and 8 % tp == 0
+]
+
+
+@pytest.mark.parametrize("grouping", [Grouping.strided, Grouping.vanilla])
+@pytest.mark.parametrize(
+    ("ranks", "every"), [(2, 1), (3, 1), (4, 7), (6, 19), (8, 47), *MANY], ids=str
+)
+def test_experts_up_to_eight_ranks(ranks: int, every: int, grouping: Grouping) -> None:
+    """ep on any axes, to whole experts and to cut ones; some ranks have parts of experts alone."""
+    pairs = [pair for pair in EXPERT_PAIRS if pair[0].ranks == ranks]
+    assert {axes.ep for axes, *_ in pairs[::every]} == set(divisors(ranks)) & {1, 2, 4, 8}
+    for axes, pp, tp, ep in pairs[::every]:
+        there = switch_plan(expert_model(8), axes, pp, tp, grouping, ep)
+        check(there)
+        check(plan(there.dst, there.src))
+
+
 def test_the_pairs_are_all_that_there_are() -> None:
     """20 ways to write 8 as an ordered product of four, times the 10 of (pp, tp) that divide it."""
     assert sum(axes.ranks == 8 for axes, _, _ in PAIRS) == 20 * 10
@@ -163,6 +203,64 @@ def test_bytes_equal_theory_where_shards_nest(ranks: int) -> None:
             if axes.pp == 1:
                 assert (planned.traffic.received == each).all(), (axes, pp, tp)
     assert num_cases > ranks
+
+
+@pytest.mark.parametrize(
+    ("axes", "tp", "ep"),
+    [
+        (TrainAxes(fsdp=8, ep=4), 4, 4),
+        (TrainAxes(fsdp=8, ep=8), 1, 1),
+        (TrainAxes(fsdp=8, ep=2), 4, 4),
+        (TrainAxes(fsdp=4, tp=2, ep=4), 4, 4),  # ep over both axes
+        (TrainAxes(fsdp=4, tp=2, ep=2), 4, 4),  # ep over a part of tp
+        (TrainAxes(fsdp=4, tp=2), 4, 4),
+        (TrainAxes(fsdp=2, tp=4, ep=2), 2, 2),
+        (TrainAxes(pp=2, replicas=2, fsdp=4, ep=2), 2, 2),
+    ],
+    ids=str,
+)
+def test_bytes_equal_theory_where_whole_experts_nest(axes: TrainAxes, tp: int, ep: int) -> None:
+    """M/(p_g t_g) - M/(p f t), for experts as for all else."""
+    switch = plan_switch(
+        [p for p in expert_model(8) if "router" not in p.name],
+        axes,
+        1,
+        tp,
+        Grouping.strided,
+        gen_ep=ep,
+    )
+    received = switch.plan.traffic.received
+    size = sum(math.prod(shape) for shape in switch.plan.dst.shapes.values())
+    assert (received == switch.plan.least).all()
+    assert received.sum() == switch.theory == (size // tp - size // axes.shards) * axes.ranks
+
+
+@pytest.mark.parametrize(
+    ("axes", "tp", "kept"),
+    [
+        # A rank holds two of 16 experts, and wants a quarter of each.
+        (TrainAxes(fsdp=8, ep=4), 4, (32 / 4, 32 / 4)),
+        (TrainAxes(fsdp=8, ep=8), 2, (32 / 2, 32 / 2)),
+        # Without ep, FSDP cuts `down` where tp does. In `gate_up` that would not help.
+        (TrainAxes(fsdp=8), 4, (32 / 4, 32)),
+        (TrainAxes(fsdp=4, tp=2), 4, (32 / 4, 32)),
+    ],
+    ids=str,
+)
+def test_experts_that_generation_cuts_keep_what_overlaps(
+    axes: TrainAxes, tp: int, kept: tuple[float, float]
+) -> None:
+    """Per layer, `kept` in units of a 16th of an expert, of `gate_up` and of `down`."""
+    parameters = [p for p in expert_model(16) if p.experts]
+    switch = plan_switch(parameters, axes, 1, tp, Grouping.strided)
+    gate_up, down = 16 * 32 * 4, 16 * 4 * 16
+    each = sum(
+        size / tp - size * overlap / 256
+        for size, overlap in zip((gate_up, down), kept, strict=True)
+    )
+    assert switch.theory == each * NUM_LAYERS * axes.ranks
+    assert switch.plan.traffic.received.sum() == switch.theory
+    assert switch.plan.least.sum() < switch.theory
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -34,6 +35,8 @@ def awkward_model(kv_heads: int) -> list[Parameter]:
             Parameter(f"{layer}.k", (3 * kv_heads, 6), layer, 0, units=kv_heads),
             Parameter(f"{layer}.o", (6, 24), layer, 1, units=8),
             Parameter(f"{layer}.experts", (3, 16, 5), layer, 1, blocks=2),
+            Parameter(f"{layer}.gate_up", (4, 16, 5), layer, 1, blocks=2, experts=4),
+            Parameter(f"{layer}.down", (4, 6, 8), layer, 2, experts=4),
             Parameter(f"{layer}.norm", (5,), layer),
         ]
     return parameters
@@ -82,8 +85,8 @@ def run(there: Plan, dtype: torch.dtype, bucket: int, least_gather: int = 3) -> 
     return stats
 
 
-def random_switches(num_ranks: int, count: int) -> list[TrainAxes | tuple[Any, ...]]:
-    """Training axes, generation pp and tp, order, dtype, bucket and group size."""
+def random_switches(num_ranks: int, count: int) -> list[tuple[Any, ...]]:
+    """Training axes, generation pp, tp and ep, order, dtype, bucket and group size."""
     draw = random.Random(num_ranks)
     sizes = [size for size in (1, 2, 4, 8) if size <= num_ranks]
     axes = [TrainAxes(*s) for s in product(sizes, repeat=4) if TrainAxes(*s).ranks == num_ranks]
@@ -95,22 +98,27 @@ def random_switches(num_ranks: int, count: int) -> list[TrainAxes | tuple[Any, .
     ]
     orders = [Grouping.strided, Grouping.vanilla]
     chosen = draw.sample(pairs, min(count, len(pairs)))
+    eps = [size for size in (1, 2, 4) if size <= num_ranks]
     return [
         (
-            *pair,
+            replace(a, ep=draw.choice([ep for ep in eps if a.fsdp * a.tp % ep == 0])),
+            pp,
+            tp,
+            draw.choice([1, tp] if tp <= 4 else [1]),
             draw.choice(orders),
             draw.choice([torch.float32, torch.bfloat16]),
             draw.choice([64, 400, 2**24]),
             draw.choice([2, 3, 99]),
         )
-        for pair in chosen
+        for a, pp, tp in chosen
     ]
 
 
 def many(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
     errors = []
-    for axes, pp, tp, grouping, dtype, bucket, least_gather in cases:
-        there = plan_switch(awkward_model(max(2, axes.tp)), axes, pp, tp, grouping).plan
+    for axes, pp, tp, ep, grouping, dtype, bucket, least_gather in cases:
+        model = awkward_model(max(2, axes.tp))
+        there = plan_switch(model, axes, pp, tp, grouping, gen_ep=ep).plan
         errors.append(run(there, dtype, bucket, least_gather))
     return errors
 
@@ -130,8 +138,9 @@ def test_random_layouts_are_bit_exact(ranks: Ranks, size: int, count: int) -> No
     cases = random_switches(size, count)
     results = ranks(size, many, cases)
     paths = set()
-    for i, (axes, pp, tp, grouping, dtype, bucket, _) in enumerate(cases):
-        there = plan_switch(awkward_model(max(2, axes.tp)), axes, pp, tp, grouping).plan
+    for i, (axes, pp, tp, ep, grouping, dtype, bucket, _) in enumerate(cases):
+        model = awkward_model(max(2, axes.tp))
+        there = plan_switch(model, axes, pp, tp, grouping, gen_ep=ep).plan
         received = there.traffic.received * dtype.itemsize
         for rank in range(size):
             stats = results[rank][i]

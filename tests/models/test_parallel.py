@@ -97,6 +97,31 @@ def test_what_fits_passes() -> None:
     check_gen_layout(qwen3(8, 2), 1, 8)  # two ranks and more share a key-value head
 
 
+def test_experts_are_parameters_of_their_own() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=41,
+        hidden_size=24,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        mlp_only_layers=[1],
+    )
+    by_name = {p.name.removeprefix("model.layers."): p for p in model_parameters(config)}
+    experts = {n: (p.shape, p.tp_dim, p.blocks) for n, p in by_name.items() if p.experts == 6}
+    assert experts == {
+        "0.mlp.experts.gate_up_proj": ((6, 32, 24), 1, 2),
+        "0.mlp.experts.down_proj": ((6, 24, 16), 2, 1),
+    }
+    assert not any(p.experts for n, p in by_name.items() if n not in experts)
+    assert (by_name["0.mlp.gate.weight"].tp_dim, by_name["1.mlp.up_proj.weight"].tp_dim) == (
+        None,
+        0,
+    )
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_of_a_model(tied: bool) -> None:
     by_name = {p.name: p for p in model_parameters(qwen3(6, 2, tie_word_embeddings=tied))}
