@@ -221,17 +221,18 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     train, gen = config.trainer.layout, config.rollout.layout
     shape = model_shape(config.model)
     check_train_layout(shape, train)
-    check_gen_layout(shape, gen.pp, gen.tp)
+    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
     parameters = model_parameters(shape)
     zigzag = train.schedule is PipelineSchedule.zero_bubble
     started = time.perf_counter()
     switch = plan_switch(
         parameters,
-        TrainAxes(train.pp, train.replicas, train.fsdp, train.tp),
+        TrainAxes.of(train),
         gen.pp,
         gen.tp,
         gen.grouping,
         stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
+        gen_ep=gen.ep,
         ascending=config.rollout.features.ascending,
     )
     itemsize = config.rollout.dtype.itemsize
@@ -277,7 +278,8 @@ def _plan_memory(config: Config, gpu_gib: int) -> "MemoryPlan":
     graph, shape = build_recipe(config.recipe), model_shape(config.model)
     check_attention(config.model, shape)
     check_train_layout(shape, config.trainer.layout)
-    check_gen_layout(shape, config.rollout.layout.pp, config.rollout.layout.tp)
+    gen = config.rollout.layout
+    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
     room = None
     if not gpu_gib:
         room = memory_plan.local_room(config)

@@ -36,7 +36,7 @@ class Grouping(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TrainLayoutConfig:
-    """Sizes of the training axes; their product is the number of ranks."""
+    """Sizes of the training axes; the product of all but ep is the number of ranks."""
 
     pp: int = bounded(1, least=1)
     """Pipeline stages."""
@@ -46,6 +46,8 @@ class TrainLayoutConfig:
     """Ranks over which FSDP2 shards; 0 takes the ranks that the other axes leave."""
     tp: int = bounded(1, least=1)
     """Tensor parallelism."""
+    ep: int = bounded(1, least=1)
+    """Expert parallelism, over the ranks of fsdp x tp; FSDP shards experts over those left."""
     sequence_parallel: bool = False
     """Under tp, split activations between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
@@ -62,12 +64,16 @@ class TrainLayoutConfig:
     ) -> None:
         """Raise ConfigError where the product of the axes is not the number of `ranks`.
 
-        `key` is the place of these settings, `ranks_key` that of the number.
+        Also where ep does not divide its ranks. `key` is the place of these settings, `ranks_key`
+        that of the number.
         """
         if self.pp * self.replicas * self.fsdp * self.tp != ranks:
             sizes = f"{self.pp} x {self.replicas} x {self.fsdp or '?'} x {self.tp}"
             allowed = f"pp x replicas x fsdp x tp = {ranks_key}={ranks}"
             raise ConfigError(key, sizes, allowed)
+        if self.fsdp * self.tp % self.ep:
+            allowed = f"a divisor of fsdp x tp = {self.fsdp} x {self.tp}"
+            raise ConfigError(f"{key}.ep", self.ep, allowed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,6 +84,8 @@ class RolloutLayoutConfig:
     """Pipeline stages of an instance."""
     tp: int = bounded(1, least=1)
     """Tensor parallelism of an instance."""
+    ep: int = bounded(1, least=1)
+    """1: tp cuts every expert. Equal to tp: each rank has whole experts."""
     grouping: Grouping = Grouping.auto
     """Which rank takes which place in generation."""
     # With a smaller bucket, planning the messages takes longer than sending them.
@@ -89,3 +97,5 @@ class RolloutLayoutConfig:
         if ranks % (self.pp * self.tp):
             allowed = f"pp x tp that divides {ranks_key}={ranks}"
             raise ConfigError("rollout.layout", f"{self.pp} x {self.tp}", allowed)
+        if self.ep not in (1, self.tp):
+            raise ConfigError("rollout.layout.ep", self.ep, f"1, or rollout.layout.tp={self.tp}")

@@ -37,12 +37,18 @@ class Attention(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TinyModelConfig:
-    """A small Qwen3 with a character tokenizer, made on the spot when `model.path` is null."""
+    """A small Qwen3 or Qwen3-MoE with a character tokenizer, made where `model.path` is null."""
 
     hidden_size: int = bounded(192, least=1)
     """Width of the residual stream."""
     intermediate_size: int = bounded(512, least=1)
     """Width of the feed-forward layer."""
+    num_experts: int = bounded(0, least=0)
+    """Experts of each feed-forward layer (a Qwen3-MoE); 0 is dense."""
+    experts_per_token: int = bounded(2, least=1)
+    """Experts that compute each token."""
+    moe_intermediate_size: int = bounded(256, least=1)
+    """Width of an expert."""
     num_layers: int = bounded(3, least=1)
     """Number of decoder layers."""
     num_heads: int = bounded(6, least=1)
@@ -74,7 +80,7 @@ class ModelConfig:
     """Shape of the model that is made when there is no path."""
 
     def check(self) -> None:
-        """Raise ConfigError for an empty path, or heads that do not divide."""
+        """Raise ConfigError for an empty path, heads that do not divide, too few experts."""
         if self.path == "":
             raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
         if self.tiny.num_heads % self.tiny.num_kv_heads:
@@ -83,3 +89,7 @@ class ModelConfig:
                 self.tiny.num_kv_heads,
                 f"a divisor of model.tiny.num_heads={self.tiny.num_heads}",
             )
+        experts = self.tiny.num_experts
+        if experts and self.tiny.experts_per_token > experts:
+            allowed = f"at most model.tiny.num_experts={experts}"
+            raise ConfigError("model.tiny.experts_per_token", self.tiny.experts_per_token, allowed)

@@ -37,7 +37,7 @@ from hybridrl.models.activations import Activations, head_activations, layer_act
 from hybridrl.models.adapters import adapter_parameters, add_adapters
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import SCORE, TORCH_DTYPES, load_config
-from hybridrl.models.parallel import meta_model, model_parameters
+from hybridrl.models.parallel import meta_model, model_parameters, num_experts
 from hybridrl.planner.memory import (
     EIGHT_BIT_MOMENT,
     MASTER,
@@ -97,11 +97,12 @@ def train_sizes(
     parameters = model_parameters(shape, classifier)
     adapters = _adapters(shape, lora, parameters)
     frozen = {p.name for p in parameters} - {SCORE} if lora.rank else set()
-    axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
+    axes = TrainAxes.of(layout)
     chunks = layout.schedule.chunks_per_rank if layout.pp > 1 else 1
     zigzag = layout.schedule is PipelineSchedule.zero_bubble
     stages = stages_of_layers(shape.num_hidden_layers, layout.pp, chunks, zigzag)
-    placed = train_layout([*parameters, *adapters], axes, stages, config.rollout.layout.tp)
+    gen = config.rollout.layout
+    placed = train_layout([*parameters, *adapters], axes, stages, gen.tp, gen.ep)
     total = sum(math.prod(p.shape) for p in parameters)
     layer = ActivationSizes(*_layer(config, shape, layout, lora, row))
     has_head = not classifier and not lora.rank
@@ -112,7 +113,6 @@ def train_sizes(
     for stage in range(layout.pp):
         in_flight = _rows_in_flight(layout, stage, row.number)
         on_stage = _on_stage(placed, [*parameters, *adapters], stage, total)
-        gathered = layout.fsdp
         trained = [{n: s for n, s in g.items() if n not in frozen} for g in on_stage]
         of_rank = sum(sum(group.values()) for group in on_stage)
         trained_by_rank = sum(sum(group.values()) for group in trained)
@@ -122,11 +122,11 @@ def train_sizes(
             TrainSizes(
                 trained=trained_by_rank,
                 frozen=of_rank - trained_by_rank,
-                layer=gathered * sum(on_stage[heaviest].values()) * in_layers,
+                layer=_gathered(placed, on_stage[heaviest]) * in_layers,
                 layers=stages.count(stage),
-                root=gathered * sum(on_stage[0].values()),
-                trained_layer=gathered * sum(trained[heaviest].values()) * in_layers,
-                trained_root=gathered * sum(trained[0].values()),
+                root=_gathered(placed, on_stage[0]),
+                trained_layer=_gathered(placed, trained[heaviest]) * in_layers,
+                trained_root=_gathered(placed, trained[0]),
                 parameters=total,
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
                 itemsize=_itemsize(config),
@@ -185,6 +185,13 @@ def _on_stage(
         group = root if in_root else layers.setdefault(parameter.layer, {})
         group[parameter.name] = size
     return [root, *layers.values()]
+
+
+def _gathered(placed: Layout, shards: dict[str, int]) -> int:
+    """Elements of parameters that FSDP has gathered, from those of a rank's `shards`."""
+    meshes = {name: placed.mesh_of(name) for name in shards}
+    ranks = {name: mesh.extent("fsdp") * mesh.extent("efsdp") for name, mesh in meshes.items()}
+    return sum(size * ranks[name] for name, size in shards.items())
 
 
 def _adapters(
@@ -332,7 +339,8 @@ def _generation_elements(
     pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
     mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
     parameters = model_parameters(shape, classifier)
-    placed = gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple)
+    ep = config.rollout.layout.ep if num_experts(shape) else 1
+    placed = gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple, ep)
     return max(
         sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
         for stage in range(pp)

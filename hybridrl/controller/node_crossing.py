@@ -1,14 +1,16 @@
-"""Tensor parallelism across nodes, which a run is warned of: each layer's all-reduces are slow."""
+"""tp and ep across nodes, which a run is warned of: each layer's collectives are slow."""
 
 from collections.abc import Sequence
 
 from hybridrl.config import Config
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.parameters import expert_mesh
 
 
 def crossing_warnings(
     config: Config, node_of: Sequence[str], ranks: Sequence[int], instances: Sequence[Sequence[int]]
 ) -> list[str]:
-    """A line for each layout whose tp groups span several nodes.
+    """A line for each layout whose tp groups or ep groups span several nodes.
 
     `node_of` is by rank. `ranks` are the actor's, `instances` the ranks of each generation
     instance, ascending.
@@ -18,14 +20,29 @@ def crossing_warnings(
     lines = []
     for key, (tp, blocks) in groups.items():
         split = [group for block in blocks for group in _pieces(block, tp)]
-        across = [group for group in split if len({node_of[rank] for rank in group}) > 1]
-        if across:
-            named = ", ".join(map(str, across[0]))
-            lines.append(
-                f"{key}={tp}: ranks {named} are on several nodes, as {len(across)} of {len(split)}"
-                " tensor-parallel groups; every layer's all-reduces cross the network"
-            )
-    return lines
+        lines += _warning(f"{key}={tp}", split, node_of, "tensor-parallel groups", "all-reduces")
+    axes = TrainAxes.of(config.trainer.layout)
+    # Experts go to the ranks that generate with them; so the ranks of an ep group are far apart.
+    split = [[ranks[i] for i in group] for group in expert_mesh(axes).lines("ep")]
+    key = f"trainer.layout.ep={axes.ep}"
+    return lines + _warning(key, split, node_of, "expert-parallel groups", "all-to-alls")
+
+
+def _warning(
+    setting: str,
+    groups: Sequence[Sequence[int]],
+    node_of: Sequence[str],
+    kind: str,
+    collectives: str,
+) -> list[str]:
+    across = [group for group in groups if len({node_of[rank] for rank in group}) > 1]
+    if not across:
+        return []
+    named = ", ".join(map(str, across[0]))
+    return [
+        f"{setting}: ranks {named} are on several nodes, as {len(across)} of {len(groups)}"
+        f" {kind}; every layer's {collectives} cross the network"
+    ]
 
 
 def _pieces(ranks: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -200,7 +200,10 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
         raise ConfigError("model.path", model_path, allowed) from None
     check_model(model, "model.path", train=True, native=scores_with_copies(graph))
     check_train_layout(model, config.trainer.layout)
-    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+    gen = config.rollout.layout
+    check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
+    if model.model_type == "qwen3_moe" and config.trainer.layout.ep * config.trainer.layout.tp > 1:
+        raise ConfigError("model.path", model_path, "ep x tp = 1 in training, for now")
     check_lora(model, config.actor.lora, "actor.lora")
     check_attention(config.model, model)
     engine_checks(config.rollout).check_model(config.model, model)
@@ -238,7 +241,7 @@ def _check_gen_order(config: Config) -> None:
     from hybridrl.layout.switching import check_ascending
 
     train, gen = config.trainer.layout, config.rollout.layout
-    axes = TrainAxes(train.pp, train.replicas, train.fsdp, train.tp)
+    axes = TrainAxes.of(train)
     check_ascending(axes, gen.pp, gen.tp, gen.grouping)
 
 

@@ -134,7 +134,7 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
 def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -> None:
     from hybridrl.engines.probe import check_model
     from hybridrl.models.load import is_classifier, load_config
-    from hybridrl.models.parallel import check_gen_layout
+    from hybridrl.models.parallel import check_gen_layout, num_experts
     from hybridrl.rewards.model import check_reads_samples
 
     key = "teacher.path"
@@ -143,7 +143,9 @@ def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -
     if is_classifier(model):
         raise ConfigError(key, path, "a language model (it is a sequence classifier)")
     check_model(model, key, train=True, native=True)
-    check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+    gen = config.rollout.layout
+    ep = gen.ep if num_experts(model) else 1
+    check_gen_layout(model, gen.pp, gen.tp, ep)
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from hybridrl.config.layout import Grouping
+from hybridrl.config.layout import Grouping, TrainLayoutConfig
 
 Position = tuple[int, int, int]
 """(instance, pp, tp) of a rank in generation."""
@@ -31,6 +31,11 @@ class TrainAxes:
     fsdp: int = 1
     tp: int = 1
     ep: int = 1
+
+    @classmethod
+    def of(cls, layout: TrainLayoutConfig) -> "TrainAxes":
+        """The axes of resolved settings."""
+        return cls(layout.pp, layout.replicas, layout.fsdp, layout.tp, layout.ep)
 
     @property
     def ranks(self) -> int:

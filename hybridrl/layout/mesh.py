@@ -60,6 +60,11 @@ class Mesh:
         index = tuple(slice(None) if name in axes else own[name] for name in self.names)
         return sorted(map(int, self.grid()[index].ravel()))
 
+    def lines(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ in `axis` alone, each in the order of its coordinates."""
+        number = self.names.index(axis)
+        return np.moveaxis(self.grid(), number, -1).reshape(-1, self.extent(axis)).tolist()
+
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates."""
         return int(self.grid()[tuple(coordinates[name] for name in self.names)])

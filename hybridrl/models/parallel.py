@@ -129,6 +129,7 @@ def check_train_layout(
         allowed = f"false: model type {config.model_type} is none of {', '.join(FAMILIES)}"
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
+    _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:
@@ -138,7 +139,25 @@ def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) ->
     """
     allowed = _tp_allowed(config, tp, GEN_STYLES, share_kv_heads=True, experts=ep == 1)
     _check("rollout.layout.tp", tp, allowed)
+    _check("rollout.layout.ep", ep, _ep_allowed(config, ep))
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer; 0 for a dense model."""
+    names = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
+
+
+def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
+    """The allowed values and the reason; None if `ep` is allowed."""
+    experts = num_experts(config)
+    if ep == 1 or (experts and experts % ep == 0):
+        return None
+    if not experts:
+        return f"1 (model type {config.model_type} has no experts)"
+    choices = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+    return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
 
 
 def _check(key: str, value: int, allowed: str | None) -> None:

@@ -1,4 +1,4 @@
-"""A small Qwen3 with random weights and a character tokenizer, created locally.
+"""A small Qwen3, or Qwen3-MoE, with random weights and a character tokenizer, created locally.
 
 It is an ordinary Hugging Face directory, so that callers treat it as a downloaded model.
 """
@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from hybridrl.config import ConfigError, TinyModelConfig
 
@@ -24,25 +29,37 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, seed: int) -> Non
     tokenizer = make_char_tokenizer(config.alphabet, config.max_positions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=len(tokenizer),
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_positions,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-                dtype=torch.float32,
-            )
-        )
+        model = AutoModelForCausalLM.from_config(_shape(config, tokenizer))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    experts: dict[str, object] = {}
+    if config.num_experts:
+        experts = {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "norm_topk_prob": True,
+        }
+    return AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+        **experts,
+    )
 
 
 def make_char_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:

@@ -36,6 +36,8 @@ class LayoutReport:
     """pp x replicas x fsdp x tp."""
     gen: str
     """pp x tp of an instance."""
+    experts: str
+    """ep x fsdp of experts in training, and how generation has them; empty for a dense model."""
     instances: int
     order: str
     """The order of ranks (`Grouping`)."""
@@ -72,11 +74,13 @@ class LayoutReport:
         ratio = "nothing to move" if not self.total_received else "none: theory moves nothing"
         if self.total_theory:
             ratio = f"{self.total_received / self.total_theory:.3f}"
+        experts = [("experts, ep x fsdp; generation", self.experts)] if self.experts else []
         across = f"{size(self.bytes_across_nodes)} across nodes of {self.gpus_per_node}"
         return [
             ("parameters", f"{self.parameters:,} ({size(self.model_bytes)})"),
             ("training, pp x replicas x fsdp x tp", f"{self.train} = {self.ranks} ranks"),
             ("generation, pp x tp", f"{self.gen}, {self.instances} instances"),
+            *experts,
             ("order of ranks", self.order),
             ("trained by a rank, float32", str(self.train_shard)),
             ("generated with by a rank (peak)", str(self.gathered)),
@@ -121,6 +125,7 @@ def report(
     return LayoutReport(
         train=" x ".join(str(src.extent(axis)) for axis in axes),
         gen=f"{dst.extent('pp')} x {dst.extent('tp')}",
+        experts=_experts(switch),
         instances=dst.extent("instance"),
         order=switch.grouping.value,
         parameters=num_elements,
@@ -143,6 +148,16 @@ def report(
         busiest_pair=max(traffic.links.values(), default=0) * itemsize,
         seconds_to_plan=round(seconds, 3),
     )
+
+
+def _experts(switch: Switch) -> str:
+    if not switch.experts:
+        return ""
+    name, (src, dst) = switch.experts[0], (switch.plan.src, switch.plan.dst)
+    mesh, tp = src.mesh_of(name), dst.mesh.extent("tp")
+    whole = tp == 1 or dst.rules[name].splits[0].dim == 0
+    cut = "whole" if whole else f"each cut by tp {tp}"
+    return f"{mesh.extent('ep')} x {mesh.extent('fsdp') * mesh.extent('efsdp')}; {cut}"
 
 
 def size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.engines.probe import check_model
 from hybridrl.models.load import check_supported, load_config
 from hybridrl.models.local_weights import weight_files
-from hybridrl.models.parallel import check_gen_layout
+from hybridrl.models.parallel import check_gen_layout, num_experts
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -38,7 +38,9 @@ def check_reward_model(
         model = load_config(path, key)
         check_supported(model)
         check_model(model, key, train=True, native=True)
-        check_gen_layout(model, config.rollout.layout.pp, config.rollout.layout.tp)
+        gen = config.rollout.layout
+        ep = gen.ep if num_experts(model) else 1
+        check_gen_layout(model, gen.pp, gen.tp, ep)
         names = weight_files(path)
     except ConfigError:
         raise

@@ -27,3 +27,21 @@ def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[str]) -> N
     lines = crossing_warnings(config, nodes, range(4), instances)
     assert len(lines) == len(keys)
     assert all(line.startswith(key) for line, key in zip(lines, keys, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "keys"),
+    [
+        # Experts are the slower part of fsdp's numbering: ep 2 joins ranks 0 and 2.
+        (TrainLayoutConfig(ep=2), "aabb", ["trainer.layout.ep=2: ranks 0, 2 are on several nod"]),
+        (TrainLayoutConfig(ep=2), "abab", []),
+        (TrainLayoutConfig(tp=2, ep=2), "aabb", []),
+        (TrainLayoutConfig(ep=4), "aabb", ["trainer.layout.ep=4: ranks 0, 1, 2, 3 are on severa"]),
+    ],
+)
+def test_ep_across_nodes(layout: TrainLayoutConfig, nodes: str, keys: list[str]) -> None:
+    config = Config(cluster=ClusterConfig(ranks=4), trainer=TrainerConfig(layout=layout))
+    lines = crossing_warnings(config, nodes, range(4), [[0], [1], [2], [3]])
+    assert len(lines) == len(keys)
+    assert all(line.startswith(key) for line, key in zip(lines, keys, strict=True))
+    assert all(line.endswith("every layer's all-to-alls cross the network") for line in lines)

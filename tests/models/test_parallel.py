@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
+from hybridrl.config.layout import RolloutLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST
 from hybridrl.models.parallel import (
     check_gen_layout,
@@ -41,6 +42,20 @@ def qwen3_moe() -> PretrainedConfig:
     return Qwen3MoeConfig(**SIZES, **heads_settings, **experts)
 
 
+def mixture(heads: int = 6, width: int = 16, **settings: object) -> PretrainedConfig:
+    return Qwen3MoeConfig(
+        vocab_size=41,
+        hidden_size=24,
+        intermediate_size=48,
+        moe_intermediate_size=width,
+        num_experts=6,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        **settings,
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "layout", "message"),
     [
@@ -55,12 +70,9 @@ def qwen3_moe() -> PretrainedConfig:
         ),
         (GPT2Config(), {"tp": 2}, "1 (transformers has no tensor-parallel plan for model type gpt"),
         (GPT2Config(), {"pp": 2}, "1 (transformers has no pipeline plan for model type gpt2)"),
-        (
-            qwen3_moe(),
-            {"tp": 2},
-            "1 (qwen3_moe: layers.*.mlp.experts.gate_up_proj is packed_colwise, and computed are c",
-        ),
         (Olmo2Config(**SIZES), {"tp": 2, "sequence_parallel": True}, "false: model type olmo2 is"),
+        (qwen3(6, 2), {"ep": 2}, "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
+        (mixture(), {"ep": 4}, "ep=4: wanted one of 1, 2, 3, 6 (it must divide the 6 experts)"),
     ],
 )
 def test_training_refuses(config: PretrainedConfig, layout: dict, message: str) -> None:
@@ -91,24 +103,44 @@ def test_generation_refuses(config: PretrainedConfig, pp: int, tp: int, message:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "tp", "ep", "message"),
+    [
+        (qwen3(6, 2), 2, 2, "rollout.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
+        (mixture(8), 4, 4, "rollout.layout.ep=4: wanted one of 1, 2, 3, 6 (it must divide the 6"),
+        (mixture(8, 15), 2, 1, "rollout.layout.tp=2: wanted a divisor of moe_intermediate_size=15"),
+    ],
+)
+def test_generation_refuses_experts(
+    config: PretrainedConfig, tp: int, ep: int, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_gen_layout(config, 1, tp, ep=ep)
+    assert message in str(error.value)
+
+
+def test_sizes_that_ep_does_not_divide_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer\.layout\.ep=4: wanted a divisor of fsdp x tp = 3"
+    ):
+        TrainLayoutConfig(fsdp=3, tp=2, ep=4).check(6)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.layout\.ep=2: wanted 1, or rollout\.layout\.tp=4"
+    ):
+        RolloutLayoutConfig(tp=4, ep=2).check(8)
+
+
 def test_what_fits_passes() -> None:
+    check_train_layout(mixture(), TrainLayoutConfig(ep=3, tp=2))
+    check_gen_layout(mixture(2, 15), 1, 2, ep=2)  # whole experts, of any width
+    TrainLayoutConfig(fsdp=3, tp=2, ep=6).check(6)
     check_train_layout(qwen3(6, 2), TrainLayoutConfig(pp=3, tp=2))
     check_train_layout(GPT2Config(), TrainLayoutConfig(replicas=2, fsdp=4))
     check_gen_layout(qwen3(8, 2), 1, 8)  # two ranks and more share a key-value head
 
 
 def test_experts_are_parameters_of_their_own() -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=41,
-        hidden_size=24,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=6,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        mlp_only_layers=[1],
-    )
+    config = mixture(mlp_only_layers=[1])
     by_name = {p.name.removeprefix("model.layers."): p for p in model_parameters(config)}
     experts = {n: (p.shape, p.tp_dim, p.blocks) for n, p in by_name.items() if p.experts == 6}
     assert experts == {

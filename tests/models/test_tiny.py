@@ -1,12 +1,13 @@
 """The made model is an ordinary Hugging Face directory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.config import ConfigError, TinyModelConfig
+from hybridrl.config import ConfigError, ModelConfig, TinyModelConfig
 from hybridrl.models.tiny import make_tiny_model
 
 SMALL = TinyModelConfig(
@@ -65,3 +66,12 @@ def test_a_repeated_character_is_named(tmp_path: Path) -> None:
 
 def _bytes(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, replace(SMALL, num_experts=4, moe_intermediate_size=16), seed=3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (model.config.model_type, model.config.num_experts_per_tok) == ("qwen3_moe", 2)
+    assert model.model.layers[1].mlp.experts.gate_up_proj.shape == (4, 32, 32)
+    with pytest.raises(ConfigError, match=r"experts_per_token=5: wanted at most .*num_experts=4"):
+        ModelConfig(tiny=replace(SMALL, num_experts=4, experts_per_token=5)).check()

@@ -52,3 +52,17 @@ def test_nothing_to_move() -> None:
 )
 def test_sizes(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("axes", "gen_ep", "text"),
+    [
+        (TrainAxes(fsdp=4, ep=2), 2, "2 x 2; whole"),
+        (TrainAxes(fsdp=4), 1, "1 x 4; each cut by tp 2"),
+    ],
+)
+def test_experts_are_reported(axes: TrainAxes, gen_ep: int, text: str) -> None:
+    experts = Parameter("0.experts", (4, 8, 8), 0, 1, blocks=2, experts=4)
+    switch = plan_switch([*PARAMETERS, experts], axes, 1, 2, Grouping.strided, gen_ep=gen_ep)
+    rows = report(switch, 2, 100, 2, 0.5).rows()
+    assert ("experts, ep x fsdp; generation", text) in rows

@@ -49,7 +49,7 @@ class TrainDims:
         """All ranks of the world in the order of `TrainAxes`; raises ConfigError for the sizes."""
         layout.resolve(ranks)
         layout.check(ranks)
-        axes = TrainAxes(layout.pp, layout.replicas, layout.fsdp, layout.tp)
+        axes = TrainAxes.of(layout)
         logger.debug("creating the process groups of training: %s", axes)
         sizes = (axes.pp, axes.replicas, axes.fsdp, axes.tp)
         mesh = Mesh(tuple(zip(("pp", "replica", "fsdp", "tp"), sizes, strict=True)))
