@@ -10,26 +10,25 @@ from hybridrl.layout.mesh import Mesh
 
 
 def layout_of(tensors: Mapping[str, DTensor]) -> Layout:
-    """The layout of DTensors of one mesh, from their placements.
+    """The layout of DTensors, from their placements; experts may have a mesh of their own.
 
     FSDP2 cuts the shards of tensor parallelism, though its axis comes first in the mesh: DTensor
     marks that by a strided shard. Shapes are the DTensors', a padded vocabulary included; pipeline
-    stages are not in the mesh of a DTensor. Raises ValueError for tensors of different meshes, for
-    none, and for placements other than copies and shards.
+    stages are not in the mesh of a DTensor. Raises ValueError for no tensors, and for placements
+    other than copies and shards.
     """
     if not tensors:
         raise ValueError("no tensors: wanted at least one DTensor")
-    meshes = {name: tensor.device_mesh for name, tensor in tensors.items()}
-    first, mesh = next(iter(meshes.items()))
-    axes = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     rules = {}
     for name, tensor in tensors.items():
-        if meshes[name] != mesh:
-            raise ValueError(f"{name}: its mesh is {meshes[name]}, that of {first} is {mesh}")
-        rules[name] = Rule(splits=_splits(name, tensor, axes))
-    ranks = np.asarray(mesh.mesh).ravel().tolist()
-    sizes = tuple(zip(axes, mesh.shape, strict=True))
-    return Layout(Mesh(sizes, tuple(ranks)), {n: tuple(t.shape) for n, t in tensors.items()}, rules)
+        mesh = tensor.device_mesh
+        axes = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        ranks = np.asarray(mesh.mesh).ravel().tolist()
+        sizes = tuple(zip(axes, mesh.shape, strict=True))
+        splits = _splits(name, tensor, axes)
+        rules[name] = Rule(splits=splits, mesh=Mesh(sizes, tuple(ranks)))
+    mesh = next(iter(rules.values())).mesh
+    return Layout(mesh, {n: tuple(t.shape) for n, t in tensors.items()}, rules)
 
 
 def _splits(name: str, tensor: DTensor, axes: tuple[str, ...]) -> tuple[Split, ...]:

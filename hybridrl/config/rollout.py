@@ -36,6 +36,8 @@ class EngineFeatures:
     """The number that must divide `rollout.block_size`."""
     vocab_multiple: int = 1
     """Rows of the embedding are padded to a multiple of this."""
+    whole_experts: bool = False
+    """Whether its tp ranks can have whole experts (`rollout.layout.ep`)."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -47,6 +49,7 @@ ENGINES = {
         deterministic=True,
         shares_weights=True,
         caches_last_token=False,
+        whole_experts=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
@@ -95,13 +98,16 @@ class RolloutConfig:
     """Sharding of the weights in generation."""
 
     def check(self) -> None:
-        """Raise ConfigError for an empty stop text, or a block size that the engine cannot have."""
+        """Raise ConfigError for an empty stop text, or what the engine cannot have."""
         if "" in self.stop:
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
         if self.block_size % self.features.block_multiple:
             multiple = self.features.block_multiple
             allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.block_size", self.block_size, allowed)
+        if self.layout.ep > 1 and not self.features.whole_experts:
+            allowed = f"1 with rollout.engine={self.engine.value}"
+            raise ConfigError("rollout.layout.ep", self.layout.ep, allowed)
 
     @property
     def features(self) -> EngineFeatures:

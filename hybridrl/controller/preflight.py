@@ -202,8 +202,6 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_train_layout(model, config.trainer.layout)
     gen = config.rollout.layout
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
-    if model.model_type == "qwen3_moe" and config.trainer.layout.ep * config.trainer.layout.tp > 1:
-        raise ConfigError("model.path", model_path, "ep x tp = 1 in training, for now")
     check_lora(model, config.actor.lora, "actor.lora")
     check_attention(config.model, model)
     engine_checks(config.rollout).check_model(config.model, model)

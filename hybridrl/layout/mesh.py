@@ -60,6 +60,10 @@ class Mesh:
         index = tuple(slice(None) if name in axes else own[name] for name in self.names)
         return sorted(map(int, self.grid()[index].ravel()))
 
+    def line(self, rank: int, axis: str) -> list[int]:
+        """The ranks of `along(rank, axis)` in the order of their coordinates."""
+        return next(ranks for ranks in self.lines(axis) if rank in ranks)
+
     def lines(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ in `axis` alone, each in the order of its coordinates."""
         number = self.names.index(axis)

@@ -72,7 +72,8 @@ def train_layout(
             by_expert = Split("ep", 0), Split("efsdp", dim)
             rules[parameter.name] = Rule(stages, by_expert, mesh=of_experts)
         else:
-            splits = *_tp(parameter), Split("fsdp", dim)
+            by_tp = () if parameter.experts else _tp(parameter)
+            splits = *by_tp, Split("fsdp", dim)
             rules[parameter.name] = Rule(stages, splits, _padded(parameter, axes.tp))
     return Layout(train_mesh(axes), _shapes(parameters), rules)
 

@@ -38,11 +38,11 @@ def group_name(ranks: Sequence[int], num_before: int) -> str:
 
 
 def shared_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of exactly these ranks, created at the first call; only they call it.
+    """The group of exactly these ranks, in this order, created at the first call by them alone.
 
     A communicator on a GPU takes memory, so a process has one for the same ranks.
     """
-    if len(ranks) == dist.get_world_size():
+    if list(ranks) == list(range(dist.get_world_size())):
         whole = dist.group.WORLD
         assert whole is not None
         return whole
@@ -66,7 +66,8 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     torch's `init_device_mesh` has every rank create the groups of all: with 512 ranks of fsdp 64 x
     tp 8 that is 1,096 calls a mesh.
     """
-    groups = [axis_group(mesh, axis) for axis in mesh.names]
+    # Group ranks are coordinates: torch relies on it, and ranks along an axis may not ascend.
+    groups = [shared_group(mesh.line(dist.get_rank(), axis)) for axis in mesh.names]
     ranks = torch.from_numpy(mesh.grid())
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
 
@@ -93,13 +94,13 @@ def warm_up(groups: Iterable[dist.ProcessGroup | None], device: torch.device) ->
 
 
 def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.ProcessGroup:
-    """Create the process group of `ranks` (global ranks, ascending); only they call it.
+    """Create the process group of `ranks` (global ranks, in its order); only they call it.
 
     Raises GroupTimeout if a member has not called it after `timeout_s` seconds.
     """
     members = tuple(ranks)
     rank = dist.get_rank()
-    assert members == tuple(sorted(set(members))), f"ranks {members} must ascend"
+    assert len(set(members)) == len(members), f"ranks {members} must differ"
     assert rank in members, f"rank {rank} is no member of {members}"
     world: Any = distributed_c10d._world
     before = [name for name in world.pg_names.values() if name.startswith(_prefix(members))]

@@ -68,7 +68,7 @@ def load_local(
     Only the rank's boxes are read; padded rows of a vocabulary become zeros. Raises ConfigError,
     which names `key`, for weights that are missing, damaged or of another shape.
     """
-    layout = instance_layout(config, parallel.pp, parallel.tp, classifier)
+    layout = instance_layout(config, parallel.pp, parallel.tp, classifier, parallel.ep)
     parameters = dict(model.named_parameters())
     try:
         files = weight_files(path)

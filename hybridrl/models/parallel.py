@@ -140,6 +140,9 @@ def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) ->
     allowed = _tp_allowed(config, tp, GEN_STYLES, share_kv_heads=True, experts=ep == 1)
     _check("rollout.layout.tp", tp, allowed)
     _check("rollout.layout.ep", ep, _ep_allowed(config, ep))
+    if ep > 1 and "moe_tp_experts" not in (config.base_model_tp_plan or {}).values():
+        allowed = f"1 (transformers has no plan for the experts of {config.model_type})"
+        raise ConfigError("rollout.layout.ep", ep, allowed)
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 
 

@@ -29,7 +29,8 @@ from hybridrl.layout.parameters import gen_layout
 from hybridrl.layout.process_groups import axis_group, warm_up
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import fill_buffers
-from hybridrl.models.parallel import check_gen_layout, model_parameters, tp_style
+from hybridrl.models.expert_parallel import LocalExperts
+from hybridrl.models.parallel import check_gen_layout, model_parameters, num_experts, tp_style
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,11 @@ class GenParallel:
     pp_group: dist.ProcessGroup | None = None
     tp_peers: tuple[int, ...] = ()
     pp_peers: tuple[int, ...] = ()
+    ep: int = 1
+    """1: tp cuts every expert. Equal to tp: each rank has whole experts."""
 
     def __post_init__(self) -> None:
+        assert self.ep in (1, self.tp), f"ep={self.ep} with tp={self.tp}"
         for axis, size, rank, group in (
             ("pp", self.pp, self.pp_rank, self.pp_group),
             ("tp", self.tp, self.tp_rank, self.tp_group),
@@ -65,7 +69,7 @@ class GenParallel:
                 assert actual == (size, peers[rank]), f"not the group of {axis}"
 
     @classmethod
-    def make(cls, mesh: Mesh, device_type: str) -> "GenParallel":
+    def make(cls, mesh: Mesh, device_type: str, ep: int = 1) -> "GenParallel":
         """This process's coordinates in a generation mesh (`layout.mesh.gen_mesh`) of all ranks.
 
         Creates the process groups: all ranks call it together.
@@ -75,7 +79,7 @@ class GenParallel:
             "pp": grid[coordinates["instance"], :, coordinates["tp"]].tolist(),
             "tp": grid[coordinates["instance"], coordinates["pp"]].tolist(),
         }
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"ep": ep}
         for axis, ranks in rows.items():
             settings[axis], settings[f"{axis}_rank"] = len(ranks), coordinates[axis]
             settings[f"{axis}_peers"] = tuple(sorted(ranks).index(rank) for rank in ranks)
@@ -190,6 +194,27 @@ class GatheredLinear(nn.Module):
         return self._parallel.gather(functional.linear(x, self.weight, self.bias))
 
 
+class ExpertsShard:
+    """The forward pass of experts that are sharded over tp: each in parts, or some of them whole.
+
+    All tp ranks have all tokens. Each computes its part of the output, and the sum joins them.
+    """
+
+    def __init__(self, module: nn.Module, parallel: GenParallel) -> None:
+        self._module, self._parallel = module, parallel
+
+    def __call__(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As transformers': tokens [tokens, features], their experts and weights [tokens, k]."""
+        local = LocalExperts(self._module)
+        if self._parallel.ep > 1:
+            number = local.num_experts
+            chosen = chosen - self._parallel.tp_rank * number
+            chosen = chosen.masked_fill((chosen < 0) | (chosen >= number), number)
+        return self._parallel.sum(local(hidden, chosen, weights))
+
+
 class VocabEmbedding(nn.Module):
     """An embedding sharded over tp along its (padded) rows."""
 
@@ -222,23 +247,25 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def instance_layout(config: PretrainedConfig, pp: int, tp: int, classifier: bool = False) -> Layout:
+def instance_layout(
+    config: PretrainedConfig, pp: int, tp: int, classifier: bool = False, ep: int = 1
+) -> Layout:
     """The layout of the parameters on the ranks `pp_rank * tp + tp_rank` of one instance.
 
     With `classifier` the model is a sequence classifier, see `model_parameters`.
     """
-    parameters = model_parameters(config, classifier)
-    return gen_layout(parameters, Mesh((("pp", pp), ("tp", tp))), config.num_hidden_layers)
+    parameters, mesh = model_parameters(config, classifier), Mesh((("pp", pp), ("tp", tp)))
+    return gen_layout(parameters, mesh, config.num_hidden_layers, ep=ep)
 
 
 def local_shapes(
-    config: PretrainedConfig, pp: int, tp: int, rank: int, classifier: bool = False
+    config: PretrainedConfig, parallel: GenParallel, classifier: bool = False
 ) -> dict[str, torch.Size]:
-    """Shape of each parameter that `rank` of an instance holds, by name; see `instance_layout`."""
-    layout = instance_layout(config, pp, tp, classifier)
+    """Shape of each parameter that the rank holds, by name; see `instance_layout`."""
+    layout = instance_layout(config, parallel.pp, parallel.tp, classifier, parallel.ep)
     shapes = {}
     for name in layout.shapes:
-        shape = LocalTensor(layout.local(name, rank)).shape
+        shape = LocalTensor(layout.local(name, parallel.instance_rank)).shape
         if shape is not None:
             shapes[name] = torch.Size(shape)
     return shapes
@@ -260,8 +287,9 @@ def local_model(
     norm and head. Memory is allocated for the rank's shards alone. With `classifier` the head is a
     sequence classifier's, see `instance_layout`.
     """
-    check_gen_layout(config, parallel.pp, parallel.tp)
-    shapes = local_shapes(config, parallel.pp, parallel.tp, parallel.instance_rank, classifier)
+    ep = parallel.ep if num_experts(config) else 1
+    check_gen_layout(config, parallel.pp, parallel.tp, ep=ep)
+    shapes = local_shapes(config, parallel, classifier)
     config = copy.deepcopy(config)
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
@@ -314,10 +342,6 @@ def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.S
 
 def _join_shards(model: PreTrainedModel, config: PretrainedConfig, parallel: GenParallel) -> None:
     """Add the collectives that the styles of the modules ask for."""
-
-    def summed(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return parallel.sum(output)
-
     for name, module in list(model.base_model.named_modules()):
         joined: nn.Module
         match tp_style(config, name):
@@ -327,8 +351,8 @@ def _join_shards(model: PreTrainedModel, config: PretrainedConfig, parallel: Gen
                 joined = RowLinear(module, parallel, splits=True)
             case "colwise_gather_output":
                 joined = GatheredLinear(module, parallel)
-            case "moe_tp_experts":  # each rank has a part of every expert's width
-                module.register_forward_hook(summed)
+            case "moe_tp_experts":
+                module.forward = ExpertsShard(module, parallel)
                 continue
             case _:
                 continue

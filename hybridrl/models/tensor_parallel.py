@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
 
+from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.parallel import tp_style
 from hybridrl.models.stages import modules_after, plain_name
 
@@ -51,6 +53,28 @@ class ReplicatedParameters(ParallelStyle):
 
     def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return outputs.redistribute(placements=[self.outputs]).to_local()
+
+
+class LocalParameters(ParallelStyle):
+    """Replicated parameters as DTensors, which the module's own code sees as plain tensors.
+
+    For a router: all ranks have the same tokens, so they compute the same gradients.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute_parameters("", module, device_mesh, Replicate())
+        kept: dict[str, Any] = {}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            kept.update(module._parameters)
+            module._parameters.update({name: p.to_local() for name, p in kept.items()})
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            module._parameters.update(kept)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
 
 
 class RowShardedWeight(ParallelStyle):
@@ -112,8 +136,9 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
 
     tp must divide heads and widths (`models.parallel.check_train_layout`) and the vocabulary
     (`pad_vocabulary`). The head's forward must not be called afterwards; the head of a sequence
-    classifier, `score`, is replicated. Of a pair of adapters one is sharded with its weight and the
-    other is replicated (`models.adapters.adapter_parameters`).
+    classifier, `score`, is replicated. Experts are left to `apply_expert_parallel`. Of a pair of
+    adapters one is sharded with its weight and the other is replicated
+    (`models.adapters.adapter_parameters`).
     """
     head, embedding = cast(Any, model.get_output_embeddings()), model.get_input_embeddings()
     base, last = model.base_model, modules_after(model.config)
@@ -123,10 +148,13 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
     # Gemma 3 normalizes [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
     heads_dim = 1 if model.config.model_type == "gemma3_text" else 2
     styles: dict[str, ParallelStyle] = {}
+    experts = experts_of(model)
+    mixtures = {n.rpartition(".")[0] for n, module in model.named_modules() if module in experts}
     for name, module in model.named_modules():
+        routed = name.rpartition(".")[0] in mixtures
         if sequence and name.endswith((".self_attn", ".mlp")):
-            styles[name] = _gathering(name)
-        if not list(module.parameters(recurse=False)):
+            styles[name] = _gathering(name, name in mixtures)
+        if not list(module.parameters(recurse=False)) or module in experts:
             continue
         layer, _, adapter = plain_name(name).removeprefix(prefix).partition(".lora_")
         match tp_style(model.config, layer), adapter:
@@ -142,6 +170,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case "replicated_with_grad_allreduce", _:
                 styles[name] = SequenceParallel(sequence_dim=heads_dim, use_local_output=True)
+            case _ if routed:
+                styles[name] = LocalParameters()
             case _ if module is embedding:
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case _ if module is head:
@@ -160,8 +190,19 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
         parameter.requires_grad_(trained[name])
 
 
-def _gathering(name: str) -> ParallelStyle:
-    """All-gathers the tokens before a block, as a DTensor: its gradient is scattered once."""
+def _gathering(name: str, mixture: bool) -> ParallelStyle:
+    """All-gathers the tokens before a block, as a DTensor: its gradient is scattered once.
+
+    A mixture of experts gets plain tensors, and gives the same tokens on all ranks.
+    """
+    if mixture:
+        return PrepareModuleInputOutput(
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Replicate(),),
+            use_local_input=True,
+            output_layouts=(Replicate(),),
+            desired_output_layouts=(Shard(1),),
+        )
     if name.endswith(".mlp"):
         return PrepareModuleInput(
             input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=False

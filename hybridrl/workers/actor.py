@@ -80,6 +80,7 @@ class Actor:
             device=device,
             temperature=rollout.temperature or 1.0,
             gen_tp=rollout.layout.tp,
+            gen_ep=rollout.layout.ep,
             lora=config.actor.lora,
             seed=config.run.seed,
         )
@@ -89,7 +90,7 @@ class Actor:
         self.instance = mesh.coordinates(dist.get_rank())["instance"]
         # The ranks of this instance, of which each keeps a share of the finished samples.
         self._peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
-        self.parallel = GenParallel.make(mesh, device.type)
+        self.parallel = GenParallel.make(mesh, device.type, rollout.layout.ep)
         # Before the rollout engine takes the memory that communicators leave.
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
@@ -119,6 +120,7 @@ class Actor:
             rollout.layout.tp,
             rollout.layout.grouping,
             engine.dims.stage_of_layer(num_layers),
+            gen_ep=rollout.layout.ep,
             vocab_multiple=rollout.features.vocab_multiple,
             ascending=rollout.features.ascending,
         )
@@ -178,6 +180,7 @@ class Actor:
             self.train_engine.parameters,
             self.switch_plan.plan.dst.mesh,
             self.train_engine.model.config.num_hidden_layers,
+            ep=self.config.rollout.layout.ep,
         )
         kind = TORCH_DTYPES[dtype]
         move = plan(self.switch_plan.plan.src, layout)

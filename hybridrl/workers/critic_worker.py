@@ -52,7 +52,8 @@ class CriticWorker(BaseWorker):
         layout = self.config.rollout.layout
         axes = TrainAxes(fsdp=self.size)
         positions = gen_positions(axes, layout.pp, layout.tp, Grouping.vanilla)
-        return GenParallel.make(gen_mesh(positions, layout.pp, layout.tp), self.device.type)
+        mesh = gen_mesh(positions, layout.pp, layout.tp)
+        return GenParallel.make(mesh, self.device.type, layout.ep)
 
     def _actor_weights(
         self, references: Sequence[Any]

@@ -10,6 +10,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
@@ -20,15 +25,24 @@ from hybridrl.engines.train.pipeline import StageModel
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.mesh import Mesh
-from hybridrl.layout.parameters import Parameter, fsdp_dim, train_layout
-from hybridrl.layout.process_groups import axis_group, device_mesh
+from hybridrl.layout.parameters import (
+    Parameter,
+    expert_mesh,
+    fsdp_dim,
+    has_expert_axes,
+    train_layout,
+)
+from hybridrl.layout.process_groups import axis_group, device_mesh, warm_up
 from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
 
 logger = logging.getLogger(__name__)
+
+Placement = Shard | ShardPlacementResult
 
 ONE_GROUP_PARAMETERS = 32 * 2**20
 """Up to this size a chunk is one FSDP group: hooks per layer cost more than they hide."""
@@ -119,6 +133,7 @@ def build(
     activations: ActivationMode,
     keep_unsharded: bool,
     gen_tp: int = 1,
+    gen_ep: int = 1,
 ) -> Parts:
     """Shard `model`, replicated so far: a causal language model, or a value model.
 
@@ -132,19 +147,26 @@ def build(
     adapters = adapter_parameters(model, parameters)
     all_parameters = [*parameters, *adapters]
     layers = config.num_hidden_layers
-    layout = train_layout(all_parameters, axes, dims.stage_of_layer(layers), gen_tp)
+    layout = train_layout(all_parameters, axes, dims.stage_of_layer(layers), gen_tp, gen_ep)
 
     # The order matters: the vocabulary is padded while it is whole, so that tp divides its rows,
     # and FSDP comes last, since it shards what tp has left, around the modules that are called.
     pad_vocabulary(model, axes.tp)
     chunks = _cut_into_chunks(model, dims)
     _apply_tp(chunks, dims)
+    experts = _apply_ep(chunks, dims, parameters)
     _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
     roots = _wrap(chunks, dims, temperature)
-    by_name = {parameter.name: fsdp_dim(parameter, axes, gen_tp) for parameter in all_parameters}
-    dim_of = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
+    by_name = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
+    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    placements: dict[int, Placement] = {id(p): by_name[name] for name, p in named}
+    if experts is not None:
+        own = {p.name for p in parameters if p.experts}
+        placements |= {
+            id(p): ShardPlacementResult(by_name[n], experts) for n, p in named if n in own
+        }
     for root in roots:
-        _apply_fsdp(root, dims, compute, keep_unsharded, dim_of)
+        _apply_fsdp(root, dims, compute, keep_unsharded, placements, experts)
     logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)
     return Parts(parameters, adapters, layout, chunks, roots)
 
@@ -165,6 +187,33 @@ def _apply_tp(chunks: Sequence[Chunk], dims: TrainDims) -> None:
         return
     for chunk in chunks:
         apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
+
+
+def _apply_ep(
+    chunks: Sequence[Chunk], dims: TrainDims, parameters: Sequence[Parameter]
+) -> FSDPMeshInfo | None:
+    """Split the experts of each chunk over the ep ranks; the mesh on which FSDP shards them.
+
+    None for the mesh of all other parameters: a dense model's, or if ep and tp have the same ranks.
+    """
+    axes = dims.axes
+    if not any(has_expert_axes(parameter, axes) for parameter in parameters):
+        return None
+    mesh, ep, shards = dims.mesh, "tp", None
+    if axes.ep != axes.tp:
+        mesh, ep = device_mesh(expert_mesh(axes), dims.mesh.device_type), "ep"
+        warm_up([mesh.get_group(axis) for axis in ("ep", "efsdp")], torch.device(mesh.device_type))
+        shards = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+        if axes.replicas > 1:
+            both = mesh["replica", "efsdp"]
+            shards = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+    modules = [module for chunk in chunks for module in experts_of(chunk.model)]
+    apply_expert_parallel(
+        modules,
+        mesh[ep] if axes.ep > 1 else None,
+        dims.mesh["tp"] if axes.tp > 1 else None,
+    )
+    return shards
 
 
 def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: torch.device) -> None:
@@ -191,13 +240,14 @@ def _apply_fsdp(
     dims: TrainDims,
     compute: torch.dtype,
     keep_unsharded: bool,
-    dim_of: dict[int, int],
+    placements: dict[int, Placement],
+    experts: FSDPMeshInfo | None,
 ) -> None:
     """Shard a chunk over the ranks of its replica: a group a layer, or one where it is small."""
     mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        return Shard(dim_of[id(parameter)])
+    def placement(parameter: nn.Parameter) -> Placement:
+        return placements[id(parameter)]
 
     settings: dict[str, Any] = {
         "mesh": mesh,
@@ -214,7 +264,7 @@ def _apply_fsdp(
     for module in fsdp_modules([root]):
         # Token weights are already relative to all ranks: gradients are summed, not averaged. With
         # a factor one rank alone would divide a copy of all gradients by 1.
-        if mesh.size() > 1:
+        if mesh.size() > 1 or experts is not None:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
 

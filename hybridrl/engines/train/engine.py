@@ -69,6 +69,7 @@ class TrainEngine(ModelShards):
         device: torch.device,
         temperature: float = 1.0,
         gen_tp: int = 1,
+        gen_ep: int = 1,
         gives_values: bool = False,
         lora: LoraConfig | None = None,
         seed: int = 0,
@@ -77,8 +78,8 @@ class TrainEngine(ModelShards):
         """Load `model_path` on every rank of the world and keep what `trainer.layout` says.
 
         `temperature` is that of sampling: log-probabilities are those of the distribution that
-        responses are drawn from. `gen_tp` is generation's tensor parallelism, which decides along
-        which dimension FSDP shards (`layout.parameters.fsdp_dim`). With `gives_values` the model
+        responses are drawn from. `gen_tp` and `gen_ep` are generation's, which decide along which
+        dimension FSDP shards (`layout.parameters.fsdp_dim`). With `gives_values` the model
         has a value head (`models.load.load_value_model`) and `values`, not `log_probs`; losses are
         called with values. With `lora` of a rank above 0 adapters are trained, which `seed` draws,
         and the value head; the weights are frozen, in the compute format. Raises ConfigError for a
@@ -115,6 +116,7 @@ class TrainEngine(ModelShards):
             activations=trainer.activations,
             keep_unsharded=self._keep_unsharded,
             gen_tp=gen_tp,
+            gen_ep=gen_ep,
         )
         super().__init__(parts, self.dims, device, self.lora)
         self._dropouts = self._evaluation_mode()

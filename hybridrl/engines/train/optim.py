@@ -39,7 +39,7 @@ def make_optimizer(
     optimizer: Optimizer
     match config.name:
         case OptimName.adamw:
-            optimizer = AdamW(parameters, **settings, fused=True)
+            optimizer = AdamW(_by_mesh(parameters), **settings, fused=True)
         case OptimName.adamw8bit:
             from hybridrl.engines.train.adamw8bit import ShardedAdamW8bit
 
@@ -51,6 +51,15 @@ def make_optimizer(
         group["initial_lr"] = config.lr
     last = steps_done - 1
     return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps), last)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """A group for each mesh: one kernel does not take DTensors of several, as experts' are."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 def allocate_state(optimizer: Optimizer, steps: int, device: torch.device) -> None:

@@ -35,20 +35,22 @@ def decode(ids: Sequence[int]) -> str:
     return "".join("abc"[token % 3] + "de"[token % 2] for token in ids)
 
 
-def place(pp: int, tp: int) -> GenParallel:
+def place(pp: int, tp: int, ep: int = 1) -> GenParallel:
     """This process among the `pp` x `tp` ranks of the world, tp fastest."""
     pp_rank, tp_rank = divmod(dist.get_rank(), tp)
     rows = [dist.new_group(list(range(p * tp, (p + 1) * tp))) for p in range(pp)]
     columns = [dist.new_group(list(range(t, pp * tp, tp))) for t in range(tp)]
-    parallel = GenParallel(pp, tp, pp_rank, tp_rank, rows[pp_rank], columns[tp_rank])
+    parallel = GenParallel(pp, tp, pp_rank, tp_rank, rows[pp_rank], columns[tp_rank], ep=ep)
     parallel.warm_up(torch.device("cpu"))
     return parallel
 
 
-def cut(config: PretrainedConfig, weights: Weights, pp: int, tp: int) -> Iterator[tuple[str, Any]]:
+def cut(
+    config: PretrainedConfig, weights: Weights, pp: int, tp: int, ep: int = 1
+) -> Iterator[tuple[str, Any]]:
     """What this rank holds of the weights; padding is NaN, so that nobody can use it unseen."""
     mesh = Mesh((("pp", pp), ("tp", tp)))
-    layout = gen_layout(model_parameters(config), mesh, config.num_hidden_layers)
+    layout = gen_layout(model_parameters(config), mesh, config.num_hidden_layers, ep=ep)
     for name, rule in layout.rules.items():
         whole = weights[name]
         if rule.padded:
@@ -61,7 +63,7 @@ def cut(config: PretrainedConfig, weights: Weights, pp: int, tp: int) -> Iterato
 
 
 def make(
-    config: PretrainedConfig, weights: Weights, pp: int, tp: int, **options: Any
+    config: PretrainedConfig, weights: Weights, pp: int, tp: int, ep: int = 1, **options: Any
 ) -> NativeEngine:
     """This rank's engine, after a sleep, with its part of the weights."""
     dtype = next(iter(weights.values())).dtype
@@ -69,9 +71,9 @@ def make(
         "max_running": 64, "block_size": 4, "kv_cache_tokens": 0, "max_sequence": 48, **options
     }  # fmt: skip
     engine = NativeEngine(
-        config, dtype=dtype, device=torch.device("cpu"), parallel=place(pp, tp), **options
+        config, dtype=dtype, device=torch.device("cpu"), parallel=place(pp, tp, ep), **options
     )
-    own = dict(cut(config, weights, pp, tp))
+    own = dict(cut(config, weights, pp, tp, ep))
     engine.sleep()
     engine.wake()
     parameters = engine.parameters()
@@ -199,6 +201,25 @@ def test_other_families_by_their_own_plans(
     assert all(result == results[0] for result in results)
     for name, model in models.items():
         same(model, requests, results[0][name]["outputs"], finish(make_engine(model), requests))
+
+
+@pytest.mark.parametrize("width", [8, 5])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), (1, 4)])
+def test_experts_cut_and_whole(
+    pp: int, tp: int, width: int, make_model: Callable[..., PreTrainedModel],
+    make_engine: Make, finish: Finish, ranks: Ranks, requests_of: RequestsOf,
+) -> None:  # fmt: skip
+    """Each expert in parts, and some whole; by grouped products where rows of 16 bytes allow it."""
+    model = make_model("qwen3_moe", **ODD, moe_intermediate_size=width * tp)
+    requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=10)
+    whole = (model.config, model.state_dict(), pp, tp, requests)
+    cases = {f"ep {ep}": (whole, {"ep": ep}) for ep in (1, tp)}
+    results = ranks(pp * tp, generate_all, cases)
+    assert all(result == results[0] for result in results)
+    model.set_experts_implementation("eager")
+    wanted = finish(make_engine(model), requests)
+    for name in cases:
+        same(model, requests, results[0][name]["outputs"], wanted)
 
 
 def move(

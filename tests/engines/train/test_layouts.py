@@ -1,5 +1,6 @@
 """One step under pp x replicas x fsdp x tp against a plain single-process padded step."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -27,7 +28,14 @@ SIZES = {"num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads
 
 
 # Layers of both kinds, and a window that is shorter than most sequences.
-WINDOWS = {
+EXTRAS = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "gemma3_text": {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
@@ -86,7 +94,7 @@ def oracle(path, sequences):
 
 def step(path, sequences, layout, schedule, gen_tp, max_tokens, sequence_parallel=False):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
-    pp, replicas, fsdp, tp = layout
+    pp, replicas, fsdp, tp, *ep = layout
     engine = TrainEngine(
         path,
         model=ModelConfig(),
@@ -98,6 +106,7 @@ def step(path, sequences, layout, schedule, gen_tp, max_tokens, sequence_paralle
                 replicas=replicas,
                 fsdp=fsdp,
                 tp=tp,
+                ep=ep[0] if ep else 1,
                 schedule=PipelineSchedule[schedule],
                 sequence_parallel=sequence_parallel,
             ),
@@ -167,7 +176,7 @@ def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callab
 
     def make(family: str, tied: bool) -> tuple:
         if (family, tied) not in cases:
-            settings = WINDOWS.get(family) or OTHERS.get(family, {})
+            settings = WINDOWS.get(family) or OTHERS.get(family) or EXTRAS.get(family, {})
             path = tiny(family, tied, **(SIZES | settings))
             cases[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
         return cases[family, tied]
@@ -182,10 +191,9 @@ def steps(paths, *args):
 
 def check_all(ranks, models, layout, schedule="one_f_one_b", gen_tp=1, sequence_parallel=False):
     """One update of each of `models`, in the same processes."""
-    pp, replicas, fsdp, tp = layout
     paths = [path for path, _, _ in models]
     args = (models[0][1], layout, schedule, gen_tp, 30, sequence_parallel)
-    results = ranks(pp * replicas * fsdp * tp, steps, paths, *args)
+    results = ranks(math.prod(layout[:4]), steps, paths, *args)
     for (path, _, want), of_model in zip(models, zip(*results, strict=True), strict=True):
         check(of_model, want, path)
 
@@ -276,3 +284,39 @@ def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
 def test_sequence_parallel(ranks, wanted, families, layout, schedule):
     models = [wanted(family, True) for family in families]
     check_all(ranks, models, layout, schedule, sequence_parallel=True)
+
+
+SLOW_EXPERTS = [
+    ((1, 1, 2, 1, 2), "one_f_one_b", False),
+    ((1, 1, 4, 1, 2), "one_f_one_b", False),
+    ((1, 2, 2, 1, 2), "one_f_one_b", False),
+    ((1, 1, 2, 2, 2), "one_f_one_b", False),  # the experts' axes are fsdp and tp
+    ((1, 1, 1, 4, 2), "one_f_one_b", True),
+    ((2, 1, 1, 2, 2), "interleaved", False),
+    ((2, 1, 2, 1, 2), "one_f_one_b", False),
+    ((2, 1, 2, 2, 2), "one_f_one_b", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "sequence_parallel"),
+    [
+        ((1, 1, 2, 2, 1), "one_f_one_b", False),  # efsdp over both axes
+        ((1, 1, 2, 2, 4), "one_f_one_b", True),  # ep over both axes
+        ((1, 2, 1, 2, 1), "one_f_one_b", False),
+        ((2, 1, 2, 1, 2), "zero_bubble", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_EXPERTS),
+    ],
+    ids=str,
+)
+def test_experts(ranks, wanted, layout, schedule, sequence_parallel):
+    check_all(ranks, [wanted("qwen3_moe", True)], layout, schedule, 1, sequence_parallel)
+
+
+def test_fewer_experts_than_ranks_in_a_large_model(fresh_ranks, tiny, sequences):
+    """Two ranks share an expert, each with half of its rows; weights are resharded in between."""
+    few = {**EXTRAS["qwen3_moe"], "num_experts": 2, "num_experts_per_tok": 1}
+    path = tiny("qwen3_moe", False, **SIZES, **few)
+    args = ([path], sequences, (1, 1, 4, 1, 2), "one_f_one_b", 1, 30)
+    results = [result for (result,) in fresh_ranks(4, large_steps, *args)]
+    check(results, oracle(path, sequences), path)
