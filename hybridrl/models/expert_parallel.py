@@ -1,8 +1,8 @@
 """Experts over several ranks in training: each rank holds some, and tokens go to them and back.
 
-As in torchtitan, experts have axes of their own (`layout.grouping.TrainAxes`): ep splits them, FSDP
-shards those of a rank over the ranks that are left. tp cuts no expert. Its ranks, which have the
-same tokens, each send a share of them instead.
+As in torchtitan, experts have axes of their own (`layout.grouping.TrainAxes`). There ep splits the
+experts, and FSDP shards those of a rank over the ranks that are left. No expert is cut by tp: its
+ranks, which have the same tokens, each send a share of them instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs [rows, features] of a rank's experts, from rows and the number of each row's expert."""
 
 
-class Dispatch(Protocol):
+class TokenDispatch(Protocol):
     """Brings tokens to the ranks of their experts, and sums what the experts make of them."""
 
     def __call__(
@@ -43,17 +43,18 @@ class AllToAll:
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
     ) -> torch.Tensor:
-        """See `Dispatch`."""
+        """See `TokenDispatch`."""
         ranks, (tokens, k) = self.group.size(), chosen.shape
-        # Rows by expert, so by rank. The host needs both sides' numbers of rows.
-        order = chosen.flatten().argsort(stable=True)
-        sent = torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        # Rows by expert, so by rank. The host needs both sides' numbers of rows: one sync.
+        experts, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(self.num_experts + 1, device=chosen.device)
+        sent = torch.searchsorted(experts, numbers).diff()
         received = funcol.all_to_all_single(sent, None, None, self.group)
         to, of = torch.stack([sent, received]).view(2, ranks, -1).sum(-1).tolist()
         rows = funcol.all_to_all_single_autograd(hidden[order // k], of, to, self.group)
 
-        experts = torch.arange(self.num_experts // ranks, device=chosen.device).repeat(ranks)
-        outputs = compute(rows, experts.repeat_interleave(received))
+        local = numbers[: self.num_experts // ranks].repeat(ranks)
+        outputs = compute(rows, local.repeat_interleave(received, output_size=sum(of)))
 
         outputs = funcol.all_to_all_single_autograd(outputs, to, of, self.group)
         outputs = outputs * weights.flatten()[order, None]
@@ -69,7 +70,7 @@ class GatherAll:
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
     ) -> torch.Tensor:
-        """See `Dispatch`."""
+        """See `TokenDispatch`."""
         tokens, local = len(hidden), self.num_experts // self.group.size()
         most = torch.tensor(tokens, device=hidden.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
@@ -93,7 +94,7 @@ class Stay:
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
     ) -> torch.Tensor:
-        """See `Dispatch`."""
+        """See `TokenDispatch`."""
         outputs = compute(hidden.repeat_interleave(chosen.shape[1], 0), chosen.flatten())
         return (outputs.view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1)
 
@@ -111,7 +112,7 @@ def apply_expert_parallel(
     """
     for module in modules:
         number: Any = module.num_experts
-        dispatch: Dispatch = Stay()
+        dispatch: TokenDispatch = Stay()
         if ep is not None:
             dispatch = AllToAll(ep.get_group(), number)
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -130,7 +131,7 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 class _Forward:
     """The forward pass of a module of experts."""
 
-    def __init__(self, module: nn.Module, dispatch: Dispatch, tp: DeviceMesh | None) -> None:
+    def __init__(self, module: nn.Module, dispatch: TokenDispatch, tp: DeviceMesh | None) -> None:
         self._module, self._dispatch, self._tp = module, dispatch, tp
 
     def __call__(

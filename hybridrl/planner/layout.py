@@ -37,7 +37,10 @@ class LayoutReport:
     gen: str
     """pp x tp of an instance."""
     experts: str
-    """ep x fsdp of experts in training, and how generation has them; empty for a dense model."""
+    """ep x fsdp of experts in training, how generation has them, and whether ep crosses nodes.
+
+    Empty for a dense model.
+    """
     instances: int
     order: str
     """The order of ranks (`Grouping`)."""
@@ -125,7 +128,7 @@ def report(
     return LayoutReport(
         train=" x ".join(str(src.extent(axis)) for axis in axes),
         gen=f"{dst.extent('pp')} x {dst.extent('tp')}",
-        experts=_experts(switch),
+        experts=_experts(switch, gpus_per_node),
         instances=dst.extent("instance"),
         order=switch.grouping.value,
         parameters=num_elements,
@@ -150,14 +153,17 @@ def report(
     )
 
 
-def _experts(switch: Switch) -> str:
+def _experts(switch: Switch, gpus_per_node: int) -> str:
     if not switch.experts:
         return ""
     name, (src, dst) = switch.experts[0], (switch.plan.src, switch.plan.dst)
     mesh, tp = src.mesh_of(name), dst.mesh.extent("tp")
     whole = tp == 1 or dst.rules[name].splits[0].dim == 0
     cut = "whole" if whole else f"each cut by tp {tp}"
-    return f"{mesh.extent('ep')} x {mesh.extent('fsdp') * mesh.extent('efsdp')}; {cut}"
+    groups = mesh.lines("ep") if mesh.extent("ep") > 1 else []
+    across = any(len({rank // gpus_per_node for rank in group}) > 1 for group in groups)
+    sizes = f"{mesh.extent('ep')} x {mesh.extent('fsdp') * mesh.extent('efsdp')}"
+    return f"{sizes}; {cut}" + f"; ep crosses nodes of {gpus_per_node}" * across
 
 
 def size(num_bytes: float) -> str:

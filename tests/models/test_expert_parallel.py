@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.models.expert_parallel import AllToAll, Dispatch, GatherAll, Stay
+from hybridrl.models.expert_parallel import AllToAll, GatherAll, Stay, TokenDispatch
 
 EXPERTS, FEATURES, K = 6, 5, 2
 CASES = {
@@ -33,7 +33,7 @@ def inputs(counts: list[int], shares: list[float]) -> tuple[torch.Tensor, ...]:
 
 
 def run(
-    dispatch: Dispatch,
+    dispatch: TokenDispatch,
     hidden: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,

@@ -42,7 +42,7 @@ from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabular
 
 logger = logging.getLogger(__name__)
 
-Placement = Shard | ShardPlacementResult
+ShardPlacement = Shard | ShardPlacementResult
 
 ONE_GROUP_PARAMETERS = 32 * 2**20
 """Up to this size a chunk is one FSDP group: hooks per layer cost more than they hide."""
@@ -159,7 +159,7 @@ def build(
     roots = _wrap(chunks, dims, temperature)
     by_name = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
     named = [pair for chunk in chunks for pair in chunk.named_parameters()]
-    placements: dict[int, Placement] = {id(p): by_name[name] for name, p in named}
+    placements: dict[int, ShardPlacement] = {id(p): by_name[name] for name, p in named}
     if experts is not None:
         own = {p.name for p in parameters if p.experts}
         placements |= {
@@ -240,13 +240,13 @@ def _apply_fsdp(
     dims: TrainDims,
     compute: torch.dtype,
     keep_unsharded: bool,
-    placements: dict[int, Placement],
+    placements: dict[int, ShardPlacement],
     experts: FSDPMeshInfo | None,
 ) -> None:
     """Shard a chunk over the ranks of its replica: a group a layer, or one where it is small."""
     mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
 
-    def placement(parameter: nn.Parameter) -> Placement:
+    def placement(parameter: nn.Parameter) -> ShardPlacement:
         return placements[id(parameter)]
 
     settings: dict[str, Any] = {
