@@ -57,7 +57,8 @@ def test_sizes(num_bytes: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("axes", "gen_ep", "text"),
     [
-        (TrainAxes(fsdp=4, ep=2), 2, "2 x 2; whole"),
+        (TrainAxes(fsdp=4, ep=2), 2, "2 x 2; whole; ep crosses nodes of 2"),
+        (TrainAxes(fsdp=2, tp=2, ep=2), 2, "2 x 2; whole"),
         (TrainAxes(fsdp=4), 1, "1 x 4; each cut by tp 2"),
     ],
 )
