@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint import distributed
 from hybridrl.config import (
@@ -28,6 +28,8 @@ TP = TrainLayoutConfig(fsdp=1, tp=2)
 WHOLE = TrainLayoutConfig(fsdp=1)
 PIPELINE = TrainLayoutConfig(pp=2, fsdp=2, tp=2)
 ZIGZAG = TrainLayoutConfig(pp=2, fsdp=1, schedule=PipelineSchedule.zero_bubble)
+EXPERTS = TrainLayoutConfig(fsdp=2, tp=2, ep=4)
+FEWER = TrainLayoutConfig(pp=2, fsdp=2, ep=2)
 REPLICAS = TrainLayoutConfig(replicas=2, fsdp=1, tp=2)
 
 
@@ -42,14 +44,15 @@ class AdvantageLoss(Loss):
 def make_source(tmp_path):
     """Four layers; a vocabulary of 41, which two ranks pad to 42."""
 
-    def write(tied):
+    def write(tied, **experts):
         torch.manual_seed(0)
-        config = Qwen3Config(
+        config = AutoConfig.for_model(
+            "qwen3_moe" if experts else "qwen3",
             vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
             num_attention_heads=2, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
-            initializer_range=0.3,
+            initializer_range=0.3, **experts,
         )  # fmt: skip
-        Qwen3ForCausalLM(config).save_pretrained(tmp_path / "source")
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
         return tmp_path / "source"
 
     return write
@@ -137,6 +140,11 @@ def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None
 def test_so_does_muon(ranks, make_source, tmp_path) -> None:
     source = make_source(tied=True)
     check(ranks, source, tmp_path / "saved", FSDP, FSDP, TP, name=OptimName.muon)
+
+
+def test_experts_go_on_on_other_ranks(ranks, make_source, tmp_path) -> None:
+    source = make_source(True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    check(ranks, source, tmp_path / "saved", EXPERTS, FEWER, WHOLE)
 
 
 @pytest.mark.slow

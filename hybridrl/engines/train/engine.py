@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
@@ -23,6 +22,7 @@ from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, OptimName, Tra
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
 from hybridrl.engines.train.comparison import distance_metrics
+from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import (
     TrainSequence,
@@ -119,7 +119,9 @@ class TrainEngine(ModelShards):
             gen_ep=gen_ep,
         )
         super().__init__(parts, self.dims, device, self.lora)
-        self._dropouts = self._evaluation_mode()
+        self._dropouts = self._disable_dropout()
+        layers = self.model.config.num_hidden_layers
+        self._expert_load = ExpertLoad(self.chunks, layers, device)
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
         self.pipeline = self._make_pipeline(compute)
@@ -129,7 +131,7 @@ class TrainEngine(ModelShards):
             self.attention,
             device,
             trainer.max_tokens_per_micro_batch,
-            self.model.config.num_hidden_layers,
+            layers,
         )
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
@@ -140,16 +142,10 @@ class TrainEngine(ModelShards):
             return load_value_model(model_path, NAME, key=key)
         return load_causal_lm(model_path, NAME)
 
-    def _evaluation_mode(self) -> list[nn.Dropout]:
-        """All dropouts, switched off with all else that is random; an update switches them on.
-
-        A router's jitter and sampled experts ask for the mode of training, and so does
-        transformers' recomputation of activations, which alone gets it.
-        """
+    def _disable_dropout(self) -> list[nn.Dropout]:
+        """All dropouts, switched off; an update switches them on."""
         modules = [module for root in self.roots for module in root.modules()]
-        for module in modules:
-            module.training = _is_recomputed(module)
-        return [m for m in modules if isinstance(m, nn.Dropout)]
+        return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
 
     def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
         """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
@@ -285,9 +281,9 @@ class TrainEngine(ModelShards):
         loss may reduce this step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
-        `entropy`, `tokens`, and the loss's own, averaged with w. If loss or gradient is not finite
-        on any rank, no rank steps and `bad_step` is 1.0. Raises ValueError if no rank has a token
-        to train, or this rank an incomplete row.
+        `entropy`, `tokens`, and the loss's own, averaged with w; of a mixture those of `ExpertLoad`.
+        If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
+        ValueError if no rank has a token to train, or this rank an incomplete row.
         """
         samples_per_row = loss.samples_per_row
         if len(sequences) % samples_per_row:
@@ -332,7 +328,7 @@ class TrainEngine(ModelShards):
                 compared.append(torch.stack(figures))
             return total
 
-        with self._dropout():
+        with self._dropout(), self._expert_load.counting():
             if self.pipeline is None:
                 self._train_alone(batches, finish)
             else:
@@ -349,6 +345,7 @@ class TrainEngine(ModelShards):
             metrics["lr_scale"] = lr_scale
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
+        metrics |= self._expert_load.metrics()
         if self.pipeline is not None or self.dims.token_parts > 1:
             real = sum(len(sequence.ids) for sequence in pooled)
             computed = sum(batch.ids.numel() for batch in batches)
@@ -441,9 +438,3 @@ class TrainEngine(ModelShards):
     def _reshard(self) -> None:
         for module in fsdp_modules(self.roots):
             module.reshard()
-
-
-def _is_recomputed(module: nn.Module) -> bool:
-    """Whether transformers recomputes the module's activations in the backward pass."""
-    is_layer = isinstance(module, GradientCheckpointingLayer)
-    return is_layer and bool(module.gradient_checkpointing)

@@ -313,6 +313,32 @@ def test_experts(ranks, wanted, layout, schedule, sequence_parallel):
     check_all(ranks, [wanted("qwen3_moe", True)], layout, schedule, 1, sequence_parallel)
 
 
+def loads(path, sequences, layout):
+    """The metrics of one update, of whole sequences alone."""
+    return step(path, sequences, layout, "one_f_one_b", 1, 30)[1]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2, 2, 4), (2, 1, 2, 1, 2)], ids=str)
+def test_the_load_of_experts(ranks, wanted, layout):
+    """Counted by the choices of one process, whose tokens are the same."""
+    path, sequences, _ = wanted("qwen3_moe", True)
+    sequences = [s for s in sequences if len(s.ids) == 9][:2] * 2  # equal rows: no padding
+    model = AutoModelForCausalLM.from_pretrained(path)
+    counts = {}
+    for index, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda _, x, i=index: counts.update({i: x[1].flatten().bincount(minlength=8)})
+            )
+    model(torch.stack([s.ids for s in sequences]))
+    of_layers = torch.stack(list(counts.values())).double()
+    assert len(of_layers) == SIZES["num_hidden_layers"] - 1
+    for metrics in ranks(4, loads, path, sequences, layout):
+        load = (of_layers.amax(1) / of_layers.mean(1)).mean().item()
+        assert metrics["expert_load"] == pytest.approx(load)
+        assert metrics["dead_experts"] == (of_layers == 0).double().mean().item()
+
+
 def test_fewer_experts_than_ranks_in_a_large_model(fresh_ranks, tiny, sequences):
     """Two ranks share an expert, each with half of its rows; weights are resharded in between."""
     few = {**EXTRAS["qwen3_moe"], "num_experts": 2, "num_experts_per_tok": 1}
