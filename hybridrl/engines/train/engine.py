@@ -281,7 +281,7 @@ class TrainEngine(ModelShards):
         loss may reduce this step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
-        `entropy`, `tokens`, and the loss's own, averaged with w; of a mixture those of `ExpertLoad`.
+        `entropy`, `tokens`, and the loss's own, averaged with w; of experts those of `ExpertLoad`.
         If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
         ValueError if no rank has a token to train, or this rank an incomplete row.
         """
