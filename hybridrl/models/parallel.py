@@ -169,7 +169,12 @@ def _check(key: str, value: int, allowed: str | None) -> None:
 
 
 def _tp_allowed(
-    config: PretrainedConfig, tp: int, styles: frozenset[str], *, share_kv_heads: bool, experts: bool
+    config: PretrainedConfig,
+    tp: int,
+    styles: frozenset[str],
+    *,
+    share_kv_heads: bool,
+    experts: bool,
 ) -> str | None:
     """The allowed values and the reason; None if `tp` is allowed.
 

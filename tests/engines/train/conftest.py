@@ -41,7 +41,6 @@ FAMILIES = {
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 

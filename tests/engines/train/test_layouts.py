@@ -49,7 +49,6 @@ OTHERS = {
     "glm4": {"intermediate_size": 32, "pad_token_id": None},
     "phi3": {"pad_token_id": None},
     "gpt_neox": {"hidden_size": 48, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
 
 
@@ -176,7 +175,7 @@ def wanted(tiny: Callable[..., str], sequences_of: Callable[[], list]) -> Callab
 
     def make(family: str, tied: bool) -> tuple:
         if (family, tied) not in cases:
-            settings = WINDOWS.get(family) or OTHERS.get(family) or EXTRAS.get(family, {})
+            settings = EXTRAS.get(family) or OTHERS.get(family, {})
             path = tiny(family, tied, **(SIZES | settings))
             cases[family, tied] = (path, sequences_of(), oracle(path, sequences_of()))
         return cases[family, tied]
