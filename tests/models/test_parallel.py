@@ -108,7 +108,12 @@ def test_generation_refuses(config: PretrainedConfig, pp: int, tp: int, message:
     [
         (qwen3(6, 2), 2, 2, "rollout.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
         (mixture(8), 4, 4, "rollout.layout.ep=4: wanted one of 1, 2, 3, 6 (it must divide the 6"),
-        (mixture(8, 15), 2, 1, "rollout.layout.tp=2: wanted a divisor of moe_intermediate_size=15"),
+        (
+            mixture(8, 15),
+            2,
+            1,
+            "rollout.layout.tp=2: wanted one of 1 (it must divide moe_intermediate_size=15)",
+        ),
     ],
 )
 def test_generation_refuses_experts(

@@ -34,7 +34,6 @@ SHAPE = {
 HEADS_BY_WIDTH = {k: v for k, v in SHAPE.items() if k != "head_dim"}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2),
     "llama": LlamaConfig(**SHAPE),
     "llama_biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SHAPE, sliding_window=11),
