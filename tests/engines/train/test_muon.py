@@ -19,7 +19,16 @@ from hybridrl.config import (
 )
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.muon import COEFFICIENTS, MOMENTUM, STEPS, orthogonal
+from hybridrl.engines.train.muon import (
+    COEFFICIENTS,
+    MOMENTUM,
+    STEPS,
+    MatrixOwners,
+    orthogonal,
+)
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.parameters import Parameter, train_layout
 
 OPTIM = OptimConfig(
     name=OptimName.muon, lr=1e-2, weight_decay=0.1, warmup_steps=2, clip_grad_norm=0.5
@@ -138,6 +147,43 @@ def test_orthogonal(shape) -> None:
         torch.testing.assert_close(orthogonal(matrix), one, rtol=0, atol=1e-5)
         torchs = torch_muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, 1e-7)
         assert torch.equal(orthogonal(matrix.bfloat16()), torchs)
+
+
+EXPERTS = [
+    Parameter("layers.0.mlp.experts.gate_up_proj", (5, 24, 8), 0, tp_dim=1, blocks=2),
+    Parameter("layers.0.mlp.experts.down_proj", (5, 8, 12), 0, tp_dim=2),
+    Parameter("layers.1.mlp.experts.down_proj", (5, 8, 12), 1),
+    Parameter("layers.1.self_attn.q_proj", (16, 8), 1, tp_dim=0),
+]
+
+
+def of_experts(axes):
+    """Whether this rank's shards of orthogonal experts are those of whole ones."""
+    layout = train_layout(EXPERTS, axes, [0, axes.pp - 1])
+    random, rank = torch.Generator().manual_seed(1), dist.get_rank()
+    whole = {p.name: torch.randn(p.shape, generator=random) for p in EXPERTS}
+
+    def shards(tensors):
+        boxes = {name: layout.local(name, rank) for name in tensors}
+        return {
+            name: torch.cat([tensors[name][box.slices()] for box in held], LocalTensor(held).dim)
+            for name, held in boxes.items()
+            if held
+        }
+
+    owners = MatrixOwners({}, layout, torch.float32, torch.device("cpu"))
+    got = owners.orthogonal(shards(whole))
+    want = shards({name: orthogonal(matrices) for name, matrices in whole.items()})
+    assert got.keys() == want.keys()
+    return max(((got[name] - want[name]).abs().max().item() for name in want), default=0.0)
+
+
+@pytest.mark.parametrize(
+    "axes", [TrainAxes(1, 1, 2, 2), TrainAxes(2, 1, 1, 2), TrainAxes(1, 2, 2, 1)], ids=str
+)
+def test_experts_are_a_batch_of_matrices(ranks, axes) -> None:
+    """Also where tp cuts gate and up alike, so that a rank has two boxes; five over four ranks."""
+    assert max(ranks(4, of_experts, axes)) < 1e-5
 
 
 def owned(path, lora, sequences):
