@@ -57,7 +57,7 @@ def test_our_call_binds(called: dict[str, Any]) -> None:
     assert (called["max_seqlen_q"], called["max_seqlen_k"]) == (3, 3)
     assert (called["softmax_scale"], called["causal"]) == (0.25, True)
     assert called["window_size"] == (1, 0)
-    assert called["deterministic"] is False
+    assert (called["deterministic"], called["softcap"]) == (False, 0.0)
 
 
 @pytest.mark.parametrize("function", ["mha_varlen_fwd", "mha_varlen_bwd"])

@@ -10,16 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PhiModel, PreTrainedModel
 
-from hybridrl.config import Attention, ModelConfig, OptimConfig, TrainerConfig
+from hybridrl.config import (
+    Attention,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.config.loss import Loss
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.models.local_weights import load_buffers
+from hybridrl.layout.mesh import Mesh
+from hybridrl.models import parallel
+from hybridrl.models.local_weights import load_buffers, load_local
 from hybridrl.models.shard import GenParallel
 
 VOCAB, TEMPERATURE, CPU = 43, 0.7, torch.device("cpu")
@@ -118,13 +126,15 @@ def eager_log_probs(
     return log_p.gather(-1, sequence.ids[-response:, None])[:, 0]
 
 
-def train(path: str, sequences: Sequence[TrainSequence], recomputes: bool) -> Any:
+def train(path: str, sequences: Sequence[TrainSequence], recomputes: bool, tp: int = 1) -> Any:
     """Log-probabilities, loss and gradients of one update."""
     engine = TrainEngine(
         path,
         model=ModelConfig(attention=Attention.torch),
         trainer=TrainerConfig(
-            optim=OptimConfig(lr=1e-3, clip_grad_norm=0.0), activation_checkpointing=recomputes
+            optim=OptimConfig(lr=1e-3, clip_grad_norm=0.0),
+            layout=TrainLayoutConfig(tp=tp),
+            activation_checkpointing=recomputes,
         ),
         device=CPU,
         temperature=TEMPERATURE,
@@ -141,11 +151,8 @@ def train(path: str, sequences: Sequence[TrainSequence], recomputes: bool) -> An
     return log_probs, metrics["loss"], gradients
 
 
-def check_training(
-    ranks: Callable[..., Any], model: PreTrainedModel, path: Path, recomputes: bool
-) -> None:
+def check_training(model: PreTrainedModel, log_probs: Any, loss: float, gradients: Any) -> None:
     sequences = make_sequences()
-    ((log_probs, loss, gradients),) = ranks(1, train, str(path), sequences, recomputes)
     wanted = [eager_log_probs(model, sequence, TEMPERATURE) for sequence in sequences]
     for got, want in zip(log_probs, wanted, strict=True):
         torch.testing.assert_close(got, want.detach(), **CLOSE)
@@ -156,7 +163,9 @@ def check_training(
     largest = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
     for name, parameter in model.named_parameters():
         want = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        error = (gradients[name] - want).abs().max().item()
+        # A vocabulary in shards is padded: the padding has no gradient.
+        assert gradients[name][len(want) :].eq(0).all(), name
+        error = (gradients[name][: len(want)] - want).abs().max().item()
         assert error <= 2e-5 * largest, (name, error, largest)
 
 
@@ -209,4 +218,46 @@ def test_family_equals_eager_attention(
     model = write_model(family, tmp_path)
     check_scoring(model, tmp_path)
     check_decoding(model, tmp_path)
-    check_training(ranks, model, tmp_path, recomputes=family in ("gemma2", "phimoe"))
+    recomputes = family in ("gemma2", "phimoe")
+    (results,) = ranks(1, train, str(tmp_path), make_sequences(), recomputes)
+    check_training(model, *results)
+
+
+def in_two_shards(path: str, sequences: Sequence[TrainSequence], prompt: list[int]) -> Any:
+    """Training, scoring and greedy tokens under tensor parallelism, as for an admitted family."""
+    parallel.check_family = lambda *_: None
+    parallel.FAMILIES = (*parallel.FAMILIES, "gemma2", "phi")
+    PhiModel.norm = property(lambda body: body.final_layernorm)
+    trained = train(path, sequences, False, tp=2)
+    shard = GenParallel.make(Mesh((("instance", 1), ("pp", 1), ("tp", 2))), "cpu")
+    config = AutoConfig.from_pretrained(path)
+    scorer = ScoreEngine(config, shard, dtype=torch.float32, device=CPU, temperature=TEMPERATURE)
+    scorer.load(path)
+    engine = NativeEngine(
+        config, dtype=torch.float32, device=CPU, max_running=1, block_size=4, kv_cache_tokens=0,
+        max_sequence=48, parallel=shard,
+    )  # fmt: skip
+    load_local(engine.model, path, config, shard)
+    engine.submit([Request(0, prompt, SamplingParams(12, temperature=0.0), 0)])
+    outputs: list[Any] = []
+    while not outputs:
+        outputs = engine.step()
+    return trained, scorer.log_probs(sequences), (outputs[0].token_ids, outputs[0].log_probs)
+
+
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("phi", marks=pytest.mark.models)])
+def test_a_head_in_shards_equals_eager_attention(
+    family: str, fresh_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """43 tokens over two ranks: a cap, and a bias that is cut as the weight is."""
+    model, sequences, prompt = write_model(family, tmp_path), make_sequences(), [5, 6, 7]
+    results = fresh_ranks(2, in_two_shards, str(tmp_path), sequences, prompt)
+    for trained, scores, (token_ids, log_probs) in results:
+        model.zero_grad()
+        check_training(model, *trained)
+        for sequence, got in zip(sequences, scores, strict=True):
+            want = eager_log_probs(model, sequence, TEMPERATURE).detach()
+            torch.testing.assert_close(got, want, **CLOSE)
+        whole = TrainSequence(torch.tensor([*prompt, *token_ids]), len(token_ids))
+        want = eager_log_probs(model, whole, 1.0).detach()
+        torch.testing.assert_close(torch.tensor(log_probs), want, **CLOSE)

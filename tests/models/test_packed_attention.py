@@ -1,0 +1,93 @@
+"""Packed attention against scores as a matrix, in float64; and what flash-attn is handed."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridrl.config import Attention
+from hybridrl.models.packed_attention import make_packing, packed_attention
+
+LENGTHS, HEADS, KV_HEADS = [3, 5, 5, 9], 4, 2
+TOKENS = sum(LENGTHS)
+CASES = {
+    "plain": {},
+    "capped": {"softcap": 1.5},
+    "sinks": {"s_aux": True},
+    "capped window": {"softcap": 1.5, "sliding_window": 4},
+    "window with sinks": {"s_aux": True, "sliding_window": 4},
+}
+WIDTHS = {"equal": (8, 8), "narrower values": (12, 6), "wider values": (6, 10)}
+
+
+def _inputs(key_size, value_size):
+    torch.manual_seed(0)
+    shapes = [(HEADS, key_size), (KV_HEADS, key_size), (KV_HEADS, value_size)]
+    tensors = [torch.randn(1, h, TOKENS, d, dtype=torch.float64) for h, d in shapes]
+    return [x.requires_grad_() for x in (*tensors, torch.randn(HEADS, dtype=torch.float64))]
+
+
+def _by_scores(query, key, value, sinks, scaling, softcap=None, sliding_window=None, s_aux=None):
+    """[tokens, heads, value_dim], one sequence after the other."""
+    key, value = (x[0].repeat_interleave(HEADS // KV_HEADS, 0) for x in (key, value))
+    outputs = []
+    for q, k, v in zip(*(x.split(LENGTHS, 1) for x in (query[0], key, value)), strict=True):
+        scores = q @ k.transpose(1, 2) * scaling
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        hidden = (distance < 0) | (distance >= (sliding_window or TOKENS))
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        total = total + sinks.exp()[:, None, None] if s_aux else total
+        outputs.append((weights / total @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_scores_as_a_matrix(case, widths):
+    inputs, keywords = _inputs(*WIDTHS[widths]), CASES[case]
+    packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"))
+    passed = keywords | ({"s_aux": inputs[3]} if "s_aux" in keywords else {})
+    out, _ = packed_attention(
+        torch.nn.Module(), *inputs[:3], None, scaling=0.4, packing=packing, **passed
+    )
+    want = _by_scores(*inputs, 0.4, **keywords)
+    torch.testing.assert_close(out[0], want, rtol=0, atol=1e-12)
+    used = inputs if "s_aux" in keywords else inputs[:3]
+    weight = torch.randn_like(want)
+    gradients = zip(
+        torch.autograd.grad(out[0], used, weight),
+        torch.autograd.grad(want, used, weight),
+        strict=True,
+    )
+    for got, gradient in gradients:
+        torch.testing.assert_close(got, gradient, rtol=0, atol=1e-12)
+
+
+def test_a_cap_with_sinks_is_refused():
+    *tensors, sinks = _inputs(8, 8)
+    packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"))
+    with pytest.raises(ValueError, match="Module: softcap with s_aux is not supported"):
+        packed_attention(
+            torch.nn.Module(), *tensors, None, packing=packing, softcap=1.0, s_aux=sinks
+        )
+
+
+def test_flash_gets_the_cap_and_one_width(monkeypatch):
+    """Padded to the wider of keys and values; the scale is that of the keys as they are."""
+    calls = []
+
+    def flash(q, k, v, **options):
+        calls.append((q.shape, k.shape, v.shape, options))
+        return torch.zeros_like(q)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    packing = make_packing(LENGTHS, Attention.flash, torch.device("cpu"))
+    *tensors, _ = _inputs(16, 8)
+    out, _ = packed_attention(torch.nn.Module(), *tensors, None, packing=packing, softcap=50.0)
+    ((query, key, value, options),) = calls
+    assert (query, key, value) == ((TOKENS, 4, 16), (TOKENS, 2, 16), (TOKENS, 2, 16))
+    assert (options["softcap"], options["softmax_scale"]) == (50.0, 0.25)
+    assert out.shape == (1, TOKENS, HEADS, 8)
