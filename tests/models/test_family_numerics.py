@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PhiModel, PreTrainedModel
 
 from hybridrl.config import (
+    ActivationMode,
     Attention,
     ModelConfig,
     OptimConfig,
@@ -134,7 +135,7 @@ def train(path: str, sequences: Sequence[TrainSequence], recomputes: bool, tp: i
         trainer=TrainerConfig(
             optim=OptimConfig(lr=1e-3, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(tp=tp),
-            activation_checkpointing=recomputes,
+            activations=ActivationMode.recompute if recomputes else ActivationMode.keep,
         ),
         device=CPU,
         temperature=TEMPERATURE,
