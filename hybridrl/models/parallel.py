@@ -18,8 +18,11 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.stages import modules_before
 
-FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """Model types that tests prove under every axis: a run starts without probing them."""
+
+SPLIT_TOKENS = (*FAMILIES, "qwen3_moe")
+"""Model types that tests prove under sequence parallelism."""
 
 _COLUMNS, _ROWS = 2, 1
 _DIM_FROM_END = {
@@ -31,11 +34,8 @@ _DIM_FROM_END = {
 }
 _BLOCKS = {"packed_colwise": 2}
 _WHOLE = ("replicated_with_grad_allreduce", "moe_tp_experts")
-GEN_STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
-"""The styles that generation computes."""
-
-TRAIN_STYLES = GEN_STYLES - {"packed_colwise", "moe_tp_experts"}
-"""The styles that training computes; experts, which tp does not cut there, are apart."""
+STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
+"""The styles that training and generation compute."""
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -95,9 +95,7 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
         if any(tensor is x for x in (embedding, head.weight, head.bias)):
             parameters.append(Parameter(name, tuple(tensor.shape), layer, 0))
         else:
-            experts = tensor.shape[0] if inner.rpartition(".")[0].endswith(".experts") else 0
-            parameter = Parameter(name, tuple(tensor.shape), layer, experts=experts)
-            parameters.append(_cut(config, parameter, inner))
+            parameters.append(_cut(config, Parameter(name, tuple(tensor.shape), layer), inner))
     if not classifier:
         return parameters
     untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
@@ -110,6 +108,8 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
 def _cut(config: PretrainedConfig, parameter: Parameter, inner: str) -> Parameter:
     """`parameter`, whose name in the base model is `inner`, with what its style says."""
     style = tp_style(config, inner) or tp_style(config, inner.rpartition(".")[0])
+    if inner.rpartition(".")[0].endswith(".experts"):
+        parameter = replace(parameter, experts=parameter.shape[0])
     from_end, dims = _DIM_FROM_END.get(style or "", 0), len(parameter.shape)
     if not from_end or (dims == 1 and from_end == _ROWS):  # a row-parallel layer's bias is whole
         return parameter
@@ -123,10 +123,10 @@ def check_train_layout(
     config: PretrainedConfig, layout: TrainLayoutConfig, key: str = "trainer.layout"
 ) -> None:
     """Raise ConfigError, which names `key`, for a training layout that the model does not allow."""
-    allowed = _tp_allowed(config, layout.tp, TRAIN_STYLES, share_kv_heads=False, experts=False)
+    allowed = _tp_allowed(config, layout.tp, share_kv_heads=False, cut_experts=False)
     _check(f"{key}.tp", layout.tp, allowed)
-    if layout.tp > 1 and layout.sequence_parallel and config.model_type not in FAMILIES:
-        allowed = f"false: model type {config.model_type} is none of {', '.join(FAMILIES)}"
+    if layout.tp > 1 and layout.sequence_parallel and config.model_type not in SPLIT_TOKENS:
+        allowed = f"false: model type {config.model_type} is none of {', '.join(SPLIT_TOKENS)}"
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
@@ -137,12 +137,9 @@ def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) ->
 
     Several ranks may hold the same key and value head.
     """
-    allowed = _tp_allowed(config, tp, GEN_STYLES, share_kv_heads=True, experts=ep == 1)
+    allowed = _tp_allowed(config, tp, share_kv_heads=True, cut_experts=ep == 1)
     _check("rollout.layout.tp", tp, allowed)
     _check("rollout.layout.ep", ep, _ep_allowed(config, ep))
-    if ep > 1 and "moe_tp_experts" not in (config.base_model_tp_plan or {}).values():
-        allowed = f"1 (transformers has no plan for the experts of {config.model_type})"
-        raise ConfigError("rollout.layout.ep", ep, allowed)
     _check("rollout.layout.pp", pp, _pp_allowed(config, pp, PipelineSchedule.one_f_one_b))
 
 
@@ -155,10 +152,14 @@ def num_experts(config: PretrainedConfig) -> int:
 def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
     """The allowed values and the reason; None if `ep` is allowed."""
     experts = num_experts(config)
-    if ep == 1 or (experts and experts % ep == 0):
+    if ep == 1:
         return None
     if not experts:
         return f"1 (model type {config.model_type} has no experts)"
+    if "moe_tp_experts" not in (config.base_model_tp_plan or {}).values():
+        return f"1 (transformers has no plan for the experts of model type {config.model_type})"
+    if experts % ep == 0:
+        return None
     choices = [str(n) for n in range(1, experts + 1) if experts % n == 0]
     return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
 
@@ -169,27 +170,19 @@ def _check(key: str, value: int, allowed: str | None) -> None:
 
 
 def _tp_allowed(
-    config: PretrainedConfig,
-    tp: int,
-    styles: frozenset[str],
-    *,
-    share_kv_heads: bool,
-    experts: bool,
+    config: PretrainedConfig, tp: int, share_kv_heads: bool, cut_experts: bool
 ) -> str | None:
-    """The allowed values and the reason; None if `tp` is allowed.
-
-    `experts` is whether tp cuts experts.
-    """
+    """The allowed values and the reason; None if `tp` is allowed."""
     if tp == 1:
         return None
     plan = config.base_model_tp_plan or {}
     if not plan:
         return f"1 (transformers has no tensor-parallel plan for model type {config.model_type})"
     for pattern, style in plan.items():
-        if style not in styles and (experts or ".experts" not in pattern):
-            computed = ", ".join(sorted(styles))
+        if style not in STYLES:
+            computed = ", ".join(sorted(STYLES))
             return f"1 ({config.model_type}: {pattern} is {style}, and computed are {computed})"
-    widths = _widths(config, experts)
+    widths = _widths(config, cut_experts)
     reason = _tp_problem(config, tp, share_kv_heads, widths)
     if reason is None:
         return None
@@ -214,17 +207,16 @@ def _tp_problem(
     return None
 
 
-def _widths(config: PretrainedConfig, experts: bool) -> dict[str, int]:
+def _widths(config: PretrainedConfig, cut_experts: bool) -> dict[str, int]:
     """What tp divides besides heads: each width under its key in the config, else its module.
 
-    `experts` is whether tp cuts experts.
+    An expert's width is among them if `cut_experts`.
     """
     keys = {v: k for k, v in config.to_dict().items() if "intermediate" in k and isinstance(v, int)}
     widths: dict[str, int] = {}
     for parameter in model_parameters(config):
-        cut = parameter.tp_dim is not None and (experts or not parameter.experts)
-        if parameter.layer >= 0 and cut and not parameter.units:
-            assert parameter.tp_dim is not None
+        of_layer = parameter.layer >= 0 and (cut_experts or not parameter.experts)
+        if of_layer and parameter.tp_dim is not None and not parameter.units:
             width = parameter.shape[parameter.tp_dim] // parameter.blocks
             module = parameter.name.removesuffix(".weight").rpartition(".")[2]
             widths.setdefault(keys.get(width, f"the width of {module}"), width)
