@@ -91,7 +91,16 @@ def oracle(path, sequences):
     return total.item(), gradients, scores
 
 
-def step(path, sequences, layout, schedule, gen_tp, max_tokens, sequence_parallel=False):
+def step(
+    path,
+    sequences,
+    layout,
+    schedule,
+    gen_tp,
+    max_tokens,
+    sequence_parallel=False,
+    recompute=False,
+):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
     pp, replicas, fsdp, tp, *ep = layout
     engine = TrainEngine(
@@ -99,6 +108,7 @@ def step(path, sequences, layout, schedule, gen_tp, max_tokens, sequence_paralle
         model=ModelConfig(),
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=max_tokens,
+            activation_checkpointing=recompute,
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
                 pp=pp,
@@ -339,9 +349,9 @@ def test_the_load_of_experts(ranks, wanted, layout):
 
 
 def test_fewer_experts_than_ranks_in_a_large_model(fresh_ranks, tiny, sequences):
-    """Two ranks share an expert, each with half of its rows; weights are resharded in between."""
+    """Two ranks share an expert, each with half of its rows; layers are gathered and recomputed."""
     few = {**EXTRAS["qwen3_moe"], "num_experts": 2, "num_experts_per_tok": 1}
     path = tiny("qwen3_moe", False, **SIZES, **few)
-    args = ([path], sequences, (1, 1, 4, 1, 2), "one_f_one_b", 1, 30)
+    args = ([path], sequences, (1, 1, 4, 1, 2), "one_f_one_b", 1, 30, False, True)
     results = [result for (result,) in fresh_ranks(4, large_steps, *args)]
     check(results, oracle(path, sequences), path)
