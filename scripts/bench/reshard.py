@@ -13,7 +13,8 @@ Every layout runs on real gloo processes with a Qwen3 of 54 M random parameters,
   side is left out where training has them;
 - `exchange`: ours without all-gathers, where ours has them.
 
-A layout reads pp x fsdp x tp in training, pp x tp in generation. Lines named for a layout are
+A layout reads pp x fsdp x tp in training, pp x tp in generation. With ep the model is a Qwen3-MoE
+of eight experts, which `ep` of training and generation follow. Lines named for a layout are
 followed by the worst of them all. Time is that of the slowest rank; bytes are all ranks' together.
 """
 
@@ -34,25 +35,31 @@ from lines import line, show, take_turns
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.spawn import spawn
-from transformers import Qwen3Config
+from transformers import AutoConfig
 
 from hybridrl.config import Grouping
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.local import LocalTensor
-from hybridrl.layout.parameters import Parameter, fsdp_dim
+from hybridrl.layout.parameters import Parameter, expert_mesh, fsdp_dim
+from hybridrl.layout.process_groups import device_mesh
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.parallel import model_parameters
 
-Case = tuple[TrainAxes, int, int]
+Case = tuple[TrainAxes, int, int, int]
+"""Training axes; pp, tp and ep of generation."""
 CASES: list[Case] = [
-    (TrainAxes(fsdp=4), 1, 1),
-    (TrainAxes(fsdp=4), 1, 2),
-    (TrainAxes(fsdp=2, tp=2), 1, 2),
-    (TrainAxes(pp=2, fsdp=2, tp=2), 1, 4),
-    (TrainAxes(pp=2, fsdp=2, tp=2), 2, 1),
+    (TrainAxes(fsdp=4), 1, 1, 1),
+    (TrainAxes(fsdp=4), 1, 2, 1),
+    (TrainAxes(fsdp=2, tp=2), 1, 2, 1),
+    (TrainAxes(fsdp=4, ep=2), 1, 2, 2),
+    (TrainAxes(fsdp=4, ep=2), 1, 2, 1),
+    (TrainAxes(pp=2, fsdp=2, tp=2), 1, 4, 1),
+    (TrainAxes(pp=2, fsdp=2, tp=2), 2, 1, 1),
+    (TrainAxes(fsdp=8, ep=4), 1, 4, 4),
 ]
 SHAPES = {  # hidden size, width of the feed-forward layer, layers, vocabulary
     "54m": (512, 1536, 12, 16000),
@@ -60,33 +67,42 @@ SHAPES = {  # hidden size, width of the feed-forward layer, layers, vocabulary
 }
 
 
-def model(shape: str) -> list[Parameter]:
-    """The parameters of a Qwen3 with 8 heads of 64 and 4 key heads."""
+def model(shape: str, mixture: bool) -> list[Parameter]:
+    """The parameters of a Qwen3, or Qwen3-MoE, with 8 heads of 64 and 4 key heads."""
     hidden, inner, layers, vocabulary = SHAPES[shape]
-    config = Qwen3Config(
+    experts = {"num_experts": 8, "moe_intermediate_size": inner // 8} if mixture else {}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if mixture else "qwen3",
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         vocab_size=vocabulary, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **experts,
     )  # fmt: skip
     return model_parameters(config)
 
 
 def label(case: Case) -> str:
-    """`2x2x2_to_1x4`."""
-    axes, pp, tp = case
-    return f"{axes.pp}x{axes.fsdp}x{axes.tp}_to_{pp}x{tp}"
+    """`2x2x2_to_1x4`, and `1x4x1ep2_to_1x2ep1` of a mixture of experts."""
+    axes, pp, tp, ep = case
+    train, gen = (f"ep{axes.ep}", f"ep{ep}") if axes.ep > 1 else ("", "")
+    return f"{axes.pp}x{axes.fsdp}x{axes.tp}{train}_to_{pp}x{tp}{gen}"
+
+
+def planned(parameters: list[Parameter], case: Case, order: Grouping) -> Switch:
+    """The switch of a layout."""
+    axes, pp, tp, ep = case
+    return plan_switch(parameters, axes, pp, tp, order, gen_ep=ep)
 
 
 class Weights:
     """The model in both layouts on this rank."""
 
     def __init__(self, parameters: list[Parameter], case: Case) -> None:
-        self.axes, self.gen_pp, self.gen_tp = case
+        self.axes, _, self.gen_tp, self.gen_ep = case
         self.parameters = {parameter.name: parameter for parameter in parameters}
         sizes = (self.axes.pp, self.axes.fsdp, self.axes.tp)
         self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "fsdp", "tp"))
-        switch = plan_switch(parameters, self.axes, self.gen_pp, self.gen_tp)
-        self.rank, self.layout = dist.get_rank(), switch.plan.src
+        self.rank = dist.get_rank()
+        self.layout = planned(parameters, case, Grouping.auto).plan.src
         held = [name for name in self.parameters if self.layout.local(name, self.rank)]
         self.sharded = _fsdp(self, held)
         self.largest = 4 * max(math.prod(parameter.shape) for parameter in parameters)
@@ -109,20 +125,27 @@ class Weights:
 
 def _fsdp(weights: Weights, held: list[str]) -> dict[str, torch.Tensor]:
     """The parameters of this stage as FSDP2 shards them, with tensor parallelism below."""
-    axes, mesh = weights.axes, weights.mesh
+    axes, mesh, experts, own = weights.axes, weights.mesh, None, None
+    if axes.ep > 1:
+        experts = device_mesh(expert_mesh(axes), "cpu")
+        own = FSDPMeshInfo(experts["efsdp"], shard_mesh_dim=0)
     root, layers = nn.Module(), {-1: nn.Module()}
     parameter_of = {}
     for name in held:
         parameter = weights.parameters[name]
         tensor = weights.full_tensor(name)
-        if axes.tp > 1:
+        if parameter.experts and experts is not None:
+            tensor = _sharded(tensor, 0, experts["ep"])
+        elif axes.tp > 1:
             tensor = _tensor_parallel(tensor, parameter.tp_dim, mesh["tp"])
         module = layers.setdefault(max(parameter.layer, -1), nn.Module())
         module.register_parameter(name.replace(".", "|"), nn.Parameter(tensor))
         parameter_of[id(module.get_parameter(name.replace(".", "|")))] = parameter
 
-    def placement(tensor: nn.Parameter) -> Shard:
-        return Shard(fsdp_dim(parameter_of[id(tensor)], axes, weights.gen_tp))
+    def placement(tensor: nn.Parameter) -> Shard | ShardPlacementResult:
+        parameter = parameter_of[id(tensor)]
+        shard = Shard(fsdp_dim(parameter, axes, weights.gen_tp, weights.gen_ep))
+        return ShardPlacementResult(shard, own) if parameter.experts and own else shard
 
     for number, module in layers.items():
         root.register_module(f"layer{number}", module)
@@ -134,6 +157,10 @@ def _fsdp(weights: Weights, held: list[str]) -> dict[str, torch.Tensor]:
 def _tensor_parallel(tensor: torch.Tensor, dim: int | None, mesh: DeviceMesh) -> DTensor:
     if dim is None:
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return _sharded(tensor, dim, mesh)
+
+
+def _sharded(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
     shard = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
     return DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False)
 
@@ -160,8 +187,9 @@ def load(
     full: torch.Tensor,
 ) -> None:  # fmt: skip
     """The engine's part of a whole parameter."""
-    for box in weights.engine_tensor(switch, name).boxes:
-        destination[name].copy_(full[box.slices()])
+    local = weights.engine_tensor(switch, name)
+    for box in local.boxes:
+        destination[name][local.slices(box)] = full[box.slices()].bfloat16()
 
 
 def full_tensor(weights: Weights, switch: Switch, destination: dict[str, torch.Tensor]) -> None:
@@ -201,17 +229,17 @@ def timed(run: Callable[[], Any]) -> float:
 def check(weights: Weights, switch: Switch, destination: Mapping[str, torch.Tensor]) -> None:
     """Bit for bit what the whole parameters say."""
     for name in destination:
-        (box,) = weights.engine_tensor(switch, name).boxes
-        expected = weights.full_tensor(name)[box.slices()].bfloat16()
-        assert torch.equal(destination[name], expected), name
+        local, full = weights.engine_tensor(switch, name), weights.full_tensor(name).bfloat16()
+        for box in local.boxes:
+            assert torch.equal(destination[name][local.slices(box)], full[box.slices()]), name
 
 
 def compare(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All sides of one layout; the lines, on rank 0."""
-    parameters = model(args.shape)
+    parameters = model(args.shape, mixture=case[0].ep > 1)
     weights = Weights(parameters, case)
     orders = {"ours": Grouping.auto, "vanilla": Grouping.vanilla}
-    switches = {side: plan_switch(parameters, *case, grouping=g) for side, g in orders.items()}
+    switches = {side: planned(parameters, case, order) for side, order in orders.items()}
     bucket_bytes = round(args.bucket_mb * 2**20)
 
     def ready(side: str, least_gather: int) -> WeightSwitch:
