@@ -223,15 +223,16 @@ def test_torch_free_rooms_bring_neither_torch_nor_ray() -> None:
 # What a bare GPU machine lacks, of hybridrl's dependencies.
 NOT_BARE = (
     "datasets", "hydra", "math_verify", "omegaconf", "peft", "psutil", "pyarrow", "ray",
-    "reasoning_gym", "scipy", "tensorboard", "tensordict", "triton", "verl", "vllm",
+    "reasoning_gym", "scipy", "tensorboard", "tensordict", "torchao", "triton", "verl", "vllm",
 )  # fmt: skip
-# Hydra's part of config, what runs inside vLLM, and a kernel.
+# Hydra's part of config, what runs inside vLLM, an optimizer of an extra, and a kernel.
 NEEDS_MORE = {
     "hybridrl.config.compose",
     "hybridrl.config.recipe_folder",
     "hybridrl.config.recipe_source",
     "hybridrl.engines.rollout.vllm.sampling",
     "hybridrl.engines.rollout.vllm.weights",
+    "hybridrl.engines.train.adamw8bit",
     "hybridrl.kernels.linear_log_probs_triton",
 }
 
