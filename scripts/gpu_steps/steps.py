@@ -36,6 +36,7 @@ STEPS = {
     "decode": Step("gpu_steps.decode:native", 90),
     "switch": Step("gpu_steps.switch:measure", 180),
     "train": Step("gpu_steps.training:measure", 90),
+    "activations": Step("gpu_steps.activations:measure", 120, needs_gpu=True),
     "offload": Step("gpu_steps.offload:measure", 120, needs_gpu=True),
     "memory": Step("gpu_steps.memory:measure", 120),
     "mismatch": Step("gpu_steps.mismatch:native", 90),

@@ -29,7 +29,17 @@ from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.fake_device import FakeDevice  # noqa: E402
 from gpu_dry.world import joined, kernels, weights_without_values  # noqa: E402
 
-RUN = ("bandwidth", "flops", "attention", "decode", "switch", "train", "offload", "memory")
+RUN = (
+    "bandwidth",
+    "flops",
+    "attention",
+    "decode",
+    "switch",
+    "train",
+    "activations",
+    "offload",
+    "memory",
+)
 """Steps of one process without vLLM; `mismatch` compares values, and there are none."""
 RANK, RANKS = 3, 8
 """The weight switch is also seen by this rank of several."""
