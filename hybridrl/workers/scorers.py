@@ -100,7 +100,7 @@ class ReferenceScorer(InstanceScorer):
         if weights is None:
             engine.load(model_path, key=key)
         else:
-            engine.share(weights)
+            engine.share(weights, model_path)
         super().__init__(engine, store)
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -175,10 +175,7 @@ def check_scoring(model: PreTrainedModel, path: Path) -> None:
     engine = ScoreEngine(
         model.config, GenParallel(), dtype=torch.float32, device=CPU, temperature=TEMPERATURE
     )
-    parameters = engine.parameters()
-    for name, parameter in model.named_parameters():
-        parameters[name].copy_(parameter)
-    load_buffers(engine.model, str(path))
+    engine.share({name: p.data for name, p in model.named_parameters()}, str(path))
     sequences = make_sequences()
     for sequence, got in zip(sequences, engine.log_probs(sequences), strict=True):
         torch.testing.assert_close(got, eager_log_probs(model, sequence, TEMPERATURE), **CLOSE)

@@ -22,7 +22,7 @@ from hybridrl.engines.train.packed import PackedBatch, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
-from hybridrl.models.local_weights import load_local
+from hybridrl.models.local_weights import load_buffers, load_local
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.shard import GenParallel, StageLink, local_model
@@ -129,13 +129,15 @@ class ScoreEngine:
         self._host = []
         self.weights = Weights.here
 
-    def share(self, host: Mapping[str, torch.Tensor]) -> None:
+    def share(self, host: Mapping[str, torch.Tensor], path: str) -> None:
         """Use tensors in host memory by name, which other owners share and no one changes.
 
-        Without an accelerator the model computes with these very tensors.
+        Without an accelerator the model computes with these very tensors. Its buffers are read from
+        the weights at `path`.
         """
         assert self.weights is Weights.empty, f"share: weights are {self.weights}"
         self._host = [host[name] for name, _ in self.model.named_parameters()]
+        load_buffers(self.model, path)
         self._shares, self.weights = True, Weights.offloaded
         self.onload()
 
