@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
@@ -27,10 +28,11 @@ _NAME = "hybridrl_counted"
 
 
 class Activations(NamedTuple):
-    """Bytes besides the module's weights and its input.
+    """Bytes besides the module's weights.
 
-    `kept` from forward to backward, with the result. `backward` is the most within backward, with
-    the gradients of the module's weights. `scoring` is the most of a forward pass that has none.
+    `kept` from forward to backward; a layer's input counts where backward needs it. `backward` is
+    the most within backward, with the gradients of the module's weights. `scoring` is the most of a
+    forward pass that has none, besides its input.
     """
 
     kept: int
@@ -48,12 +50,18 @@ def layer_activations(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
     lora: LoraConfig | None = None,
+    fused_dropout: bool = False,
 ) -> Activations:
     """Of a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
-    Under sequence parallelism norms and sums have 1 / tp of the tokens.
+    Under sequence parallelism norms and sums have 1 / tp of the tokens. With `fused_dropout`, as on
+    GPUs, a mask of dropout has a byte for each number.
     """
     model = _narrow_model(config, tp, dtype, lora)
+    if fused_dropout:
+        for name, module in [*model.named_modules()]:
+            if isinstance(module, nn.Dropout):
+                model.set_submodule(name, _FusedDropout(module.p))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     layer: Any = decoder_layers(model.train())[0]
@@ -65,7 +73,7 @@ def layer_activations(
         return out if isinstance(out, torch.Tensor) else out[0]
 
     present = [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
-    counts = _count(run, hidden, layer, *present)
+    counts = _count(run, hidden, layer, *present, previous=True)
     if not sequence_parallel or tp == 1:
         return counts
     norm = _count(layer.input_layernorm, hidden, layer)
@@ -127,6 +135,14 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+class _FusedDropout(nn.Dropout):
+    """As torch computes it on GPUs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.native_dropout(x, self.p, self.training)[0]
+        return out
 
 
 def _counted_attention(
@@ -207,9 +223,15 @@ def _layer_keywords(
 
 
 def _count(
-    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *present: nn.Module | torch.Tensor
+    run: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    *present: nn.Module | torch.Tensor,
+    previous: bool = False,
 ) -> Activations:
-    """Bytes that `run(x)` and its backward pass allocate besides `x` and what is `present`."""
+    """Bytes that `run(x)` and its backward pass allocate besides `x` and what is `present`.
+
+    With `previous` the input is the result of another layer, which only this one may keep.
+    """
 
     def start() -> tuple[PeakMemory, int]:
         memory = PeakMemory()
@@ -219,12 +241,14 @@ def _count(
     x.requires_grad_(True)
     memory, before = start()
     with memory:
-        out = run(x)
+        out = run(x.clone() if previous else x)
+        edge, shape = get_gradient_edge(out), out.shape
+        dtype = out.dtype
+        del out  # as a model does, once the next layer has it
         kept = memory.allocated("meta")
         memory.restart()
-        out.backward(torch.empty_like(out))
+        torch.autograd.backward(edge, torch.empty(shape, dtype=dtype, device="meta"))
         backward = memory.peak("meta")
-    del out
     memory, now = start()  # gradients are there
     with memory, torch.no_grad():
         run(x)

@@ -1,5 +1,7 @@
 """Bytes of tensors on a device, now and at most, whether the device exists or not."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -14,7 +16,6 @@ class PeakMemory(MemTracker):
 
     def __enter__(self) -> "PeakMemory":
         self._fake_mode_on_entry = None
-        self.restart()
         self._track_resize()
         TorchDispatchMode.__enter__(self)
         return self
@@ -26,6 +27,15 @@ class PeakMemory(MemTracker):
     def restart(self) -> None:
         """Forget the peak so far."""
         self._peak_mem = {}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, nothing changes the peak."""
+        before, self._peak_mem = self._peak_mem, {}
+        try:
+            yield
+        finally:
+            self._peak_mem = before
 
     def allocated(self, device: str) -> int:
         """Bytes on devices of this type now."""

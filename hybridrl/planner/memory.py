@@ -83,6 +83,8 @@ class TrainSizes:
     trained_root: int
     parameters: int
     largest: int
+    while_cut: tuple[int, int]
+    """The rank's tp shards, and the whole parameter that tp cuts, when their sum is largest."""
     itemsize: int
     """Bytes of an element in the compute format."""
     fsdp: int
@@ -141,16 +143,16 @@ class TrainSizes:
         """On a GPU while the model is built: tp cuts one parameter after the other, then FSDP.
 
         FSDP has the whole root group there. A model that begins as the actor gets each of the
-        actor's parameters whole, in two copies.
+        actor's parameters whole, one after the other.
         """
         itemsize = self.itemsize if self.frozen else MASTER
         shards, whole = self.trained + self.frozen, self.root
         if self.tp > 1:
-            shards, whole = self.root + self.layers * self.layer, self.largest
+            shards, whole = self.while_cut
         built = {"shards": itemsize * shards, "whole parameters": itemsize * whole}
         if not from_actor:
             return built
-        copied = {"shards": MASTER * self.trained, "whole parameters": 2 * MASTER * self.largest}
+        copied = {"shards": MASTER * self.trained, "whole parameters": MASTER * self.largest}
         return max(built, copied, key=lambda sizes: sum(sizes.values()))
 
     def _at_head(self) -> dict[str, int]:
@@ -158,17 +160,21 @@ class TrainSizes:
         return self._forward_ends(self._gathered(0), round(kept))
 
     def _at_root(self) -> dict[str, int]:
-        """Backward gathers the root group again: in one buffer first, then by parameter."""
+        """Backward gathers the root group again: in one buffer first, then by parameter.
+
+        The shard of it that is trained is converted before.
+        """
         kept = round(self._kept_layers(1) * self.layer_activations.kept)
         if self.keep_unsharded or self.fsdp == 1:
             return self._forward_ends(self._gathered(0), kept)
-        root = self.itemsize * self.root
-        return self._forward_ends(2 * root + root // self.fsdp, kept)
+        converted = self.trained_root // self.fsdp
+        return self._forward_ends(self.itemsize * (2 * self.root + converted), kept)
 
     def _at_last_layer(self) -> dict[str, int]:
         layer = self.layer_activations
         kept = (self._kept_layers(2) - 1) * layer.kept + layer.backward
-        return self._forward_ends(self._gathered(2), round(kept) + self.itemsize * self.head)
+        head = self.itemsize * self.head - self.ends.kept  # the head's own are gone
+        return self._forward_ends(self._gathered(2), round(kept) + head)
 
     def _kept_layers(self, offloading: int) -> float:
         """Layers, of all rows in flight, whose activations are there; so many while they leave."""

@@ -61,6 +61,7 @@ CASES: dict[str, Case] = {
         train={"tp": 8},
         gen={"tp": 8},
         lora=16,
+        critic=True,
     ),
     "32b on 64, zero bubble": Case(
         model="qwen3_32b",
@@ -69,7 +70,6 @@ CASES: dict[str, Case] = {
         rank=9,
         train={"pp": 4, "tp": 4, "schedule": PipelineSchedule.zero_bubble},
         gen={"tp": 8},
-        critic=True,
     ),
     # The second of two pipeline stages in generation, the third of four in training.
     "70b on 64": Case(

@@ -88,6 +88,14 @@ class FakeDevice(TorchDispatchMode):
         self.counts.peak = self.memory.peak("cuda")
         self.counts = before
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What the body does is part of no phase."""
+        before, self.counts = self.counts, Counts()
+        with self.memory.unchanged():
+            yield
+        self.counts = before
+
     def launch(self, name: str) -> None:
         """A kernel that torch does not dispatch."""
         self.counts.kernels += 1

@@ -14,6 +14,7 @@ PLANNED = {
     "reference": "score reference",
     "judge": "score reward",
     "update": "train actor",
+    "build critic": "load critic",
     "update of the critic": "train critic",
 }
 """Phases of a dry run, and the plan's names for them."""

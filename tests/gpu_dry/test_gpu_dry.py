@@ -145,9 +145,9 @@ def test_a_mistake_raises(results: dict[str, Any], mistake: str, error: str) -> 
     assert results["provoked"][mistake] == error
 
 
-LESS_CLOSE = 0.12
-"""For an update of a model with adapters, or by a pipeline with several chunks a rank. The plan
-counts rows in flight by the warm-up of the schedule, which then frees some."""
+LESS_CLOSE = 0.08
+"""For an update by a pipeline with several chunks a rank. The plan counts rows in flight by the
+warm-up of the schedule, and not what the pipeline receives into."""
 
 
 def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, 
     for name, phases in memory.items():
         for phase, (peak, planned) in phases.items():
             case, most = CASES[name], 0.05
-            if "update" in phase and (case.lora or case.has_several_chunks):
+            if "update" in phase and case.has_several_chunks:
                 most = LESS_CLOSE
             figures = f"{name}, {phase}: {peak} counted, {planned} planned"
             assert abs(planned / peak - 1) < most, figures

@@ -23,6 +23,7 @@ SIZES = TrainSizes(
     trained_root=1000,
     parameters=1200,
     largest=500,
+    while_cut=(1300, 500),
     itemsize=2,
     fsdp=2,
     tp=1,
@@ -168,3 +169,11 @@ def test_what_does_not_fit_names_the_keys_of_its_largest_sizes() -> None:
     tight = plan_memory(RUN, "cuda", plan.peak.total, 1_000)
     assert not tight.fits
     assert not tight.impossible
+
+
+def test_a_model_that_begins_as_the_actor_takes_its_parameters_one_by_one() -> None:
+    assert SIZES.loading() == {"shards": 4 * 600, "whole parameters": 4 * 1000}
+    assert SIZES.loading(from_actor=True) == SIZES.loading()
+    cut = replace(SIZES, tp=2, while_cut=(300, 200))
+    assert cut.loading() == {"shards": 4 * 300, "whole parameters": 4 * 200}
+    assert cut.loading(from_actor=True) == {"shards": 4 * 600, "whole parameters": 4 * 500}

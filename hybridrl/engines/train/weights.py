@@ -103,8 +103,9 @@ class ModelShards:
     def _full_tensor(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
         """A parameter from the shards of all ranks, with its adapters, in float32."""
         name, owner = parameter.name, self.layout.rules[parameter.name].stages[0]
-        tensor = torch.empty(parameter.shape, device=self.device)
-        if owner == self.dims.rank("pp"):
+        if owner != self.dims.rank("pp"):
+            tensor = torch.empty(parameter.shape, device=self.device)
+        else:
             full = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
             tensor = full.to(self.device, torch.float32).contiguous()  # it may be offloaded
             if self.lora is not None and (pair := pair_of(name))[0] in shards:
