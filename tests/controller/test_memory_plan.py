@@ -115,7 +115,8 @@ def test_activations_are_counted_in_every_family(family: str) -> None:
     assert long.kept == pytest.approx(2 * short.kept, rel=0.01)
     checkpointed = layer_activations(shape, 512, checkpointing=True, **sizes)
     assert checkpointed.kept == hidden, "its input alone"
-    assert checkpointed.backward == pytest.approx(long.backward + hidden, rel=0.01)
+    more = 0 if family == "olmo2" else hidden  # whose products need the input, too
+    assert checkpointed.backward == pytest.approx(long.backward + more, rel=0.01)
     lora = layer_activations(shape, 512, lora=LoraConfig(rank=4), **sizes)
     assert lora.kept < long.kept, "frozen weights need no inputs for their gradients"
     halves = layer_activations(shape, 512, tp=2, **sizes)

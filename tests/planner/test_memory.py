@@ -85,7 +85,7 @@ def test_offloaded_activations_are_those_of_two_layers() -> None:
     """Of however many layers, and rows in flight."""
     kept = replace(SIZES, layers=8, in_flight=3)
     layer, number = kept.layer_activations, kept.layers * kept.in_flight
-    last = kept.ends.kept + kept.itemsize * kept.head + layer.backward
+    last = kept.itemsize * kept.head + layer.backward
     assert kept.update()["activations"] == (number - 1) * layer.kept + last
     offloads = replace(kept, offloads=True)
     assert offloads.update()["activations"] == layer.kept + last
