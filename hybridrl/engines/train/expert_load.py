@@ -31,7 +31,8 @@ class ExpertLoad:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count from zero."""
-        self._counts.zero_()
+        if self._counts.numel():  # a dense model launches nothing
+            self._counts.zero_()
         self._counting = True
         yield
         self._counting = False
