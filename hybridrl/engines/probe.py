@@ -39,6 +39,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedModel, pack
 from hybridrl.models import packed_attention
 from hybridrl.models.parallel import FAMILIES
+from hybridrl.models.shard import GenParallel
 from hybridrl.models.shrink import shrink
 from hybridrl.models.stages import prepare_training, whole
 
@@ -121,7 +122,7 @@ def probe(config: PretrainedConfig) -> Verdict:
         with torch.random.fork_rng(devices=[]), _one_thread():
             torch.manual_seed(0)
             try:
-                model = _random_model(shrink(config))
+                model = random_model(shrink(config))
             except Exception as error:
                 reason = f"no small model of its config can be made: {_line(error)}"
                 return Verdict(reason, reason)
@@ -157,7 +158,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _random_model(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """The oracle: transformers' eager attention, weights that make peaked distributions.
 
     Buffers that checkpoints hold are drawn as well, so that an engine which loses them is wrong.
@@ -183,7 +184,7 @@ def _random_model(config: PretrainedConfig) -> PreTrainedModel:
 def _compare_training(model: PreTrainedModel) -> str | None:
     ids = [torch.randint(1, model.config.vocab_size, (length,)) for length in _LENGTHS]
     weights = [torch.randn(length - 1) for length in _LENGTHS]
-    wanted = [_eager_log_probs(model, row) for row in ids]
+    wanted = [eager_log_probs(model, row) for row in ids]
     wanted_gradients = _gradients(model, wanted, weights)
     packed = _copy(model, packed_attention.NAME)
     got = _packed_log_probs(packed, ids)
@@ -192,10 +193,10 @@ def _compare_training(model: PreTrainedModel) -> str | None:
     difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
     if not difference <= TOLERANCE:
         return f"log-probabilities differ by {difference:.1e} from transformers'"
-    return _compare_gradients(gradients, wanted_gradients)
+    return compare_gradients(gradients, wanted_gradients)
 
 
-def _compare_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str | None:
+def compare_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str | None:
     """The worst gradient; one that is 0 but for rounding is compared with the model's largest."""
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, gradient in wanted.items():
@@ -215,8 +216,8 @@ def _copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return prepare_training(copied)
 
 
-def _eager_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Of every token but the first, [tokens - 1]; one sequence at a time."""
+def eager_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The oracle's log-probability of every token but the first, [tokens - 1]."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
@@ -241,20 +242,29 @@ def _gradients(
 # Generation
 
 
-@torch.no_grad()
 def _compare_decoding(model: PreTrainedModel) -> str | None:
-    """Greedy responses to prompts of several lengths, together, and their log-probabilities."""
-    longest = max(_LENGTHS) + _NEW_TOKENS
-    engine = NativeEngine(
-        model.config,
+    engine = make_engine(model.config)
+    engine.load_weights(model.state_dict().items())
+    return compare_responses(model, engine)
+
+
+def make_engine(config: PretrainedConfig, parallel: GenParallel | None = None) -> NativeEngine:
+    """A native engine for what `compare_responses` generates."""
+    return NativeEngine(
+        config,
         dtype=torch.float32,
         device=_CPU,
         max_running=len(_LENGTHS),
         block_size=4,
         kv_cache_tokens=0,
-        max_sequence=longest,
+        max_sequence=max(_LENGTHS) + _NEW_TOKENS,
+        parallel=parallel,
     )
-    engine.load_weights(model.state_dict().items())
+
+
+@torch.no_grad()
+def compare_responses(model: PreTrainedModel, engine: NativeEngine) -> str | None:
+    """Why greedy responses to prompts of several lengths differ from the oracle `model`'s."""
     prompts = {i: torch.randint(1, model.config.vocab_size, (n,)) for i, n in enumerate(_LENGTHS)}
     sampling = SamplingParams(_NEW_TOKENS, temperature=0.0)
     engine.submit([Request(i, ids.tolist(), sampling, stream=i) for i, ids in prompts.items()])

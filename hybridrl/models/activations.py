@@ -186,12 +186,12 @@ def _narrow_model(
     config = copy.deepcopy(config)
     settings: dict[str, Any] = {
         "num_hidden_layers": 1,
-        "head_dim": head_size(config),
         "num_attention_heads": config.num_attention_heads // tp,
         "num_key_value_heads": attention_shape(config).local_kv_heads(tp),
+        "intermediate_size": getattr(config, "intermediate_size", 0) // tp,
     }
-    if hasattr(config, "intermediate_size"):
-        settings["intermediate_size"] = config.intermediate_size // tp
+    settings = {name: value for name, value in settings.items() if hasattr(config, name)}
+    settings["head_dim"] = head_size(config)
     if getattr(config, "layer_types", None):
         settings["layer_types"] = config.layer_types[:1]
     config.update(settings)

@@ -180,6 +180,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
                 styles[name] = ReplicatedWeight()
             case _ if any(module is getattr(base, own) for own in last):
                 styles[name] = ReplicatedParameters(between, Replicate())
+            case _ if name.rpartition(".")[2].startswith("act"):  # between cut layers
+                styles[name] = ReplicatedParameters(Shard(-1), Shard(-1))
             case _:
                 styles[name] = ReplicatedParameters(between, between)
     trained = {name: p.requires_grad for name, p in model.named_parameters()}

@@ -1,0 +1,345 @@
+"""Which model families the engines compute right: the table of docs/models.md, by running them.
+
+Each family's own config is shrunk and gets random weights. One process compares training and
+generation with transformers (`hybridrl.engines.probe`); two compare both again, divided by tensor
+or by pipeline parallelism.
+
+    python scripts/model_families.py                    print the table
+    python scripts/model_families.py --only olmo2,glm4  some families
+    python scripts/model_families.py --write            into docs/models.md
+    python scripts/model_families.py --check            exit 1 where docs/models.md differs
+"""
+
+import argparse
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing as mp
+from torch.distributed.tensor import DTensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from hybridrl.algorithms import Loss
+from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
+from hybridrl.engines import probe
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import gen_layout
+from hybridrl.models.load import check_supported
+from hybridrl.models.parallel import model_parameters
+from hybridrl.models.shard import GenParallel
+from hybridrl.models.shrink import shrink
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- begin: scripts/model_families.py -->", "<!-- end -->"
+COLUMNS = ("family", "train", "native", "vLLM", "tp", "pp", "ep")
+
+# Settings besides the defaults of a family's config: what published models of it have.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": {},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "deepseek_v3": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "flex_olmo": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": {},
+    "granite": {
+        "logits_scaling": 8.0, "attention_multiplier": 0.0625, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+    },
+    "granitemoe": {"logits_scaling": 8.0, "num_local_experts": 32, "num_experts_per_tok": 8},
+    "helium": {},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "lfm2": {},
+    "llama": {},
+    "llama4_text": {},
+    "mamba2": {},
+    "minimax_m2": {},
+    "ministral": {"head_dim": 128},
+    "mistral": {},
+    "mixtral": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "olmoe": {},
+    "opt": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "qwen3_next": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": {},
+}  # fmt: skip
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """The family's config at its usual size."""
+    transformers_logging.set_verbosity_error()
+    return AutoConfig.for_model(family, **FAMILIES[family])
+
+
+class _Weighted(Loss):
+    """The log-probabilities weighted by a field: every token has a gradient of its own."""
+
+    normalize = "token"
+    fields = ("weight",)
+
+    def __call__(self, log_probs: torch.Tensor, entropy: Any, fields: Any) -> Any:
+        return log_probs * fields["weight"], {}
+
+
+def one_process(config: PretrainedConfig) -> dict[str, str | None]:
+    """Why training and generation in one process are wrong; None where they are right."""
+    try:
+        check_supported(config)
+    except ValueError as error:
+        reason = str(error).partition(": ")[2].partition(";")[0]
+        return {"train": reason, "native": reason}
+    verdict = probe.probe(config)
+    return {"train": verdict.train, "native": verdict.native}
+
+
+# Two processes
+
+
+def _train_problem(path: str, axis: str) -> str | None:
+    """Why an update divided along `axis` differs from transformers' in one process."""
+    torch.manual_seed(1)
+    model = _oracle(path)
+    ids = [torch.randint(1, model.config.vocab_size, (length,)) for length in (5, 13, 13, 20)]
+    weights = [torch.randn(len(row) - 1) for row in ids]
+    engine = TrainEngine(
+        path,
+        model=ModelConfig(),
+        trainer=TrainerConfig(
+            optim=OptimConfig(clip_grad_norm=0.0),
+            layout=TrainLayoutConfig(
+                fsdp=1, tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1
+            ),
+        ),
+        device=torch.device("cpu"),
+    )
+    gradients: dict[str, torch.Tensor] = {}
+
+    def before_step(*_: Any) -> None:
+        for chunk in engine.chunks:
+            for name, parameter in chunk.named_parameters():
+                if isinstance(parameter.grad, DTensor):  # what routers balance by has none
+                    gradients[name] = parameter.grad.full_tensor().clone()
+
+    engine.optimizer.register_step_pre_hook(before_step)
+    rows = zip(ids, weights, strict=True)
+    own = [TrainSequence(row, len(row) - 1, {"weight": weight}) for row, weight in rows]
+    own = own[dist.get_rank() :: 2]
+    engine.update(own, _Weighted())
+    wanted = torch.cat([probe.eager_log_probs(model, row) for row in ids])
+    (wanted * torch.cat(weights)).mean().backward()
+    named = {
+        n: p.grad for n, p in model.named_parameters() if n in gradients and p.grad is not None
+    }
+    cut = {name: gradients[name][tuple(map(slice, g.shape))] for name, g in named.items()}
+    return probe.compare_gradients(cut, named)
+
+
+def _generation_problem(path: str, axis: str) -> str | None:
+    """Why greedy responses of an instance divided along `axis` differ from transformers'."""
+    torch.manual_seed(2)
+    model = _oracle(path)
+    sizes = {"pp": 1, "tp": 1, axis: 2}
+    mesh = Mesh((("instance", 1), *sizes.items()))
+    engine = probe.make_engine(model.config, GenParallel.make(mesh, "cpu"))
+    weights, parameters = model.state_dict(), engine.parameters()
+    layout = gen_layout(model_parameters(model.config), mesh, model.config.num_hidden_layers)
+    for name, parameter in parameters.items():
+        if name not in layout.rules:
+            parameter.copy_(weights[name])
+            continue
+        padded = torch.zeros(layout.rules[name].padded or weights[name].shape)
+        padded[tuple(map(slice, weights[name].shape))] = weights[name]
+        held = LocalTensor(layout.local(name, dist.get_rank()))
+        parameter.copy_(torch.cat([padded[box.slices()] for box in held.boxes], held.dim))
+    return probe.compare_responses(model, engine)
+
+
+def _oracle(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def _attempt(problem: Callable[[str, str], str | None], path: str, axis: str) -> str | None:
+    try:
+        return problem(path, axis)
+    except Exception as error:  # a refusal, or whatever a family's code runs into
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        allowed = text.partition("wanted ")[2]
+        return allowed.removeprefix("1 (").removesuffix(")") or text
+
+
+def _rank(rank: int, rendezvous: str, path: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    dist.init_process_group(
+        "gloo", f"file://{rendezvous}", timedelta(seconds=60), rank=rank, world_size=2
+    )
+    for axis in ("tp", "pp"):
+        for problem in (_train_problem, _generation_problem):
+            answers: list[Any] = [None, None]
+            dist.all_gather_object(answers, _attempt(problem, path, axis))
+            results[axis, problem.__name__] = next((a for a in answers if a), None)
+    dist.destroy_process_group()
+
+
+def two_processes(config: PretrainedConfig) -> dict[str, str | None]:
+    """Why training and generation over tp and over pp are wrong: keys `tp train`, `pp native`..."""
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        torch.manual_seed(0)
+        probe.random_model(shrink(config)).save_pretrained(f"{folder}/model")
+        results = manager.dict()
+        try:
+            arguments = (f"{folder}/rendezvous", f"{folder}/model", results)
+            mp.start_processes(  # type: ignore[attr-defined]
+                _rank, arguments, nprocs=2, start_method="fork"
+            )
+        except Exception as error:
+            return dict.fromkeys(
+                (f"{a} {e}" for a in ("tp", "pp") for e in ("train", "native")), str(error)[-80:]
+            )
+        names = {"_train_problem": "train", "_generation_problem": "native"}
+        return {f"{axis} {names[name]}": answer for (axis, name), answer in results.items()}
+
+
+# The table
+
+
+def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
+    """A row of the table, and the reasons of what is not computed."""
+    config = config_of(family)
+    answers = one_process(config)
+    if answers["train"] is None:
+        answers |= two_processes(config)
+    cells = {engine: "no" if answers[engine] else "yes" for engine in ("train", "native")}
+    for axis in ("tp", "pp"):
+        right = [
+            engine
+            for engine in ("train", "native")
+            if answers[engine] is None and answers.get(f"{axis} {engine}", "") is None
+        ]
+        cells[axis] = "yes" if len(right) == 2 else right[0] if right else "no"
+    lacking: dict[str, list[str]] = {}
+    for what, answer in answers.items():
+        if answer and not answers.get(what.partition(" ")[2]):
+            lacking.setdefault(answer.rstrip("."), []).append(what)
+    reasons = [f"- {family}, {', '.join(what)}: {answer}." for answer, what in lacking.items()]
+    row = (family, cells["train"], cells["native"], _vllm(config), cells["tp"], cells["pp"])
+    return (*row, _ep(config)), reasons
+
+
+def find_vllm() -> bool:
+    """Whether vLLM is installed."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _vllm(config: PretrainedConfig) -> str:
+    """What vLLM's registry says, or its backend for models of transformers."""
+    if not find_vllm():
+        return "not tried"
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class.__name__ in ModelRegistry.get_supported_archs():
+        return "yes"
+    return "transformers backend" if model_class._supports_attention_backend else "no"
+
+
+def _ep(config: PretrainedConfig) -> str:
+    """Whether experts may be divided: no axis does it so far."""
+    try:
+        parameters = model_parameters(shrink(config))
+    except Exception:  # a family that no small model can be made of
+        return "no"
+    return "not yet" if any(len(parameter.shape) == 3 for parameter in parameters) else "dense"
+
+
+def render(rows: Sequence[tuple[tuple[str, ...], list[str]]]) -> str:
+    """The table in Markdown, and below it the reasons."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += [f"| {' | '.join(cells)} |" for cells, _ in rows]
+    reasons = [reason for _, of_family in rows for reason in of_family]
+    return "\n".join([*lines, "", "What is not computed, and why:", "", *reasons])
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(FAMILIES), help="families, by comma")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--check", action="store_true", help="compare with docs/models.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # so that the process can be forked
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    rows = []
+    for family in options.only.split(","):
+        rows.append(row_of(family))
+        print("  ".join(rows[-1][0]), file=sys.stderr, flush=True)
+    text = DOCS.read_text()
+    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    if options.write:
+        DOCS.write_text(f"{head}\n{render(rows)}\n{tail}")
+    elif options.check:
+        shown = [tuple(line.strip("| ").split(" | ")) for line in text.splitlines()]
+        tried = [i for i, name in enumerate(COLUMNS) if name != "vLLM" or find_vllm()]
+        known = {tuple(cells[i] for i in tried) for cells in shown if len(cells) == len(COLUMNS)}
+        different = [cells for cells, _ in rows if tuple(cells[i] for i in tried) not in known]
+        for cells in different:
+            print(f"docs/models.md differs: {' | '.join(cells)}")
+        sys.exit(bool(different))
+    else:
+        print(render(rows))
+
+
+if __name__ == "__main__":
+    main()
