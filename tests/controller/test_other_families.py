@@ -36,6 +36,7 @@ def model_of(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.models
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -50,9 +51,9 @@ def test_a_run(family: str, options: list[str], tmp_path: Path) -> None:
     common = ["trainer.steps=2", "warm_start.steps=4", "cluster.ranks=2", f"run.dir={run}"]
     arguments = ["train", "experiment=spell_tiny", f"model.path={path}", *common, *options]
     done = subprocess.run(
-        [COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=280
+        [COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=800
     )
     assert done.returncode == 0, done.stderr[-2000:]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [step["loss"] for step in steps if step.get("phase") == "warm_start"]
+    losses = [s["loss"] for s in steps if s["phase"] == "warm_start" and "loss" in s]
     assert losses[-1] < losses[0]
