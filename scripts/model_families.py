@@ -1,8 +1,8 @@
 """Which model families the engines compute right: the table of docs/models.md, by running them.
 
 Each family's own config is shrunk and gets random weights. One process compares training and
-generation with transformers (`hybridrl.engines.probe`); two compare both again, divided by tensor
-or by pipeline parallelism.
+generation with transformers (`hybridrl.engines.probe`); two compare both again, divided by tensor,
+pipeline or expert parallelism.
 
     python scripts/model_families.py                    print the table
     python scripts/model_families.py --only olmo2,glm4  some families
@@ -45,7 +45,8 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.models.load import check_supported
-from hybridrl.models.parallel import model_parameters
+from hybridrl.models.local_weights import load_buffers
+from hybridrl.models.parallel import model_parameters, num_experts
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.shrink import shrink
 
@@ -141,6 +142,11 @@ def one_process(config: PretrainedConfig) -> dict[str, str | None]:
 
 # Two processes
 
+TRAINED: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"fsdp": 2, "ep": 2}}
+"""Training layouts by the axis that is tried."""
+GENERATING = {"tp": (1, 2, 1), "pp": (2, 1, 1), "ep": (1, 2, 2)}
+"""(pp, tp, ep) of a rollout instance."""
+
 
 def _train_problem(path: str, axis: str) -> str | None:
     """Why an update divided along `axis` differs from transformers' in one process."""
@@ -153,9 +159,7 @@ def _train_problem(path: str, axis: str) -> str | None:
         model=ModelConfig(),
         trainer=TrainerConfig(
             optim=OptimConfig(clip_grad_norm=0.0),
-            layout=TrainLayoutConfig(
-                fsdp=1, tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1
-            ),
+            layout=TrainLayoutConfig(**({"fsdp": 1} | TRAINED[axis])),
         ),
         device=torch.device("cpu"),
     )
@@ -170,7 +174,7 @@ def _train_problem(path: str, axis: str) -> str | None:
     engine.optimizer.register_step_pre_hook(before_step)
     rows = zip(ids, weights, strict=True)
     own = [TrainSequence(row, len(row) - 1, {"weight": weight}) for row, weight in rows]
-    own = own[dist.get_rank() :: 2]
+    own = own[dist.get_rank() :: 2]  # those of a replica's ranks are pooled
     engine.update(own, _Weighted())
     wanted = torch.cat([probe.eager_log_probs(model, row) for row in ids])
     (wanted * torch.cat(weights)).mean().backward()
@@ -185,11 +189,13 @@ def _generation_problem(path: str, axis: str) -> str | None:
     """Why greedy responses of an instance divided along `axis` differ from transformers'."""
     torch.manual_seed(2)
     model = _oracle(path)
-    sizes = {"pp": 1, "tp": 1, axis: 2}
-    mesh = Mesh((("instance", 1), *sizes.items()))
-    engine = probe.make_engine(model.config, GenParallel.make(mesh, "cpu"))
+    pp, tp, ep = GENERATING[axis]
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    engine = probe.make_engine(model.config, GenParallel.make(mesh, "cpu", ep))
+    load_buffers(engine.model, path)
     weights, parameters = model.state_dict(), engine.parameters()
-    layout = gen_layout(model_parameters(model.config), mesh, model.config.num_hidden_layers)
+    of_model = model_parameters(model.config)
+    layout = gen_layout(of_model, mesh, model.config.num_hidden_layers, ep=ep)
     for name, parameter in parameters.items():
         if name not in layout.rules:
             parameter.copy_(weights[name])
@@ -216,35 +222,44 @@ def _attempt(problem: Callable[[str, str], str | None], path: str, axis: str) ->
         return allowed.removeprefix("1 (").removesuffix(")") or text
 
 
-def _rank(rank: int, rendezvous: str, path: str, results: Any) -> None:
+def _rank(rank: int, rendezvous: str, path: str, axes: Sequence[str], results: Any) -> None:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     dist.init_process_group(
         "gloo", f"file://{rendezvous}", timedelta(seconds=60), rank=rank, world_size=2
     )
-    for axis in ("tp", "pp"):
+    for axis in axes:
         for problem in (_train_problem, _generation_problem):
             answers: list[Any] = [None, None]
             dist.all_gather_object(answers, _attempt(problem, path, axis))
-            results[axis, problem.__name__] = next((a for a in answers if a), None)
+            # Where one rank fails the other waits for it in vain.
+            reasons = sorted((a for a in answers if a), key=lambda a: "Timed out" in a)
+            results[axis, problem.__name__] = reasons[0] if reasons else None
     dist.destroy_process_group()
 
 
+def axes_of(config: PretrainedConfig) -> tuple[str, ...]:
+    """The axes that a family is tried with."""
+    return ("tp", "pp", "ep") if num_experts(config) else ("tp", "pp")
+
+
 def two_processes(config: PretrainedConfig) -> dict[str, str | None]:
-    """Why training and generation over tp and over pp are wrong: keys `tp train`, `pp native`..."""
+    """Why training and generation over an axis are wrong: keys `tp train`, `pp native`, ..."""
+    axes = axes_of(config)
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         torch.manual_seed(0)
         probe.random_model(shrink(config)).save_pretrained(f"{folder}/model")
         results = manager.dict()
         try:
-            arguments = (f"{folder}/rendezvous", f"{folder}/model", results)
+            arguments = (f"{folder}/rendezvous", f"{folder}/model", axes, results)
             mp.start_processes(  # type: ignore[attr-defined]
                 _rank, arguments, nprocs=2, start_method="fork"
             )
         except Exception as error:
             return dict.fromkeys(
-                (f"{a} {e}" for a in ("tp", "pp") for e in ("train", "native")), str(error)[-80:]
+                (f"{a} {e}" for a in axes for e in ("train", "native")),
+                str(error).strip().splitlines()[-1][-80:],
             )
         names = {"_train_problem": "train", "_generation_problem": "native"}
         return {f"{axis} {names[name]}": answer for (axis, name), answer in results.items()}
@@ -260,7 +275,8 @@ def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
     if answers["train"] is None:
         answers |= two_processes(config)
     cells = {engine: "no" if answers[engine] else "yes" for engine in ("train", "native")}
-    for axis in ("tp", "pp"):
+    cells["ep"] = "dense"
+    for axis in axes_of(config):
         right = [
             engine
             for engine in ("train", "native")
@@ -272,8 +288,8 @@ def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
         if answer and not answers.get(what.partition(" ")[2]):
             lacking.setdefault(answer.rstrip("."), []).append(what)
     reasons = [f"- {family}, {', '.join(what)}: {answer}." for answer, what in lacking.items()]
-    row = (family, cells["train"], cells["native"], _vllm(config), cells["tp"], cells["pp"])
-    return (*row, _ep(config)), reasons
+    cells |= {"family": family, "vLLM": _vllm(config)}
+    return tuple(cells[column] for column in COLUMNS), reasons
 
 
 def find_vllm() -> bool:
@@ -291,15 +307,6 @@ def _vllm(config: PretrainedConfig) -> str:
     if model_class.__name__ in ModelRegistry.get_supported_archs():
         return "yes"
     return "transformers backend" if model_class._supports_attention_backend else "no"
-
-
-def _ep(config: PretrainedConfig) -> str:
-    """Whether experts may be divided: no axis does it so far."""
-    try:
-        parameters = model_parameters(shrink(config))
-    except Exception:  # a family that no small model can be made of
-        return "no"
-    return "not yet" if any(len(parameter.shape) == 3 for parameter in parameters) else "dense"
 
 
 def render(rows: Sequence[tuple[tuple[str, ...], list[str]]]) -> str:

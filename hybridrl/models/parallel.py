@@ -125,6 +125,9 @@ def check_train_layout(
     """Raise ConfigError, which names `key`, for a training layout that the model does not allow."""
     allowed = _tp_allowed(config, layout.tp, share_kv_heads=False, cut_experts=False)
     _check(f"{key}.tp", layout.tp, allowed)
+    if layout.tp > 1 and _leaves_experts_whole(config):
+        allowed = f"1 (transformers' plan of {config.model_type} leaves experts whole)"
+        raise ConfigError(f"{key}.tp", layout.tp, allowed)
     if layout.tp > 1 and layout.sequence_parallel and config.model_type not in SPLIT_TOKENS:
         allowed = f"false: model type {config.model_type} is none of {', '.join(SPLIT_TOKENS)}"
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
@@ -149,6 +152,11 @@ def num_experts(config: PretrainedConfig) -> int:
     return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
 
 
+def _leaves_experts_whole(config: PretrainedConfig) -> bool:
+    plan = config.base_model_tp_plan or {}
+    return num_experts(config) > 0 and "moe_tp_experts" not in plan.values()
+
+
 def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
     """The allowed values and the reason; None if `ep` is allowed."""
     experts = num_experts(config)
@@ -156,7 +164,7 @@ def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
         return None
     if not experts:
         return f"1 (model type {config.model_type} has no experts)"
-    if "moe_tp_experts" not in (config.base_model_tp_plan or {}).values():
+    if _leaves_experts_whole(config):
         return f"1 (transformers has no plan for the experts of model type {config.model_type})"
     if experts % ep == 0:
         return None
@@ -228,6 +236,8 @@ def _pp_allowed(config: PretrainedConfig, pp: int, schedule: PipelineSchedule) -
         return None
     if not config.base_model_pp_plan:
         return f"1 (transformers has no pipeline plan for model type {config.model_type})"
+    if getattr(config, "embedding_multiplier", 1) not in (None, 1):
+        return f"1 ({config.model_type} would scale what each stage gets by embedding_multiplier)"
     layers, chunks = config.num_hidden_layers, schedule.chunks_per_rank
     if pp * chunks > layers:
         per_rank = f", {chunks} chunks a rank" if chunks > 1 else ""

@@ -31,6 +31,7 @@ from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.expert_parallel import LocalExperts
 from hybridrl.models.parallel import check_gen_layout, model_parameters, num_experts, tp_style
+from hybridrl.models.stages import head_name, modules_after, modules_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +308,7 @@ def local_model(
     if tied:
         head.weight = embedding.weight
     if parallel.pp > 1:
-        _cut(model, "score" if classifier else "lm_head", parallel, shapes)
+        _cut(model, head_name(model), parallel, shapes)
     if parallel.tp > 1:
         _join_shards(model, config, parallel)
     # Its buffers are computed from the config, so not on the meta device.
@@ -332,11 +333,14 @@ def _cut(model: Any, head: str, parallel: GenParallel, shapes: dict[str, torch.S
         if f"{name}.{next(layer.named_parameters())[0]}" not in shapes:
             body.layers[index] = Elsewhere()
     for index, layer in enumerate(own_layers(model)):
-        layer.self_attn.layer_idx = index
-    if f"{prefix}.embed_tokens.weight" not in shapes:
-        body.embed_tokens = None
+        for module in (m for m in layer.modules() if hasattr(m, "layer_idx")):
+            module.layer_idx = index
+    embedding = modules_before(model.config)[0]
+    if f"{prefix}.{embedding}.weight" not in shapes:
+        setattr(body, embedding, None)
     if not parallel.last:
-        body.norm = nn.Identity()
+        for name in modules_after(model.config):
+            setattr(body, name, nn.Identity())
         setattr(model, head, None)
 
 

@@ -157,14 +157,13 @@ def build(
     experts = _apply_ep(chunks, dims, parameters)
     _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
     roots = _wrap(chunks, dims, temperature)
-    by_name = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
-    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
-    placements: dict[int, ShardPlacement] = {id(p): by_name[name] for name, p in named}
+    shards = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
+    by_name: dict[str, ShardPlacement] = {**shards}
     if experts is not None:
-        own = {p.name for p in parameters if p.experts}
-        placements |= {
-            id(p): ShardPlacementResult(by_name[n], experts) for n, p in named if n in own
-        }
+        own = [p.name for p in parameters if p.experts]
+        by_name |= {name: ShardPlacementResult(shards[name], experts) for name in own}
+    # By id, without a list of the parameters: FSDP frees each whole one as it shards it.
+    placements = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
         _apply_fsdp(root, dims, compute, keep_unsharded, placements, experts)
     logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from hybridrl.engines.train.build import TrainDims
-from hybridrl.models.stages import Chunk
+from hybridrl.models.stages import Chunk, modules_before
 
 
 def sum_tied(chunks: Sequence[Chunk], dims: TrainDims) -> None:
@@ -53,10 +53,10 @@ def _gradients(chunks: Sequence[Chunk], dims: TrainDims) -> Iterator[tuple[DTens
     """Gradients; and for the copies of a tied embedding, whether it is the first chunk's."""
     for chunk in chunks:
         tied = chunk.model.config.tie_word_embeddings and dims.num_chunks > 1
+        embedding = f"{modules_before(chunk.model.config)[0]}.weight"
         for name, parameter in chunk.named_parameters():
             if isinstance(parameter.grad, DTensor):
-                embedding = tied and name.endswith("embed_tokens.weight")
-                yield parameter.grad, chunk.first if embedding else None
+                yield parameter.grad, chunk.first if tied and name.endswith(embedding) else None
 
 
 def _num_copies(gradient: DTensor, dims: TrainDims) -> int:

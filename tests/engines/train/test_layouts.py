@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import Loss
 from hybridrl.config import (
+    ActivationMode,
     ModelConfig,
     OptimConfig,
     PipelineSchedule,
@@ -108,7 +109,7 @@ def step(
         model=ModelConfig(),
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=max_tokens,
-            activation_checkpointing=recompute,
+            activations=ActivationMode.recompute if recompute else ActivationMode.keep,
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
                 pp=pp,
