@@ -86,26 +86,26 @@ def load_local(
                     raise ConfigError(key, path, got)
                 held = LocalTensor(layout.local(name, parallel.instance_rank))
                 _fill(parameter.data, stored, held, shape)
-        load_buffers(model, path)
+        load_buffers(model, path, key)
     except OSError as error:
         raise ConfigError(key, path, f"a model with *.safetensors ({error})") from error
 
 
 @torch.no_grad()
-def load_buffers(model: PreTrainedModel, path: str) -> None:
+def load_buffers(model: PreTrainedModel, path: str, key: str = "model.path") -> None:
     """Fill the persistent buffers of `model` from the weights at `path`; others stay.
 
-    Every rank has all of those of its layers. One that the weights lack keeps transformers' initial
-    value. Raises OSError for weights that cannot be read.
+    Every rank has all of those of its layers. Raises ConfigError, which names `key`, where the
+    weights lack one or have it under another name; OSError for weights that cannot be read.
     """
     buffers = persistent_buffers(model)
     if not buffers:
         return
     files = weight_files(path)
+    _check_names(buffers, files, path, key)
     for name, buffer in buffers.items():
-        if name in files:
-            with _open(files[name]) as opened:
-                buffer.copy_(opened.get_tensor(name))
+        with _open(files[name]) as opened:
+            buffer.copy_(opened.get_tensor(name))
 
 
 def _check_names(
