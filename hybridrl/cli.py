@@ -184,9 +184,11 @@ def _plan(args: list[str]) -> None:
     from rich.table import Table
 
     from hybridrl.config import compose
+    from hybridrl.system.devices import local_gpus
 
     compose.register()
-    gpus_per_node, rest = _number_option(args[1:], "--gpus-per-node", 8)
+    gpus_per_node, rest = _number_option(args[1:], "--gpus-per-node", 0)
+    gpus_per_node = gpus_per_node or local_gpus() or 8
     gpu_gib, rest = _number_option(rest, "--gpu-gib", 0)
     options = "--gpus-per-node=N" + (" or --gpu-gib=N" if args[0] == "memory" else "")
     wrong = next((arg for arg in rest if arg.startswith("-")), None)
@@ -276,7 +278,7 @@ def _plan_memory(config: Config, gpu_gib: int) -> "MemoryPlan":
     from hybridrl.models.shape import model_shape
 
     graph, shape = build_recipe(config.recipe), model_shape(config.model)
-    check_attention(config.model, shape)
+    check_attention(config, shape)
     check_train_layout(shape, config.trainer.layout)
     gen = config.rollout.layout
     check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)

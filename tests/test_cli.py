@@ -432,6 +432,10 @@ WRONG_LAYOUTS = [
     ("memory --gpu-gib=x", "--gpu-gib=x: wanted 1 or more"),
     ("memory --gpu-gib=80 cluster.device=cpu", "--gpu-gib=80: wanted cluster.device=cuda with it"),
     ("memory model.attention=flash cluster.device=cpu", "model.attention=flash: wanted torch or"),
+    (
+        "memory model.attention=flash cluster.device=cpu model.compute_dtype=bfloat16",
+        "model.attention=flash: wanted torch or auto: there is no GPU",
+    ),
     ("layout --gpu-gib=80", "option=--gpu-gib: wanted key=value, or --gpus-per-node=N"),
     ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),
     ("schedule --lengths=lmsys --steps=0", "--steps=0: wanted a whole number, 1 or more"),

@@ -16,7 +16,7 @@ from hybridrl.config import (
     Attention,
     Config,
     ConfigError,
-    ModelConfig,
+    Device,
     RolloutConfig,
     ScheduleConfig,
 )
@@ -203,7 +203,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     gen = config.rollout.layout
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
     check_lora(model, config.actor.lora, "actor.lora")
-    check_attention(config.model, model)
+    check_attention(config, model)
     engine_checks(config.rollout).check_model(config.model, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
@@ -221,15 +221,21 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     return data
 
 
-def check_attention(config: ModelConfig, model: Any) -> None:
-    """Raise for flash-attn by name that cannot attend with this model; ranks check the rest."""
+def check_attention(config: Config, model: Any) -> None:
+    """Raise for flash-attn by name that cannot attend with this model, or has no GPU.
+
+    Ranks check the rest.
+    """
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
     from hybridrl.models.packed_attention import flash_obstacle
 
-    if config.attention is Attention.flash:
-        dtype = TORCH_DTYPES[config.compute_dtype]
-        if obstacle := flash_obstacle(dtype, attention_shape(model)):
+    if config.model.attention is Attention.flash:
+        dtype = TORCH_DTYPES[config.model.compute_dtype]
+        obstacle = flash_obstacle(dtype, attention_shape(model))
+        if config.cluster.device is Device.cpu:
+            obstacle = obstacle or "there is no GPU"
+        if obstacle:
             raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
 
 

@@ -119,12 +119,22 @@ def new_group(ranks: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S) -> dist.
         dist.Backend(backend),
         store,
         name,
-        timeout=distributed_c10d._get_default_timeout(backend),  # of its collectives
+        timeout=_timeout_of_world(),
         group_desc=name,
     )
     logger.debug("process group %s is up", name)
     world.pg_group_ranks[group] = {member: i for i, member in enumerate(members)}
     return group
+
+
+def _timeout_of_world() -> timedelta:
+    """The time limit of collectives among all ranks (`cluster.timeout_s`), for every group."""
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    options = getattr(backend, "options", None)
+    if options is None:  # a fake backend, which waits for nobody
+        return timedelta(seconds=GROUP_TIMEOUT_S)
+    limit: timedelta = options._timeout
+    return limit
 
 
 def _prefix(ranks: Sequence[int]) -> str:

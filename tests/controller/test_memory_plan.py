@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +26,7 @@ from hybridrl.config import (
 from hybridrl.controller import memory_plan
 from hybridrl.controller.memory_plan import check_memory, local_room, plan_run
 from hybridrl.controller.memory_sizes import PackedRow
-from hybridrl.controller.preflight import build_recipe
+from hybridrl.controller.preflight import build_recipe, prepare
 from hybridrl.flow import Graph
 from hybridrl.models.activations import layer_activations
 from hybridrl.models.parallel import model_parameters
@@ -163,6 +164,17 @@ def test_a_run_that_cannot_fit_is_refused(tiny: str) -> None:
         "1.0 MiB of 1.0 MiB for it, and the largest phase, train actor, needs "
     )
     assert "trainer.max_tokens_per_micro_batch" in line
+
+
+def test_train_asks_the_plan_before_ranks_start(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
+) -> None:
+    config = make_config(*tiny_run, "cluster=processes", f"run.dir={tmp_path / 'run'}")
+    with (
+        mock.patch.object(memory_plan, "local_room", return_value=(2**20, 0)),
+        pytest.raises(ConfigError, match=r"cluster\.memory_check=refuse"),
+    ):
+        prepare(config)
 
 
 def test_or_gets_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ HALVES = (
         "70b on 64",
         "8b on 8, adapters",
         "8b on 1, strict",
+        "8b on 8, offload and muon",
     ),
 )
 """Every case that is cut in `make gpu-dry`, in two processes of about equal time."""

@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from itertools import product
 from typing import Any
 
@@ -311,3 +312,17 @@ def test_a_rank_of_512_creates_the_groups_that_it_is_in_and_no_other(
     assert len(created) == len({tuple(ranks) for ranks in created}) == groups
     assert all(rank in ranks for ranks in created)
     assert store.calls == 2 * groups
+
+
+def limits() -> tuple[float, float]:
+    """Seconds of the group of all ranks, which is given others than torch's, and of a new one."""
+    cpu = torch.device("cpu")
+    world = dist.group.WORLD._get_backend(cpu).options
+    before, world._timeout = world._timeout, timedelta(seconds=77)
+    group = new_group((0, 1))
+    world._timeout = before
+    return before.total_seconds(), group._get_backend(cpu).options._timeout.total_seconds()
+
+
+def test_collectives_of_every_group_have_the_time_limit_of_all_ranks(ranks) -> None:
+    assert ranks(2, limits) == [(1800.0, 77.0)] * 2
