@@ -308,11 +308,18 @@ class FinishedRun:
 
 
 @pytest.fixture(scope="session")
-def train(cluster: str, make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
+def train(
+    request: pytest.FixtureRequest, make_config: Callable[..., Config]
+) -> Callable[..., FinishedRun]:
     """`train(run_dir, *overrides)` trains on the Ray cluster that tests share."""
-    return lambda run_dir, *overrides: _train(
-        run_dir, make_config(*overrides, f"cluster.address={cluster}", f"run.dir={run_dir}")
-    )
+
+    def train(run_dir: Path, *overrides: object) -> FinishedRun:
+        address = request.getfixturevalue("cluster")  # starts at the first run
+        return _train(
+            run_dir, make_config(*overrides, f"cluster.address={address}", f"run.dir={run_dir}")
+        )
+
+    return train
 
 
 @pytest.fixture(scope="session")
