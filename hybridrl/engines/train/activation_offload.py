@@ -16,7 +16,7 @@ the copies are plain ones, so the same code runs, and saves nothing.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -106,7 +106,7 @@ class ActivationOffload:
         self._newest: _Block | None = None
         self._leaving: _Block | None = None
 
-    def apply(self, layers: Sequence[nn.Module]) -> None:
+    def apply(self, layers: Iterable[nn.Module]) -> None:
         """Have the forward passes of these consecutive layers offload what they save."""
         for number, layer in enumerate(layers):
             layer.forward = partial(self._forward, layer, layer.forward, number == 0)
@@ -210,7 +210,7 @@ class ActivationOffload:
         block.arrived = into.record_event()
 
 
-def _copy_in(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_in(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for on_device, host in copies:
         on_device.copy_(host, non_blocking=True)
 

@@ -222,7 +222,7 @@ def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: to
     offload = ActivationOffload(device) if mode is ActivationMode.offload else None
     for chunk in chunks:
         if offload is not None:
-            offload.apply(chunk.model.base_model.layers)
+            offload.apply(decoder_layers(chunk.model))
         else:
             chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
 
