@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 from torchao.optim.adam import single_param_adam
+
+from hybridrl.engines.train.adamw import local_shard
 
 
 class ShardedAdamW8bit(AdamW8bit):
@@ -33,7 +34,8 @@ class ShardedAdamW8bit(AdamW8bit):
     ) -> None:
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        local = _local(parameter.detach())
+        assert parameter.grad is not None
+        local = local_shard(parameter.detach())
         if not local.numel():
             return
         # Compiling takes seconds a shape, which a GPU's memory is worth.
@@ -41,10 +43,10 @@ class ShardedAdamW8bit(AdamW8bit):
         with torch.compiler.set_stance(stance), torch._dynamo.utils.disable_cache_limit():
             torch.compile(single_param_adam, fullgraph=True, dynamic=False)(
                 local,
-                _local(parameter.grad),
+                local_shard(parameter.grad),
                 state["step"],
-                _local(state["exp_avg"]),
-                _local(state["exp_avg_sq"]),
+                local_shard(state["exp_avg"]),
+                local_shard(state["exp_avg_sq"]),
                 None,
                 group["lr"],
                 beta1,
@@ -62,7 +64,3 @@ class ShardedAdamW8bit(AdamW8bit):
             "exp_avg": self._new_buffer(parameter, True),
             "exp_avg_sq": self._new_buffer(parameter, False),
         }
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

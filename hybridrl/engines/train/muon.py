@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
+from hybridrl.engines.train.adamw import ShardedAdamW, local_shard
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.owners import owner_layouts, restricted
@@ -118,7 +118,7 @@ class Muon(Optimizer):
         settings = {name: adamw[name] for name in ("lr", "weight_decay")}
         super().__init__([{"params": matrices, "momentum": MOMENTUM}], settings)
         # One optimizer to callers: they read and change its groups and its state.
-        self._adamw = AdamW([{"params": others}], **adamw)
+        self._adamw = ShardedAdamW([{"params": others}], **adamw)
         self._adamw.state = self.state
         self.param_groups += self._adamw.param_groups
 
@@ -132,9 +132,9 @@ class Muon(Optimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            weights.append(_local(parameter))
-            gradients.append(_local(parameter.grad))
-            momenta.append(_local(state["momentum_buffer"]))
+            weights.append(local_shard(parameter))
+            gradients.append(local_shard(parameter.grad))
+            momenta.append(local_shard(state["momentum_buffer"]))
         # Nesterov's momentum, in the place of the gradients.
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         torch._foreach_lerp_(gradients, momenta, group["momentum"])
@@ -144,7 +144,3 @@ class Muon(Optimizer):
                 lr, (*_, rows, columns) = group["lr"], parameter.shape
                 weight.mul_(1 - lr * group["weight_decay"])
                 weight.add_(updates[name], alpha=-0.2 * math.sqrt(max(rows, columns)) * lr)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridrl.config import LRSchedule, OptimConfig, OptimName
+from hybridrl.engines.train.adamw import ShardedAdamW, local_shard, moments
 from hybridrl.engines.train.muon import MatrixOwners, Muon
 
 STATE = "exp_avg", "exp_avg_sq", "momentum_buffer"
@@ -39,7 +40,7 @@ def make_optimizer(
     optimizer: Optimizer
     match config.name:
         case OptimName.adamw:
-            optimizer = AdamW(_by_mesh(parameters), **settings, fused=True)
+            optimizer = ShardedAdamW(parameters, **settings, fused=True)
         case OptimName.adamw8bit:
             from hybridrl.engines.train.adamw8bit import ShardedAdamW8bit
 
@@ -53,15 +54,6 @@ def make_optimizer(
     return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps), last)
 
 
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """A group for each mesh: one kernel does not take DTensors of several, as experts' are."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
-    return [{"params": group} for group in groups.values()]
-
-
 def allocate_state(optimizer: Optimizer, steps: int, device: torch.device) -> None:
     """The state of every parameter as zeros, after `steps` steps: for a checkpoint to fill."""
     # An optimizer with moments of its own kind makes them itself.
@@ -70,17 +62,15 @@ def allocate_state(optimizer: Optimizer, steps: int, device: torch.device) -> No
         for parameter in group["params"]:
             if zeros is not None:
                 optimizer.state[parameter] = zeros(parameter, steps)
-                continue
-            names = ["momentum_buffer"] if "momentum" in group else ["exp_avg", "exp_avg_sq"]
-            state = {name: torch.zeros_like(parameter) for name in names}
-            if "exp_avg" in state:
-                state["step"] = torch.tensor(float(steps), device=device)
-            optimizer.state[parameter] = state
+            elif "momentum" in group:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            else:
+                optimizer.state[parameter] = moments(parameter, steps, device)
 
 
 def dequantized(tensor: torch.Tensor) -> torch.Tensor:
     """Moments of 8 bits as float32 in host memory; any other tensor itself."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_shard(tensor)
     if not is_traceable_wrapper_subclass(local):
         return tensor
     values = local.dequantize().cpu()
