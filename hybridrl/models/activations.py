@@ -5,8 +5,9 @@ head's follow `linear_log_probs`, where Triton computes it; else that runs, too.
 """
 
 import copy
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import nn
@@ -40,6 +41,29 @@ class Activations(NamedTuple):
     scoring: int
 
 
+_P = ParamSpec("_P")
+
+
+def _once(
+    count: Callable[Concatenate[PretrainedConfig, int, _P], Activations],
+) -> Callable[Concatenate[PretrainedConfig, int, _P], Activations]:
+    """The same function, which counts anew only for arguments that this process has not had."""
+    known: dict[tuple[object, ...], Activations] = {}
+
+    @functools.wraps(count)
+    def call(
+        config: PretrainedConfig, tokens: int, *options: _P.args, **settings: _P.kwargs
+    ) -> Activations:
+        named = sorted((name, repr(value)) for name, value in settings.items())
+        arguments = config.to_json_string(use_diff=False), tokens, repr(options), *named
+        if arguments not in known:
+            known[arguments] = count(config, tokens, *options, **settings)
+        return known[arguments]
+
+    return call
+
+
+@_once
 def layer_activations(
     config: PretrainedConfig,
     tokens: int,
@@ -86,6 +110,7 @@ def layer_activations(
     )
 
 
+@_once
 def head_activations(
     config: PretrainedConfig,
     scored: int,

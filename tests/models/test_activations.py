@@ -1,5 +1,6 @@
 """Activations that families add: scores as a tensor, a sink's feature, a capped head."""
 
+import pytest
 import torch
 from transformers import AutoConfig
 
@@ -48,3 +49,11 @@ def test_a_heads_bias_has_a_gradient():
     """The head of Phi has a bias, that of Llama none."""
     without, with_bias = (_head(model_type=name, head_dim=None) for name in ("llama", "phi"))
     assert with_bias.backward - without.backward == 4 * VOCAB
+
+
+def test_the_same_layer_is_counted_once(monkeypatch):
+    want = _layer(Attention.torch)
+    monkeypatch.setattr("hybridrl.models.activations._count", None)
+    assert _layer(Attention.torch) is want
+    with pytest.raises(TypeError):
+        _layer(Attention.torch, hidden_size=64)
