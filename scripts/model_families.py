@@ -192,7 +192,7 @@ def _generation_problem(path: str, axis: str) -> str | None:
     pp, tp, ep = GENERATING[axis]
     mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
     engine = probe.make_engine(model.config, GenParallel.make(mesh, "cpu", ep))
-    load_buffers(engine.model, path)
+    load_buffers(engine.model, path, model.config)
     weights, parameters = model.state_dict(), engine.parameters()
     of_model = model_parameters(model.config)
     layout = gen_layout(of_model, mesh, model.config.num_hidden_layers, ep=ep)

@@ -20,7 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybridrl.checkpoint.folder import replace
 from hybridrl.config import DType
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.models.hub_names import HubNames
 from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.parallel import meta_model
+from hybridrl.models.stages import head_name
 from hybridrl.telemetry.log import logged
 
 logger = logging.getLogger(__name__)
@@ -86,19 +89,20 @@ def write_hf(
 ) -> None:
     """Write `weights` in `dtype` with the model's config and the tokenizer.
 
+    Names and shapes are those of the family's hub checkpoints (`models.hub_names`).
     The `adapter`, merged into the weights, is also written to a separate directory, in float32. In
     the same directory transformers would add it to the weights.
 
     `weights` yields every parameter of `shapes` once, in its order; `buffers` keep their dtype. A
-    hidden directory in the same
-    parent replaces `path` once it is complete; an earlier checkpoint at `path` stays until then.
-    Raises OSError with the path if anything cannot be written, and removes the hidden directory.
+    hidden directory in the same parent replaces `path` once it is complete; an earlier checkpoint
+    at `path` stays until then. Raises OSError with the path if anything cannot be written, and
+    removes the hidden directory.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
         temporary.mkdir(parents=True)
-        _write_weights(temporary, weights, _shards(shapes, dtype, max_shard_bytes), dtype, buffers)
+        _write_weights(temporary, model, weights, shapes, dtype, buffers, max_shard_bytes)
         _write_config(temporary, model, dtype)
         if adapter is not None:
             _write_adapter(temporary / "adapter", *adapter)
@@ -113,48 +117,56 @@ def write_hf(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _shards(
-    shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int
-) -> list[list[str]]:
-    """Names of each file, in order; a parameter that exceeds the bound has a separate file."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, shape in shapes.items():
-        size = shape.numel() * dtype.itemsize
-        if shards[-1] and filled + size > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
 def _write_weights(
     directory: Path,
+    model: PreTrainedModel,
     weights: Iterable[tuple[str, torch.Tensor]],
-    shards: list[list[str]],
+    shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     buffers: Mapping[str, torch.Tensor],
+    max_bytes: int,
 ) -> None:
-    stream = iter(weights)
+    hub = HubNames(meta_model(model.config, classifier=head_name(model) == "score"))
+    names = [*shapes, *buffers]
+
+    # The file of each tensor, from their shapes.
+    empty = [
+        (name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()
+    ]
+    empty += [(name, buffer.to("meta")) for name, buffer in buffers.items()]
+    shards = _shards(hub.converted(names, empty), max_bytes)
+
+    # The tensors, one file after the other.
+    on_host = ((name, tensor.to("cpu", dtype)) for name, tensor in weights)
+    stream = hub.converted(names, itertools.chain(on_host, buffers.items()))
     files: dict[str, str] = {}
     total = 0
-    for number, names in enumerate(shards, 1):
+    for number, wanted in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = "model.safetensors" if len(shards) == 1 else file
-        tensors = {}
-        for name in names:
-            got, tensor = next(stream)
-            assert got == name, f"got {got}, wanted {name}: weights and shapes differ in order"
-            tensors[name] = tensor.to("cpu", dtype).contiguous()
-        if number == len(shards):
-            tensors |= {name: buffer.contiguous() for name, buffer in buffers.items()}
+        tensors = {
+            name: tensor.contiguous() for name, tensor in itertools.islice(stream, len(wanted))
+        }
+        assert list(tensors) == wanted, "weights and shapes differ in order"
         total += sum(tensor.nbytes for tensor in tensors.values())
         files |= dict.fromkeys(tensors, file)
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> list[list[str]]:
+    """Names of each file, in order; a tensor that exceeds the bound has a separate file."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.nbytes
+    return shards
 
 
 def _write_adapter(

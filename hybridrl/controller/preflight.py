@@ -186,6 +186,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.stored_weights import check_stored
     from hybridrl.workers.actor import stop_strings
 
     model = load_config(model_path)
@@ -207,6 +208,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     engine_checks(config.rollout).check_model(config.model, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
+    check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
     data = load_data(
         config.data,

@@ -81,27 +81,13 @@ def _check_copies(config: Config, graph: Graph) -> None:
 def resolve_model_path(path: str, key: str) -> str:
     """A model's directory, absolute and with whole weights in it, or its hub name."""
     if Path(path).is_dir():
-        _check_weights(Path(path), key)
+        from hybridrl.models.weight_files import check_files
+
+        check_files(Path(path), key)
         return str(Path(path).resolve())
     if not _HUB_NAME.fullmatch(path) or path.startswith("."):
         raise ConfigError(key, path, "a directory that exists, or a hub name")
     return path
-
-
-def _check_weights(path: Path, key: str) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    if not (path / "config.json").is_file():
-        raise ConfigError(key, path, "a Hugging Face directory (no config.json in it)")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(key, path, "weights in safetensors (none in it)")
-    for file in files:
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(key, path, f"whole files ({file.name}: {error})") from error
 
 
 def _check_no_text(graph: Graph, role: str) -> None:
@@ -114,8 +100,9 @@ def _check_no_text(graph: Graph, role: str) -> None:
 def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: Any) -> None:
     from hybridrl.engines.probe import check_has_classifier, check_model
     from hybridrl.models.adapters import check_lora
-    from hybridrl.models.load import load_value_config
+    from hybridrl.models.load import absent_parameters, load_value_config
     from hybridrl.models.parallel import check_train_layout
+    from hybridrl.models.stored_weights import check_stored
     from hybridrl.rewards.model import check_reads_samples
 
     settings, name = config.value_model_of(role), VALUE_MODELS[role]
@@ -129,12 +116,14 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     check_lora(model, settings.lora, f"{name}.lora")
     if settings.path is not None:
         check_reads_samples(config, path, model, actor_path, tokenizer, key)
+    check_stored(path, model, classifier=True, zeros=absent_parameters(model), key=key)
 
 
 def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -> None:
     from hybridrl.engines.probe import check_model
     from hybridrl.models.load import is_classifier, load_config
     from hybridrl.models.parallel import check_gen_layout, num_experts
+    from hybridrl.models.stored_weights import check_stored
     from hybridrl.rewards.model import check_reads_samples
 
     key = "teacher.path"
@@ -147,6 +136,7 @@ def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -
     ep = gen.ep if num_experts(model) else 1
     check_gen_layout(model, gen.pp, gen.tp, ep)
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
+    check_stored(path, model, key=key)
 
 
 def _check_supported(model: Any, path: str, key: str) -> None:

@@ -5,7 +5,8 @@ computes W x + scaling B A x (Hu et al., arXiv 2106.09685, section 4.1). B begin
 model begins as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,9 @@ from hybridrl.models.stages import ADAPTER, head_name, plain_name
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: torch.dtype) -> Any:
-    """Add adapters to `model` and freeze its weights, converted to the dtype `frozen`.
+    """Add adapters to `model`, whose weights are on the meta device, and freeze these.
 
-    Returns peft's config of the adapters.
+    Weights get the dtype `frozen`. Returns peft's config of the adapters.
 
     The head of a sequence classifier is trained in full. The same `seed` gives the same adapters
     on all ranks; the caller's random state is unchanged. Raises
@@ -35,13 +36,34 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: to
     config = _peft_config(model, lora)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, ADAPTER)
+        with _on_cpu(model):
+            inject_adapter_in_model(config, model, ADAPTER)
     if head_name(model) == "score":
         model.score.requires_grad_(True)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
     return config
+
+
+@contextmanager
+def _on_cpu(model: PreTrainedModel) -> Iterator[None]:
+    """Within, one number on the CPU stands for each weight: peft puts adapters where weights are.
+
+    A weight that is frozen within stays so.
+    """
+    weights = [
+        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
+    ]
+    for module, name, weight in weights:
+        number = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        module._parameters[name] = nn.Parameter(number, weight.requires_grad)
+    yield
+    for module, name, weight in weights:
+        stand_in = module._parameters[name]
+        assert stand_in is not None
+        weight.requires_grad_(stand_in.requires_grad)
+        module._parameters[name] = weight
 
 
 def _peft_config(model: PreTrainedModel, lora: LoraConfig) -> Any:

@@ -1,20 +1,20 @@
-"""Loads Hugging Face decoders, from safetensors only; refuses unsupported architectures."""
+"""Makes Hugging Face decoders, without their weights; refuses unsupported architectures."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as transformers_logging
 
 from hybridrl.config import ConfigError, DType
+from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.config_json import unsupported
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.stages import prepare_training
@@ -36,47 +36,41 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
         raise ConfigError(key, path, f"a Hugging Face model ({_line(error)})") from error
 
 
-def load_causal_lm(
-    path: str, attn_implementation: str, dtype: torch.dtype = torch.float32
+def empty_causal_lm(
+    path: str, attn_implementation: str, key: str = "model.path"
 ) -> PreTrainedModel:
-    """The model at `path` on CPU in `dtype`, in training mode with dropout off.
+    """The model at `path` without its weights: parameters in float32 on the meta device.
 
-    Raises ConfigError where the weights are missing, incomplete or not in safetensors. Raises
-    ValueError for a family whose layers the engines do not compute (see `check_supported`).
+    In training mode with dropout off; buffers that the config gives are on the CPU. Raises
+    ConfigError, which names `key`, where `path` is no model. Raises ValueError for a family whose
+    layers the engines do not compute (see `check_supported`).
     """
-    config = load_config(path)
-    model, missing = _load(AutoModelForCausalLM, path, config, attn_implementation, dtype)
-    if missing:
-        raise _incomplete("model.path", path, missing)
-    return model
+    return _empty(AutoModelForCausalLM, load_config(path, key), path, attn_implementation)
 
 
-def load_value_model(
-    path: str, attn_implementation: str, dtype: torch.dtype = torch.float32, key: str = "model.path"
+def empty_value_model(
+    path: str, attn_implementation: str, key: str = "model.path"
 ) -> PreTrainedModel:
     """A value model, one number a token: a sequence classifier with a head `score` without bias.
 
-    A classifier's directory has the head. With a causal language model the head starts at zero, and
-    the vocabulary's head is dropped. So every rank starts alike without a seed, and the first
-    values are 0: the first advantages are plain returns. The first step changes the head alone; no
-    random gradient reaches the trained layers. Nothing is tied.
+    A classifier's directory has the head. With a causal language model the head starts at zero (see
+    `absent_parameters`), and the vocabulary's head is dropped. So every rank starts alike without a
+    seed, and the first values are 0: the first advantages are plain returns. The first step changes
+    the head alone; no random gradient reaches the trained layers. Nothing is tied.
 
-    Raises as `load_causal_lm` does, in the name of `key`; also for a classifier with more than one
-    label.
+    Raises as `empty_causal_lm` does; also for a classifier with more than one label.
     """
     config = load_value_config(path, key)
-    model, missing = _load(
-        AutoModelForSequenceClassification, path, config, attn_implementation, dtype, key
-    )
-    if missing == [SCORE] and not is_classifier(config):
-        nn.init.zeros_(model.score.weight)
-    elif missing:
-        raise _incomplete(key, path, missing)
-    return model
+    return _empty(AutoModelForSequenceClassification, config, path, attn_implementation)
+
+
+def absent_parameters(config: PretrainedConfig) -> tuple[str, ...]:
+    """What the weights of a value model of `config` may lack: a causal language model's head."""
+    return () if is_classifier(config) else (SCORE,)
 
 
 def load_value_config(path: str, key: str = "model.path") -> PretrainedConfig:
-    """The config of `load_value_model`; raises as that does for an unsuitable config."""
+    """The config of `empty_value_model`; raises as that does for an unsuitable config."""
     config = load_config(path, key)
     if is_classifier(config) and config.num_labels != 1:
         allowed = f"a classifier with one label (num_labels is {config.num_labels})"
@@ -95,36 +89,19 @@ SCORE = "score.weight"
 """The name of a sequence classifier's head, [labels, features]."""
 
 
-def _load(
-    auto: Any,
-    path: str,
-    config: PretrainedConfig,
-    attn_implementation: str,
-    dtype: torch.dtype,
-    key: str = "model.path",
-) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the names of the parameters that `path` lacks."""
+def _empty(
+    auto: Any, config: PretrainedConfig, path: str, attn_implementation: str
+) -> PreTrainedModel:
+    """The model as `from_pretrained` makes it, less its parameters' memory."""
     check_supported(config)
     dropouts = {name: value for name, value in config.to_dict().items() if _is_dropout(name, value)}
     for name in dropouts:  # modules read these when they are made
         setattr(config, name, 0.0)
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # one bar a rank would drown the run's own
-    try:
-        model, info = auto.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            local_files_only=Path(path).exists(),
-            output_loading_info=True,
+    config.name_or_path = path
+    with torch.device("meta"):
+        model = auto.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    except OSError as error:
-        raise ConfigError(key, path, f"a model with *.safetensors ({_line(error)})") from error
-    finally:
-        if bar:
-            transformers_logging.enable_progress_bar()
     if not model._supports_attention_backend:
         raise ValueError(
             f"model type {config.model_type}: its attention does not go through transformers'"
@@ -132,12 +109,21 @@ def _load(
         )
     for name, value in dropouts.items():  # what is saved with the weights stays
         setattr(model.config, name, value)
-    mismatched = sorted(str(name) for name in info["mismatched_keys"])
-    return prepare_training(model), sorted(info["missing_keys"]) + mismatched
+    fill_buffers(model, torch.device("cpu"))
+    if model.can_generate():
+        model.generation_config = _generation_config(path)
+    return prepare_training(model)
 
 
-def _incomplete(key: str, path: str, missing: list[str]) -> ConfigError:
-    return ConfigError(key, path, f"complete weights; missing: {', '.join(missing)}")
+def _generation_config(path: str) -> GenerationConfig:
+    """That of the directory or hub's model; where it has none, what `config.json` says of it."""
+    local = Path(path).exists()
+    try:
+        return GenerationConfig.from_pretrained(path, local_files_only=local)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            path, "config.json", local_files_only=local, _from_model_config=True
+        )
 
 
 def _is_dropout(name: str, value: object) -> bool:

@@ -11,7 +11,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
@@ -38,10 +43,11 @@ STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
 """The styles that training and generation compute."""
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights."""
+def meta_model(config: PretrainedConfig, classifier: bool = False) -> PreTrainedModel:
+    """The causal language model, or sequence classifier, without memory for its weights."""
+    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return auto.from_config(copy.deepcopy(config))
 
 
 def tp_style(config: PretrainedConfig, name: str) -> str | None:

@@ -13,8 +13,9 @@ from transformers import (
 from hybridrl.config import Config, ConfigError
 from hybridrl.engines.probe import check_model
 from hybridrl.models.load import check_supported, load_config
-from hybridrl.models.local_weights import weight_files
 from hybridrl.models.parallel import check_gen_layout, num_experts
+from hybridrl.models.stored_weights import check_stored
+from hybridrl.models.weight_files import weight_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -53,6 +54,7 @@ def check_reward_model(
     if model.num_labels != 1:
         raise refused(f"a classifier with one label (num_labels is {model.num_labels})")
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
+    check_stored(path, model, classifier=True, key=key)
 
 
 def check_reads_samples(

@@ -1,5 +1,6 @@
 """Checkpoints: readable by transformers, whole or not there."""
 
+import json
 import resource
 
 import pytest
@@ -14,9 +15,21 @@ from transformers import (
 )
 
 from hybridrl.checkpoint import hf
-from hybridrl.config import DType, ModelConfig, TrainerConfig
+from hybridrl.config import (
+    DType,
+    ModelConfig,
+    TinyModelConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.config.loss import Loss
+from hybridrl.engines.probe import random_model
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.models.tiny import make_char_tokenizer
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.models.buffers import persistent_buffers
+from hybridrl.models.shrink import shrink
+from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
+from hybridrl.models.weight_files import check_files
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -115,3 +128,87 @@ def test_full_disk_names_the_path_and_leaves_nothing(ranks, source, tmp_path):
     assert all(error and str(target) in error for error in errors), errors
     assert [file.name for file in target.parent.iterdir()] == ["step_1"]
     assert torch.equal(logits(target), logits(source)), "the earlier checkpoint is whole"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v3",
+        "minimax_m2",
+        *(
+            pytest.param(family, marks=pytest.mark.models)
+            for family in (
+                "qwen2_moe",
+                "qwen3_moe",
+                "mixtral",
+                "olmoe",
+                "glm4_moe",
+                "gpt_oss",
+                "ernie4_5_moe",
+                "granitemoe",
+                "phimoe",
+                "apertus",
+                "qwen3",
+            )
+        ),
+    ],
+)
+def test_what_is_written_is_what_transformers_would_write(family, tmp_path):
+    """Names and bits, in one file and in several; so every reader of the hub's opens it."""
+    torch.manual_seed(0)
+    model = random_model(shrink(AutoConfig.for_model(family)))
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
+    shapes = {name: tensor.shape for name, tensor in parameters.items()}
+    weights = [(name, tensor.detach()) for name, tensor in parameters.items()]
+    for folder, most in (("one", 2**30), ("several", 20_000)):
+        stream, path = iter(weights), tmp_path / folder
+        hf.write_hf(
+            path, model, stream, shapes, torch.float32, buffers=buffers, max_shard_bytes=most
+        )
+        files = sorted(path.glob("*.safetensors"))
+        assert (len(files) > 1) == (folder == "several")
+        ours = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+        if folder == "several":
+            index = json.loads((path / "model.safetensors.index.json").read_text())
+            assert index["weight_map"].keys() == ours.keys()
+            check_files(path, "model.path")
+
+
+def _save_trained(source, target, layout, ids):
+    """One update of a mixture of experts, saved; its log-probabilities of `ids`."""
+    trainer = TrainerConfig(layout=TrainLayoutConfig(**layout))
+    engine = TrainEngine(
+        str(source), model=ModelConfig(), trainer=trainer, device=torch.device("cpu")
+    )
+    sequences = [TrainSequence(ids, len(ids) - 1)]
+    engine.update(sequences, Likelihood())
+    hf.save_hf(engine, target, None)
+    return engine.log_probs(sequences)
+
+
+class Likelihood(Loss):
+    normalize, fields, needs_entropy = "token", (), False
+
+    def __call__(self, log_probs, entropy, fields):
+        return -log_probs, {}
+
+
+@pytest.mark.parametrize("layout", [{"fsdp": 2, "ep": 2}, {"fsdp": 1, "pp": 2}], ids=["ep", "pp"])
+def test_a_trained_mixture_of_experts_answers_alike_in_transformers(ranks, tmp_path, layout):
+    tiny = TinyModelConfig(num_experts=4, experts_per_token=2)
+    make_tiny_model(tmp_path / "source", tiny, seed=0)
+    ids = torch.arange(3, 19)
+    results = ranks(2, _save_trained, tmp_path / "source", tmp_path / "saved", layout, ids)
+    names = load_file(tmp_path / "saved" / "model.safetensors").keys()
+    assert names == load_file(tmp_path / "source" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    wanted = logits.gather(-1, ids[1:, None])[:, 0]
+    for (log_probs,) in results:
+        torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)

@@ -189,7 +189,7 @@ def check_decoding(model: PreTrainedModel, path: Path) -> None:
         kv_cache_tokens=0, max_sequence=48,
     )  # fmt: skip
     engine.load_weights(model.named_parameters())
-    load_buffers(engine.model, str(path))
+    load_buffers(engine.model, str(path), model.config)
     prompts = {index: sequence.ids[:-1].tolist() for index, sequence in enumerate(make_sequences())}
     for index, prompt in prompts.items():
         sampling = SamplingParams(12 + index, temperature=0.0)

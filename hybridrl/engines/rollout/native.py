@@ -138,7 +138,8 @@ class NativeEngine:
             stops=parts.stops,
             bucket_bytes=parts.bucket_bytes,
         )
-        load_buffers(engine.model, parts.model_path)  # the switch has parameters alone
+        # The switch has parameters alone.
+        load_buffers(engine.model, parts.model_path, parts.model_config)
         return engine
 
     @property

@@ -137,7 +137,7 @@ class ScoreEngine:
         """
         assert self.weights is Weights.empty, f"share: weights are {self.weights}"
         self._host = [host[name] for name, _ in self.model.named_parameters()]
-        load_buffers(self.model, path)
+        load_buffers(self.model, path, self.config)
         self._shares, self.weights = True, Weights.offloaded
         self.onload()
 

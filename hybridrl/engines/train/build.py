@@ -1,4 +1,4 @@
-"""From a whole model to this rank's part: pipeline, tensor parallel, activations, FSDP2."""
+"""From a whole model without weights to this rank's part: pipeline, tensor parallel, FSDP2."""
 
 import logging
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +37,10 @@ from hybridrl.layout.process_groups import axis_group, device_mesh, warm_up
 from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
+from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
+from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -135,9 +138,10 @@ def build(
     gen_tp: int = 1,
     gen_ep: int = 1,
 ) -> Parts:
-    """Shard `model`, replicated so far: a causal language model, or a value model.
+    """Shard `model`, on the meta device: a causal language model, or a value model.
 
-    Raises ConfigError for axes that the model does not allow, with the reason.
+    `load` gives its parts their weights. Raises ConfigError for axes that the model does not allow,
+    with the reason.
     """
     axes, config = dims.axes, model.config
     check_train_layout(config, dims.config)
@@ -162,12 +166,26 @@ def build(
     if experts is not None:
         own = [p.name for p in parameters if p.experts]
         by_name |= {name: ShardPlacementResult(shards[name], experts) for name in own}
-    # By id, without a list of the parameters: FSDP frees each whole one as it shards it.
     placements = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
         _apply_fsdp(root, dims, compute, keep_unsharded, placements, experts)
     logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)
     return Parts(parameters, adapters, layout, chunks, roots)
+
+
+def load(parts: Parts, weights: StoredWeights, device: torch.device) -> None:
+    """Give the parameters that are on the meta device memory on `device`, and this rank's boxes.
+
+    Others, which are adapters, stay.
+    """
+
+    def allocated(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    for root in parts.roots:
+        root._apply(allocated)  # as `to_empty`, but buffers have values
+    for chunk in parts.chunks:
+        fill_parameters(weights, chunk.named_parameters(), parts.layout, dist.get_rank())
 
 
 def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:

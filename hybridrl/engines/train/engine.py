@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, OptimName, TrainerConfig
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train.build import TrainDims, build, fsdp_modules
+from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
 from hybridrl.engines.train.comparison import distance_metrics
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
@@ -40,8 +39,14 @@ from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.load import TORCH_DTYPES, load_causal_lm, load_value_model
+from hybridrl.models.load import (
+    TORCH_DTYPES,
+    absent_parameters,
+    empty_causal_lm,
+    empty_value_model,
+)
 from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.stored_weights import StoredWeights
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +80,12 @@ class TrainEngine(ModelShards):
         seed: int = 0,
         key: str = "model.path",
     ) -> None:
-        """Load `model_path` on every rank of the world and keep what `trainer.layout` says.
+        """Load of `model_path`, on every rank of the world, what `trainer.layout` says.
 
         `temperature` is that of sampling: log-probabilities are those of the distribution that
         responses are drawn from. `gen_tp` and `gen_ep` are generation's, which decide along which
         dimension FSDP shards (`layout.parameters.fsdp_dim`). With `gives_values` the model
-        has a value head (`models.load.load_value_model`) and `values`, not `log_probs`; losses are
+        has a value head (`models.load.empty_value_model`) and `values`, not `log_probs`; losses are
         called with values. With `lora` of a rank above 0 adapters are trained, which `seed` draws,
         and the value head; the weights are frozen, in the compute format. Raises ConfigError for a
         model that cannot be used, naming `key`, and for axes that it cannot take. Raises ValueError
@@ -93,9 +98,9 @@ class TrainEngine(ModelShards):
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
         warm_up(self.dims.groups(), device)
 
-        # The whole model on every rank, and its adapters.
-        logger.debug("loading %s", model_path)
-        self.model = self._load(model_path, key)
+        # The whole model without its weights, and its adapters.
+        make = empty_value_model if gives_values else empty_causal_lm
+        self.model = make(model_path, NAME, key)
         shape = attention_shape(self.model.config)
         self.attention = choose_attention(model.attention, device, compute, shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -103,21 +108,25 @@ class TrainEngine(ModelShards):
         self.lora = lora if lora is not None and lora.rank else None
         self.adapter_config: Any = None
         """peft's, of a model with adapters."""
-        if self.lora is not None:
-            self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
-        self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        logger.debug("loading %s", model_path)
+        with self._stored(model_path, key) as weights:
+            weights.fill_buffers(self.model)
+            if self.lora is not None:
+                self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
+            self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-        # This rank's part: pipeline chunks, tensor parallel, activations, FSDP.
-        parts = build(
-            self.model,
-            self.dims,
-            temperature=temperature,
-            compute=compute,
-            activations=trainer.activations,
-            keep_unsharded=self._keep_unsharded,
-            gen_tp=gen_tp,
-            gen_ep=gen_ep,
-        )
+            # This rank's part: pipeline chunks, tensor parallel, activations, FSDP.
+            parts = build(
+                self.model,
+                self.dims,
+                temperature=temperature,
+                compute=compute,
+                activations=trainer.activations,
+                keep_unsharded=self._keep_unsharded,
+                gen_tp=gen_tp,
+                gen_ep=gen_ep,
+            )
+            load(parts, weights, device)
         super().__init__(parts, self.dims, device, self.lora)
         self._dropouts = self._disable_dropout()
         layers = self.model.config.num_hidden_layers
@@ -137,10 +146,10 @@ class TrainEngine(ModelShards):
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
         self.reset_optimizer(trainer.optim, steps)
 
-    def _load(self, model_path: str, key: str) -> PreTrainedModel:
-        if self.gives_values:
-            return load_value_model(model_path, NAME, key=key)
-        return load_causal_lm(model_path, NAME)
+    def _stored(self, path: str, key: str) -> StoredWeights:
+        config, values = self.model.config, self.gives_values
+        zeros = absent_parameters(config) if values else ()
+        return StoredWeights(path, config, classifier=values, zeros=zeros, key=key)
 
     def _disable_dropout(self) -> list[nn.Dropout]:
         """All dropouts, switched off; an update switches them on."""

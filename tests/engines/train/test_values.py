@@ -17,7 +17,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.models.load import load_value_model
+from hybridrl.models.load import empty_value_model
 
 LAYOUTS = {
     "one rank": ("qwen3", {}),
@@ -166,7 +166,7 @@ def test_a_language_model_becomes_a_value_model(ranks, tiny, with_returns, tmp_p
     actor = AutoModelForCausalLM.from_pretrained(path).state_dict()
     assert before.keys() == {*actor, "score.weight"} - {"lm_head.weight"}
     assert all(torch.equal(before[name], actor[name]) for name in before if name != "score.weight")
-    model = load_value_model(str(tmp_path / "saved"), "eager")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert type(model).__name__ == "Qwen3ForSequenceClassification"
     assert model.score.weight.any()
     saved = oracle(str(tmp_path / "saved"), with_returns)[2]
@@ -208,5 +208,5 @@ def test_a_classifier_of_several_labels_is_refused(tiny, tmp_path):
     config.num_labels, config.architectures = 3, None
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="wanted a classifier with one label") as raised:
-        load_value_model(str(tmp_path), "sdpa", key="critic.path")
+        empty_value_model(str(tmp_path), "sdpa", key="critic.path")
     assert raised.value.key == "critic.path"

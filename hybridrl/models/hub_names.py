@@ -1,0 +1,57 @@
+"""Tensors of a model as its hub checkpoints have them: other names, and one tensor an expert."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+
+class HubNames:
+    """transformers' conversions of `model` (`parallel.meta_model`), reversed, as it saves.
+
+    Example: a layer's `mlp.experts.gate_up_proj` becomes `mlp.experts.0.gate_proj.weight`,
+    `mlp.experts.0.up_proj.weight`, and so on.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        mapping = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
+        self._model = model
+        # transformers then looks for them once, not for each group.
+        self._model._weight_conversions = mapping or None
+        backwards = [entry.reverse_transform() for entry in reversed(mapping)]
+        self._converters = [entry for entry in backwards if isinstance(entry, WeightConverter)]
+
+    def converted(
+        self, names: Iterable[str], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors `tensors`, called `names`, under their hub names and in their hub shapes.
+
+        What one conversion takes is kept until it is there: at most a few tensors of a layer.
+        """
+        groups = self._groups(names)
+        waiting: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            waiting[name] = tensor
+            if all(other in waiting for other in groups[name]):
+                group = {other: waiting.pop(other) for other in groups[name]}
+                del tensor
+                yield from revert_weight_conversion(self._model, group).items()
+        assert not waiting, f"without the others of their conversion: {', '.join(waiting)}"
+
+    def _groups(self, names: Iterable[str]) -> Mapping[str, list[str]]:
+        """The names that are converted together, by each of them."""
+        by_key: dict[str, list[str]] = {}
+        groups = {}
+        for name in names:
+            key, pattern = rename_source_key(name, [], self._converters)
+            groups[name] = by_key.setdefault(name if pattern is None else key, [])
+            groups[name].append(name)
+        return groups

@@ -1,0 +1,85 @@
+"""The safetensors files of a model: which has which tensor, and whether all are there and whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
+
+from hybridrl.config import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def weight_files(path: str) -> dict[str, Path]:
+    """The file of each tensor of the model at `path`, a directory or a hub name.
+
+    Raises OSError if none can be read, or not what the index file says.
+    """
+    single = _optional(path, SINGLE)
+    if single is not None:  # transformers reads it first
+        with open_file(single) as opened:
+            return dict.fromkeys(opened.keys(), single)
+    index = _optional(path, INDEX)
+    if index is None:
+        raise OSError(f"{SINGLE} is missing")
+    names = _weight_map(index)
+    files = {file: _optional(path, file) for file in sorted(set(names.values()))}
+    missing = [name for name, file in files.items() if file is None]
+    if missing:
+        raise OSError(f"{INDEX} names {first_few(missing)}, not there")
+    return {name: file for name, own in names.items() if (file := files[own]) is not None}
+
+
+def open_file(file: Path) -> Any:
+    """A safetensors file, opened; raises OSError for one that is cut off or damaged."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from error
+
+
+def check_files(path: Path, key: str) -> None:
+    """Raise ConfigError, which names `key`, for a model's directory without whole weights.
+
+    Only headers are read: they tell the length of a file.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError(key, path, "a Hugging Face directory (no config.json in it)")
+    files = sorted(path.glob("*.safetensors"))
+    if not files and not (path / INDEX).is_file():
+        raise ConfigError(key, path, "weights in safetensors (none in it)")
+    try:
+        for file in files:
+            open_file(file)
+        names = weight_files(str(path))
+        for file in sorted(set(names.values())):
+            with open_file(file) as opened:
+                lacks = sorted({n for n, own in names.items() if own == file} - set(opened.keys()))
+            if lacks:
+                raise OSError(f"{INDEX} names {first_few(lacks)} in {file.name}, which lacks it")
+    except OSError as error:
+        raise ConfigError(key, path, f"whole files ({error})") from error
+
+
+def first_few(names: list[str], most: int = 8) -> str:
+    """The names in a line, or as many of them as a reader takes in."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _optional(path: str, name: str) -> Path | None:
+    """A file of a directory or of a hub's model, which is fetched once; None if it is missing."""
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"{index.name} has no weight_map ({type(error).__name__})") from error
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise OSError(f"{index.name} has no weight_map of names")
+    return names
