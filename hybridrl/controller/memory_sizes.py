@@ -1,7 +1,7 @@
 """Sizes of a run's models on the rank that has most of each: what the memory plan adds up."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,9 +127,7 @@ def train_sizes(
                 root=_gathered(placed, on_stage[0]),
                 trained_layer=_gathered(placed, trained[heaviest]) * in_layers,
                 trained_root=_gathered(placed, trained[0]),
-                parameters=total,
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
-                while_cut=_while_cut(placed, parameters, on_stage),
                 itemsize=_itemsize(config),
                 fsdp=layout.fsdp,
                 tp=layout.tp,
@@ -193,20 +191,6 @@ def _gathered(placed: Layout, shards: dict[str, int]) -> int:
     meshes = {name: placed.mesh_of(name) for name in shards}
     ranks = {name: mesh.extent("fsdp") * mesh.extent("efsdp") for name, mesh in meshes.items()}
     return sum(size * ranks[name] for name, size in shards.items())
-
-
-def _while_cut(
-    placed: Layout, parameters: Sequence[Parameter], on_stage: Sequence[Mapping[str, int]]
-) -> tuple[int, int]:
-    """As `TrainSizes.while_cut`: tp cuts one parameter after the other, in the model's order."""
-    shards = [pair for group in on_stage for pair in group.items()]
-    sizes = {name: _gathered(placed, {name: size}) for name, size in shards}
-    moments = []
-    held = 0
-    for parameter in (p for p in parameters if p.name in sizes):
-        held += sizes[parameter.name]
-        moments.append((held, math.prod(parameter.shape)))
-    return max(moments, key=sum)
 
 
 def _adapters(

@@ -6,7 +6,7 @@ model begins as it was.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,16 @@ from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import ADAPTER, head_name, plain_name
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: torch.dtype) -> Any:
-    """Add adapters to `model`, whose weights are on the meta device, and freeze these.
+def add_adapters(
+    model: PreTrainedModel,
+    lora: LoraConfig,
+    seed: int,
+    frozen: torch.dtype,
+    device: torch.device | None = None,
+) -> Any:
+    """Add adapters to `model` and freeze its weights, converted to the dtype `frozen`.
 
-    Weights get the dtype `frozen`. Returns peft's config of the adapters.
+    Adapters are where the weights are, or on `device`. Returns peft's config of the adapters.
 
     The head of a sequence classifier is trained in full. The same `seed` gives the same adapters
     on all ranks; the caller's random state is unchanged. Raises
@@ -36,7 +42,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: to
     config = _peft_config(model, lora)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with _on_cpu(model):
+        with nullcontext() if device is None else _as_if_on(device, model):
             inject_adapter_in_model(config, model, ADAPTER)
     if head_name(model) == "score":
         model.score.requires_grad_(True)
@@ -47,16 +53,15 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, frozen: to
 
 
 @contextmanager
-def _on_cpu(model: PreTrainedModel) -> Iterator[None]:
-    """Within, one number on the CPU stands for each weight: peft puts adapters where weights are.
+def _as_if_on(device: torch.device, model: PreTrainedModel) -> Iterator[None]:
+    """Within, a number on `device` stands for each weight: peft puts adapters where weights are.
 
     A weight that is frozen within stays so.
     """
-    weights = [
-        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
-    ]
+    modules = list(model.modules())
+    weights = [(m, name, p) for m in modules for name, p in m.named_parameters(recurse=False)]
     for module, name, weight in weights:
-        number = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+        number = torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape)
         module._parameters[name] = nn.Parameter(number, weight.requires_grad)
     yield
     for module, name, weight in weights:

@@ -39,7 +39,6 @@ KEYS = {
     "activations": "trainer.activations=recompute or offload, or a smaller"
     " trainer.max_tokens_per_micro_batch or rollout.max_new_tokens",
     "gradients": _SHARDS,
-    "whole model": "fewer ranks on a node, or a smaller model",
     "shards": _SHARDS,
     "whole parameters": "trainer.layout.tp",
     "generation weights": "rollout.layout.tp or .pp, or rollout.dtype=bfloat16",
@@ -71,7 +70,7 @@ class TrainSizes:
 
     `trained` and `frozen` are the rank's shards. `layer` and `root` are gathered over FSDP: one of
     `layers` layers, and the root group. `trained_layer` and `trained_root` of them get gradients.
-    `parameters` is the whole model, `largest` its largest parameter on this stage.
+    `largest` is the largest parameter on this stage.
     """
 
     trained: int
@@ -81,10 +80,7 @@ class TrainSizes:
     root: int
     trained_layer: int
     trained_root: int
-    parameters: int
     largest: int
-    while_cut: tuple[int, int]
-    """The rank's tp shards, and the whole parameter that tp cuts, when their sum is largest."""
     itemsize: int
     """Bytes of an element in the compute format."""
     fsdp: int
@@ -140,20 +136,13 @@ class TrainSizes:
         return {"gathered weights": self._gathered(2), "activations": activations}
 
     def loading(self, from_actor: bool = False) -> dict[str, int]:
-        """On a GPU while the model is built: tp cuts one parameter after the other, then FSDP.
+        """On a GPU while the model is built, which each rank gets its own boxes of.
 
-        FSDP has the whole root group there. A model that begins as the actor gets each of the
-        actor's parameters whole, one after the other.
+        A model that begins as the actor gets each of the actor's parameters whole, one after the
+        other.
         """
-        itemsize = self.itemsize if self.frozen else MASTER
-        shards, whole = self.trained + self.frozen, self.root
-        if self.tp > 1:
-            shards, whole = self.while_cut
-        built = {"shards": itemsize * shards, "whole parameters": itemsize * whole}
-        if not from_actor:
-            return built
-        copied = {"shards": MASTER * self.trained, "whole parameters": MASTER * self.largest}
-        return max(built, copied, key=lambda sizes: sum(sizes.values()))
+        shards = {"shards": MASTER * self.trained + self.itemsize * self.frozen}
+        return shards | ({"whole parameters": MASTER * self.largest} if from_actor else {})
 
     def _at_head(self) -> dict[str, int]:
         kept = self._kept_layers(1) * self.layer_activations.kept + self.ends.backward
@@ -384,8 +373,8 @@ def _stays(run: RunSizes) -> dict[str, int]:
 def _loading(run: RunSizes, device: str) -> dict[str, dict[str, int]]:
     """What building each trained model takes.
 
-    On CPUs each rank reads the whole model, and gives it up while it makes its shards. The pages of
-    the file are in memory once, and count for each rank that reads them.
+    On CPUs the pages of the weights' file are in memory once, and count for each rank that reads
+    them.
     """
     if device == "cuda":
         return {role: s.loading(role in run.from_actor) for role, s in run.trained.items()}
@@ -393,11 +382,11 @@ def _loading(run: RunSizes, device: str) -> dict[str, dict[str, int]]:
     before: dict[str, int] = {}
     for role, sizes in run.trained.items():
         own = {
-            "whole model": MASTER * sizes.parameters,
-            "weights file": FILE * sizes.parameters,
+            "float32 weights": MASTER * sizes.trained,
+            "frozen weights": sizes.itemsize * sizes.frozen,
         }
-        loading[role] = _sum(before, own)
-        before = _sum(before, {"float32 weights": MASTER * sizes.trained})
+        before = _sum(before, own)
+        loading[role] = _sum(before, {"weights file": FILE * (sizes.trained + sizes.frozen)})
     return loading
 
 

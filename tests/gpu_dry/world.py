@@ -20,13 +20,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig
 from triton.runtime.jit import JITFunction
 
 from gpu_dry.fake_device import ROOT, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
 from hybridrl.layout import process_groups
-from hybridrl.models import local_weights
+from hybridrl.models import stored_weights
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
@@ -147,26 +147,13 @@ class _Slice:
 def weights_without_values(device: FakeDevice) -> Iterator[None]:
     """Models load from a directory without weights: fake tensors in host memory."""
 
-    def from_pretrained(auto: Any, path: str, **settings: Any) -> Any:
-        with torch.device("meta"):
-            model = auto.from_config(
-                settings["config"],
-                dtype=settings["dtype"],
-                attn_implementation=settings["attn_implementation"],
-            )
-        with device.fake:
-            model = model.to_empty(device="cpu")
-            model.tie_weights()
-        missing = ["score.weight"] if hasattr(model, "score") else []
-        return model, {"missing_keys": missing, "mismatched_keys": []}
-
     inject = peft.inject_adapter_in_model
 
     def adapters_without_values(config: Any, model: Any, name: str) -> Any:
         inject(config, model, name)
         for module in model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
-                if not isinstance(parameter, FakeTensor):
+                if parameter.requires_grad and not isinstance(parameter, FakeTensor):
                     with device.fake:
                         fake = torch.nn.Parameter(torch.empty(parameter.shape))
                     setattr(module, leaf, fake)
@@ -177,13 +164,9 @@ def weights_without_values(device: FakeDevice) -> Iterator[None]:
         return dict.fromkeys(_WeightFile(file, device).shapes, file)
 
     with (
-        mock.patch.object(AutoModelForCausalLM, "from_pretrained", classmethod(from_pretrained)),
-        mock.patch.object(
-            AutoModelForSequenceClassification, "from_pretrained", classmethod(from_pretrained)
-        ),
         mock.patch.object(peft, "inject_adapter_in_model", adapters_without_values),
-        mock.patch.object(local_weights, "weight_files", names),
-        mock.patch.object(local_weights, "_open", lambda file: _WeightFile(file, device)),
+        mock.patch.object(stored_weights, "weight_files", names),
+        mock.patch.object(stored_weights, "open_file", lambda file: _WeightFile(file, device)),
     ):
         yield
 

@@ -21,9 +21,7 @@ SIZES = TrainSizes(
     root=1000,
     trained_layer=100,
     trained_root=1000,
-    parameters=1200,
     largest=500,
-    while_cut=(1300, 500),
     itemsize=2,
     fsdp=2,
     tp=1,
@@ -117,7 +115,7 @@ def test_adapters_leave_the_weights_in_the_compute_format() -> None:
 def test_gpus_offload_what_a_phase_does_not_need() -> None:
     plan = plan_memory(RUN, "cuda", capacity=400_000, reserved=1_000)
     sizes = {phase.name: dict(phase.sizes) for phase in plan.phases}
-    assert sizes["load actor"] == {"shards": 4 * 600, "whole parameters": 4 * 1000}
+    assert sizes["load actor"] == {"shards": 4 * 600}
     assert sizes["switch"] == {
         "float32 weights": 2400,
         "moments": 4800,
@@ -149,7 +147,7 @@ def test_the_cache_takes_what_is_left_and_one_sample_at_least() -> None:
 def test_cpus_keep_everything() -> None:
     plan = plan_memory(RUN, "cpu", capacity=10**9, reserved=0)
     sizes = {phase.name: phase.sizes for phase in plan.phases}
-    assert sizes["load actor"] == {"whole model": 4800, "weights file": 2400}
+    assert sizes["load actor"] == {"float32 weights": 2400, "weights file": 1200}
     stays = {"float32 weights": 2400, "moments": 4800, "scoring weights": 2400}
     for name in ("switch", "prefill", "decode", "score reference", "train actor"):
         assert stays.items() <= sizes[name].items(), name
@@ -172,8 +170,6 @@ def test_what_does_not_fit_names_the_keys_of_its_largest_sizes() -> None:
 
 
 def test_a_model_that_begins_as_the_actor_takes_its_parameters_one_by_one() -> None:
-    assert SIZES.loading() == {"shards": 4 * 600, "whole parameters": 4 * 1000}
-    assert SIZES.loading(from_actor=True) == SIZES.loading()
-    cut = replace(SIZES, tp=2, while_cut=(300, 200))
-    assert cut.loading() == {"shards": 4 * 300, "whole parameters": 4 * 200}
-    assert cut.loading(from_actor=True) == {"shards": 4 * 600, "whole parameters": 4 * 500}
+    assert SIZES.loading() == {"shards": 4 * 600}
+    copied = {"shards": 4 * 600, "whole parameters": 4 * 500}
+    assert SIZES.loading(from_actor=True) == copied

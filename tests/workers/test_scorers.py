@@ -1,6 +1,7 @@
 """Scoring roles over real processes: each rank gives and keeps the scores of its own samples."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,14 @@ Ranks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """An actor and a reward model, with weights that tell tokens apart."""
+def paths(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[str, str]:
+    """An actor and a reward model, with weights that tell tokens apart; with experts if asked."""
     root = tmp_path_factory.mktemp("models")
     actor, reward = str(root / "actor"), str(root / "reward")
-    make_tiny_model(actor, TINY, seed=0)
+    experts = getattr(request, "param", 0)
+    make_tiny_model(actor, replace(TINY, num_experts=experts, experts_per_token=2), seed=0)
     make_reward_model(reward, actor, seed=1)
     for path, auto in (
         (actor, AutoModelForCausalLM),
@@ -132,7 +136,9 @@ def score(paths: tuple[str, str], pp: int, tp: int, shares: list[list[int]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "shares"), [(1, 1, "all"), (1, 2, "one has none"), (2, 2, "some")]
+    ("paths", "pp", "tp", "shares"),
+    [(0, 1, 1, "all"), (0, 1, 2, "one has none"), (0, 2, 2, "some"), (4, 1, 2, "one has none")],
+    indirect=["paths"],
 )
 def test_every_rank_keeps_its_own(
     paths: tuple[str, str], ranks: Ranks, pp: int, tp: int, shares: str

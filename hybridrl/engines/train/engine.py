@@ -112,7 +112,9 @@ class TrainEngine(ModelShards):
         with self._stored(model_path, key) as weights:
             weights.fill_buffers(self.model)
             if self.lora is not None:
-                self.adapter_config = add_adapters(self.model, self.lora, seed, frozen=compute)
+                self.adapter_config = add_adapters(
+                    self.model, self.lora, seed, frozen=compute, device=torch.device("cpu")
+                )
             self.num_trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
             # This rank's part: pipeline chunks, tensor parallel, activations, FSDP.
