@@ -48,11 +48,13 @@ def this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Broken models, datasets and recipes, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "unweighted", "broken"):
+    for name in ("empty", "unweighted", "broken", "sharded"):
         (tmp_path / name).mkdir()
-    for name in ("unweighted", "broken"):
+    for name in ("unweighted", "broken", "sharded"):
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"cut off")
+    shard = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(shard)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a:", "answer": "b"}\n' * 20)
     (tmp_path / "none.jsonl").write_text("")
     (tmp_path / "null.jsonl").write_text('{"prompt": "a:", "answer": null}\n' * 20)
@@ -112,6 +114,11 @@ WRONG = [
     ("model.path=empty", "model.path=empty: wanted a Hugging Face directory (no config.json"),
     ("model.path=unweighted", "model.path=unweighted: wanted weights in safetensors"),
     ("model.path=broken", "model.path=broken: wanted whole files (model.safetensors: "),
+    (
+        "model.path=sharded",
+        "model.path=sharded: wanted whole files (model.safetensors.index.json names"
+        " model-00001-of-00002.safetensors, not there)",
+    ),
     ("data=jsonl", "data.sources.main.name=???: wanted a value"),
     ("data=jsonl data.sources.main.name=no.jsonl", "data.sources.main.name=no.jsonl: wanted a "),
     (

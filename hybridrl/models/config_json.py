@@ -21,6 +21,7 @@ _UNSUPPORTED_KEYS = {
     "state_size": "mamba",
     "vision_config": "images",
     "audio_config": "sound",
+    "quantization_config": "quantized weights",
 }
 """Keys of a config that only models with such parts have."""
 

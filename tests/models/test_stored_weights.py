@@ -66,6 +66,16 @@ def test_every_box_is_what_transformers_reads(family: str, tmp_path: Path) -> No
                 assert torch.equal(read(weights, name, tensor, box), tensor[box.slices()]), name
 
 
+def test_transformers_own_names_are_read_too(tmp_path: Path) -> None:
+    model = write("qwen3_moe", tmp_path / "hub")
+    model.save_pretrained(tmp_path / "own", save_original_format=False)
+    stored = load_file(tmp_path / "own" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in stored
+    with StoredWeights(str(tmp_path / "own"), model.config) as weights:
+        for name, tensor in model.named_parameters():
+            assert torch.equal(read(weights, name, tensor), tensor), name
+
+
 def test_gate_and_up_cut_in_blocks_and_padding(tmp_path: Path) -> None:
     """Two boxes of a rank, and rows after the vocabulary's last."""
     model = write("qwen3_moe", tmp_path)
