@@ -12,6 +12,7 @@ lines mean.
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -194,7 +195,7 @@ def commit() -> str:
 def open_report(options: Options, settings: Settings, machine: dict[str, Any]) -> dict[str, Any]:
     """The report so far: that of the same source and kind of machine, else a new one.
 
-    Another one is kept under a name with its time.
+    Another one is kept under a name with its time, and so is a damaged one.
     """
     kind = {name: value for name, value in machine.items() if name != "host"}
     head = {
@@ -204,17 +205,38 @@ def open_report(options: Options, settings: Settings, machine: dict[str, Any]) -
         "machine": kind,
     }
     file = options.out / "report.json"
-    report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    report = _read_report(file) if file.is_file() else {}
+    if report is None:
+        print(f"{_set_aside(file)} is damaged: the report begins anew")
+        report = {}
     if report and any(report.get(name) != value for name, value in head.items()):
-        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(file.stat().st_mtime))
-        kept = file.with_name(f"report-{written}.json")
-        os.replace(file, kept)
-        print(f"{kept} has the report of another source, model or machine")
+        print(f"{_set_aside(file)} has the report of another source, model or machine")
         report = {}
     steps = report.get("steps", {})
     forgotten = options.steps if options.fresh else ()
     kept_steps = {name: step for name, step in steps.items() if name not in forgotten}
     return head | {"commit": commit(), "steps": kept_steps}
+
+
+def _read_report(file: Path) -> dict[str, Any] | None:
+    """The report of a file; None where it is no report, or half of one."""
+    try:
+        report: dict[str, Any] = json.loads(file.read_text())
+        for step in report["steps"].values():
+            step["status"], step["figures"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return report
+
+
+def _set_aside(file: Path) -> Path:
+    """Give a file a name with its time, and a number where that is taken."""
+    written = time.strftime("%Y%m%d-%H%M%S", time.localtime(file.stat().st_mtime))
+    names = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
+    paths = (file.with_name(f"{file.stem}-{written}{name}.json") for name in names)
+    kept = next(path for path in paths if not path.exists())
+    os.replace(file, kept)
+    return kept
 
 
 def measure(

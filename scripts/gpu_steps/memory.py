@@ -13,6 +13,7 @@ from gpu_steps.sizes import Sizes, sizes_of
 from gpu_steps.steps import Settings
 from gpu_steps.training import sequences
 from hybridrl.algorithms.losses import ReinforceLoss
+from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -48,39 +49,66 @@ class PlanKeys:
     bucket_mb: float
 
 
+_NOT_PLANNED = {
+    "forward_backward": "part of update",
+    "optimizer": "part of update",
+    "offloaded": "the plan has no such phase",
+}
+
+
 def measure(settings: Settings, figures: Figures) -> None:
-    """The peaks, measured."""
+    """The peaks, measured, and what the plan says of them."""
     with one_rank(settings) as device:
-        keys, peaks = measured_peaks(settings, device)
+        config = run_config(settings)
+        keys, peaks = measured_peaks(settings, config, device)
     figures.detail("plan_keys", asdict(keys))
     figures.detail("peaks", peaks)
-    report_peaks(peaks, figures)
+    planned, reason = plan_of(config, keys)
+    if reason:
+        figures.skip("planned_peaks", reason)
+    figures.detail("planned", planned)
+    report_peaks(peaks, planned, figures)
 
 
-def report_peaks(peaks: dict[str, dict[str, int]], figures: Figures) -> None:
-    """A figure a phase: `allocated` on a GPU, `resident` on a CPU.
+def plan_of(config: Config, keys: PlanKeys) -> tuple[dict[str, int], str]:
+    """Planned bytes by phase; none where the plan needs a package that is not here, and why."""
+    try:
+        from gpu_steps.planned import planned_peaks
+    except ImportError as error:
+        return {}, f"the memory plan cannot be computed here: {error}"
+    return planned_peaks(config, keys.kv_cache_tokens, (keys.row_tokens, keys.scored_tokens)), ""
 
-    What a plan of the same `PlanKeys` predicts belongs beside it.
-    """
+
+def report_peaks(
+    peaks: dict[str, dict[str, int]], planned: dict[str, int], figures: Figures
+) -> None:
+    """A figure a phase: `allocated` on a GPU, `resident` on a CPU, beside the plan's."""
     for phase, held in peaks.items():
         size = held.get("allocated", held.get("resident", 0))
-        rest = {f"{name}_gib": round(n / 2**30, 3) for name, n in held.items()}
-        figures.add(f"peak_{phase}", size / 2**30, "GiB", **rest)
+        about: dict[str, object] = {}
+        if phase in planned:
+            about = {
+                "planned_gib": round(planned[phase] / 2**30, 3),
+                "planned_by_measured": round(planned[phase] / size, 3) if size > 0 else "nothing",
+            }
+        elif planned:
+            about = {"planned": _NOT_PLANNED[phase]}
+        about |= {f"{name}_gib": round(n / 2**30, 3) for name, n in held.items()}
+        figures.add(f"peak_{phase}", size / 2**30, "GiB", **about)
 
 
 def measured_peaks(
-    settings: Settings, device: torch.device
+    settings: Settings, config: Config, device: torch.device
 ) -> tuple[PlanKeys, dict[str, dict[str, int]]]:
-    """Bytes by phase and kind, of a rank that goes through the phases of a step in their order."""
+    """Bytes by phase and kind, of a rank that goes through a step and the next one's switch."""
     meter = PeakMeter(device)
     sizes, peaks = sizes_of(settings), {}
-    config = run_config(settings)
     rank = ActorRank(config, device)
     engine = rank.actor.train_engine
     peaks["build"] = meter.take()
 
-    rank.switch()
-    peaks["switch"] = meter.take()
+    rank.switch()  # a run's usual switch is the later one, with moments
+    meter.take()
     generate(rank, sizes, _SAMPLES)
     peaks["decode"] = meter.take()
 
@@ -96,6 +124,11 @@ def measured_peaks(
         rank.actor.update(stage, share)
         peaks["optimizer"] = meter.take()
         hook.remove()
+    in_update = peaks["forward_backward"], peaks["optimizer"]
+    peaks["update"] = {kind: max(part[kind] for part in in_update) for kind in in_update[0]}
+    rank.switch()
+    peaks["switch"] = meter.take()
+    rank.residency.enter_training()
     rank.residency.activate(None)
     meter.take()
     peaks["offloaded"] = meter.take()

@@ -105,7 +105,7 @@ def test_fresh_forgets_the_steps_that_are_asked_for(tmp_path: Path, script: Modu
         return report
 
     report = opened()
-    report["steps"] = {"flops": {"status": "done"}, "train": {"status": "done"}}
+    report["steps"] = {name: {"status": "done", "figures": []} for name in ("flops", "train")}
     (tmp_path / "report.json").write_text(json.dumps(report))
     assert opened(host="b")["steps"].keys() == {"flops", "train"}
     assert opened("--steps", "flops", "--fresh")["steps"].keys() == {"train"}
@@ -114,6 +114,62 @@ def test_fresh_forgets_the_steps_that_are_asked_for(tmp_path: Path, script: Modu
     assert not opened(gpus=[{"name": "H100"}])["steps"]
     (kept,) = tmp_path.glob("report-*.json")
     assert json.loads(kept.read_text()) == report
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"\xff\x00", lambda whole: whole[: len(whole) // 2], b"[]", b'{"steps": {"x": 1}}'],
+)
+def test_a_damaged_report_is_kept_and_begun_anew(
+    damage: Any, tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = script.Settings(**SETTINGS, folder=str(tmp_path), scratch=str(tmp_path))
+    machine = {"host": "a", "gpus": [], "versions": {"torch": "2"}}
+    options = script.parse(["--out", str(tmp_path)])
+    report = script.open_report(options, settings, machine)
+    report["steps"] = {"flops": {"status": "done", "figures": []}}
+    file = tmp_path / "report.json"
+    contents = damage if isinstance(damage, bytes) else damage(json.dumps(report).encode())
+    for number in (1, 2):  # the first one is not overwritten by the second
+        file.write_bytes(contents)
+        os.utime(file, (0, 0))
+        assert script.open_report(options, settings, machine)["steps"] == {}
+        kept = list(tmp_path.glob("report-*.json"))
+        assert [path.read_bytes() for path in kept] == [contents] * number
+        assert not file.exists()
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"(\S+report-\S+\.json is damaged: the report begins anew\n){2}", printed)
+
+
+def test_peaks_stand_beside_the_plan(tmp_path: Path, script: ModuleType) -> None:
+    from gpu_steps.figures import Figures
+    from gpu_steps.memory import report_peaks
+
+    figures = Figures(tmp_path / "step.json", "cuda")
+    gib = 2**30
+    peaks = {"update": {"allocated": 4 * gib}, "optimizer": {"allocated": gib}}
+    report_peaks(peaks, {"update": 3 * gib}, figures)
+    update, optimizer = json.loads((tmp_path / "step.json").read_text())["figures"]
+    assert (update["value"], update["unit"]) == (4.0, "GiB")
+    assert update["about"] == {
+        "planned_gib": 3.0,
+        "planned_by_measured": 0.75,
+        "allocated_gib": 4.0,
+    }
+    assert optimizer["about"] == {"planned": "part of update", "allocated_gib": 1.0}
+
+
+def test_a_plan_that_needs_what_is_not_here_is_named(
+    monkeypatch: pytest.MonkeyPatch, script: ModuleType
+) -> None:
+    from gpu_steps.memory import plan_of
+
+    monkeypatch.delitem(sys.modules, "gpu_steps.planned", raising=False)
+    monkeypatch.setitem(sys.modules, "hybridrl.controller.memory_plan", None)
+    planned, reason = plan_of(None, None)  # type: ignore[arg-type]
+    assert not planned
+    assert reason.startswith("the memory plan cannot be computed here: ")
+    assert "hybridrl.controller.memory_plan" in reason
 
 
 def test_steps_without_time_are_left_for_the_next_call(tmp_path: Path, script: ModuleType) -> None:
@@ -272,9 +328,17 @@ def test_the_whole_report_on_a_bare_machine(tmp_path: Path) -> None:
         "mfu_of_measured", "switch_1_to_1x1_s", "switch_2_to_2x1_rate", "switch_2_to_1x2_rate",
         "mismatch_mean", "mismatch_max", *(f"decode_{rows}" for rows in (1, 64, 256)),
     }  # fmt: skip
-    phases = {"build", "switch", "decode", "forward_backward", "optimizer", "offloaded"}
-    assert names >= {f"peak_{phase}" for phase in phases}
+    phases = {
+        "build", "switch", "decode", "forward_backward", "optimizer", "update", "offloaded",
+    }  # fmt: skip
+    peaks = {f["name"]: f for f in taken["memory"]["figures"]}
+    assert peaks.keys() == {f"peak_{phase}" for phase in phases}
     memory = taken["memory"]["details"]
+    assert memory["planned"].keys() == {"build", "switch", "decode", "update"}
+    for phase, size in memory["planned"].items():
+        about = peaks[f"peak_{phase}"]["about"]
+        ratio = size / memory["peaks"][phase]["resident"]
+        assert about["planned_by_measured"] == round(ratio, 3) > 0
     assert memory["peaks"].keys() == phases
     assert memory["plan_keys"]["row_tokens"] == 256
     assert memory["plan_keys"]["kv_cache_tokens"] >= 256 * 32

@@ -1,0 +1,45 @@
+"""What `hybridrl plan memory` predicts of the run whose peaks the report measures."""
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+from hybridrl.algorithms import advantages
+from hybridrl.algorithms.losses import ReinforceLoss
+from hybridrl.config import Config
+from hybridrl.controller.memory_plan import plan_run
+from hybridrl.controller.memory_sizes import PackedRow
+from hybridrl.flow import Flow, recipe
+from hybridrl.models.load import load_config
+
+PLANNED = {
+    "build": ("load actor", "load rollout engine"),
+    "switch": ("switch",),
+    "decode": ("prefill", "decode"),
+    "update": ("train actor",),
+}
+"""Phases of the report, and the plan's, of which the largest counts."""
+
+
+@recipe("report")
+def _update_alone(flow: Flow, cfg: Any) -> None:
+    """An actor that generates and trains, and no other model."""
+    samples = flow.actor.generate(flow.prompts, num_samples=1)
+    samples = flow.reward.score(samples)
+    samples = samples.by_group(advantages.group_relative)
+    flow.actor.update(samples, loss=ReinforceLoss())
+
+
+def planned_peaks(config: Config, cache_tokens: int, row: tuple[int, int]) -> dict[str, int]:
+    """Bytes by phase, for a KV cache as large as the measured one and the measured row.
+
+    `row` has the row's tokens, and those of responses.
+    """
+    config = deepcopy(config)
+    config.rollout.kv_cache_tokens = cache_tokens
+    assert config.model.path is not None
+    shape = load_config(config.model.path)
+    graph = _update_alone.build(SimpleNamespace())
+    plan = plan_run(config, graph, shape, 2**40, 0, PackedRow(*row, number=1))
+    sizes = {phase.name: phase.total for phase in plan.phases}
+    return {phase: max(sizes[name] for name in names) for phase, names in PLANNED.items()}
