@@ -1,8 +1,11 @@
 """`python -m gpu_dry`: runs cases on a fake GPU; see docs/gpu_dry.md."""
 
 from gpu_dry import fake_cuda
+from gpu_dry.cuda_lines import LineProbes
 
 fake_cuda.load()  # before torch
+probes = LineProbes()
+probes.install()  # before the package
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -13,7 +16,6 @@ from pathlib import Path  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.cases import CASES, FULL  # noqa: E402
-from gpu_dry.cuda_lines import LineTrace  # noqa: E402
 from gpu_dry.dry_run import run_case  # noqa: E402
 from gpu_dry.provoke import provoke  # noqa: E402
 
@@ -28,17 +30,17 @@ def main() -> None:
     table = FULL if options.full else CASES
 
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    device, trace = fake_device.FakeDevice(), LineTrace()
+    device = fake_device.FakeDevice()
     fake_cuda.install(lambda name: device.sync("wait"))
     fake_device.install(device)
     results = {"all": [*table], "provoked": provoke(device), "cases": {}, "memory": {}}
     for name in options.case or table:
         begun = time.process_time()
-        figures = run_case(table[name], device, trace)
+        figures = run_case(table[name], device)
         results["memory"][name] = figures.pop("memory")
         results["cases"][name] = figures
         print(f"{name}: {time.process_time() - begun:.1f} s of CPU", file=sys.stderr, flush=True)
-        results["missed"] = trace.missed()
+        results["missed"] = probes.missed()
         options.out.write_text(json.dumps(results, indent=1))  # after each: a case may fail
 
 

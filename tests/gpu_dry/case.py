@@ -55,8 +55,6 @@ class Case:
     """Whether flash-attn is installed."""
     strict: bool = False
     """Whether every sample decodes alone, and is replayed when it is resumed."""
-    traced: bool = False
-    """Whether the lines that it runs are noted, which doubles its time."""
 
     @property
     def has_several_chunks(self) -> bool:

@@ -16,13 +16,12 @@ CASES: dict[str, Case] = {
     "1.7b on 8, whole": Case(model=SMALL, ranks=8, rank=3),
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
     "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
-    "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True, traced=True),
+    "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True),
     "8b on 1, torch attention": Case(
         model="qwen3_8b",
         layers=(2, 3),
         flash=False,
         activations=ActivationMode.recompute,
-        traced=True,
     ),
     "8b on 8": Case(
         model="qwen3_8b",
@@ -41,11 +40,8 @@ CASES: dict[str, Case] = {
         gen={"tp": 2},
         activations=ActivationMode.offload,
         optim=OptimName.muon,
-        traced=True,
     ),
-    "8b on 8, adapters": Case(
-        model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True, traced=True
-    ),
+    "8b on 8, adapters": Case(model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True),
     "8b on 8, zero bubble": Case(
         model="qwen3_8b",
         layers=(4, 8),
@@ -93,9 +89,5 @@ CASES: dict[str, Case] = {
 }
 """Run by `make gpu-dry`."""
 
-FULL = {
-    name: replace(case, layers=None, traced=False)
-    for name, case in CASES.items()
-    if case.layers is not None
-}
+FULL = {name: replace(case, layers=None) for name, case in CASES.items() if case.layers is not None}
 """Run by `make gpu-dry-full`: what is cut above, at its whole depth."""

@@ -7,11 +7,10 @@ above them.
 """
 
 import ast
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import builtins
+from collections.abc import Container, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -107,39 +106,57 @@ def package_lines() -> dict[str, dict[int, str]]:
     return {path: functions for path, functions in lines.items() if functions}
 
 
-class LineTrace:
-    """The lines that need a GPU, and those that were run."""
+class LineProbes:
+    """Notes the lines that need a GPU as they are reached, in modules that are imported later.
 
-    def __init__(self) -> None:
-        self._lines = package_lines()
-        self._run: dict[str, set[int]] = {path: set() for path in self._lines}
+    A call stands before each such statement, so other lines cost nothing.
+    """
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Note every line that this thread runs in the body."""
-        sys.settrace(self._called)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
+    def __init__(self, lines: dict[str, dict[int, str]] | None = None) -> None:
+        """`lines` by path and number, with their functions: by default those of the package."""
+        self._lines = package_lines() if lines is None else lines
+        self._reached: set[tuple[str, int]] = set()
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        run = self._run.get(frame.f_code.co_filename)
-        if run is None:
-            return None
+    def install(self) -> None:
+        """Compile the modules with such lines anew, here and now; no module is in use yet."""
+        get_code = SourceFileLoader.get_code
 
-        def note(inner: FrameType, event: str, _: Any) -> Any:
-            run.add(inner.f_lineno)
-            return note
+        def probed(loader: SourceFileLoader, name: str) -> Any:
+            lines = self._lines.get(loader.path)
+            if lines is None:
+                return get_code(loader, name)
+            tree = _Probes(loader.path, lines).visit(ast.parse(loader.get_data(loader.path)))
+            return compile(ast.fix_missing_locations(tree), loader.path, "exec")
 
-        return note
+        setattr(builtins, _PROBE, lambda path, line: self._reached.add((path, line)))
+        SourceFileLoader.get_code = probed  # type: ignore[method-assign]
 
     def missed(self) -> list[str]:
         """The lines that were not run, as `file function: text`."""
         missed = []
         for path, functions in self._lines.items():
             text = Path(path).read_text().splitlines()
-            for number in sorted(functions.keys() - self._run[path]):
-                name = Path(path).relative_to(ROOT)
-                missed.append(f"{name} {functions[number]}: {text[number - 1].strip()}")
+            for number in sorted(functions):
+                if (path, number) not in self._reached:
+                    name = Path(path).relative_to(ROOT)
+                    missed.append(f"{name} {functions[number]}: {text[number - 1].strip()}")
         return missed
+
+
+_PROBE = "reached_cuda_line"
+
+
+class _Probes(ast.NodeTransformer):
+    """Puts a call before each statement of `lines`."""
+
+    def __init__(self, path: str, lines: Container[int]) -> None:
+        self._path, self._lines = path, lines
+
+    def visit(self, node: ast.AST) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node, ast.stmt) or node.lineno not in self._lines:
+            return node
+        probe = ast.parse(f"{_PROBE}({self._path!r}, {node.lineno})").body[0]
+        for inner in ast.walk(probe):
+            ast.copy_location(inner, node)
+        return [probe, node]

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from transformers import AutoTokenizer
 
 from gpu_dry.case import PROMPT_TOKENS, ROWS, SAMPLE_TOKENS, SAMPLES, Case
-from gpu_dry.cuda_lines import LineTrace
 from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.fake_files import files_without_values
 from gpu_dry.planned import planned
@@ -218,13 +217,12 @@ def _item(length: int) -> Item:
     return Item("", (3,) * length, "", (), "", {})
 
 
-def run_case(case: Case, device: FakeDevice, trace: LineTrace) -> dict[str, Any]:
+def run_case(case: Case, device: FakeDevice) -> dict[str, Any]:
     """The layers of the case's model, and what every phase of the whole model does.
 
     `memory` has the peak of each phase beside the memory plan's, in bytes, at the first depth.
     """
-    with trace.running() if case.traced else nullcontext():
-        first = run_depth(case, case.layers and case.layers[0], device)
+    first = run_depth(case, case.layers and case.layers[0], device)
     if case.layers is None:
         return first
     second = run_depth(case, case.layers[1], device, measured=False)
@@ -259,7 +257,7 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
             kernels(device, case.flash),
         ):
             stack.enter_context(surroundings)
-        # Backward on this thread, which is the one that is traced.
+        # Backward on this thread, as the fake device has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(device)
         if measured:

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridrl.models.peak_memory import PeakMemory
+from gpu_dry.shortcuts import DEVICE, FakePeakMemory, FakeResults, fake_view, no_compiler
 
 ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("hybridrl", "kernels"))
@@ -74,9 +74,14 @@ class FakeDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._results = FakeResults(self.fake)
         self.integer = 1
         self.counts = Counts()
-        self.memory = PeakMemory()
+        self.memory = FakePeakMemory()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled
 
     @contextmanager
     def phase(self, counts: dict[str, Counts], name: str) -> Iterator[Counts]:
@@ -108,20 +113,23 @@ class FakeDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is DEVICE:
+            return args[0].device
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
             return NotImplemented
-        if func.namespace == "prim":  # `x.device`
-            with self.fake:
-                return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and _is_composite(func):
             # Elsewhere autograd takes it apart before this mode sees it.
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        target = kwargs.get("device")
         fakes = FakeTensor in types
+        if fakes and _is_view(func):
+            viewed = fake_view(self.fake, func, args, kwargs)
+            if viewed is not NotImplemented:
+                return viewed
+        target = kwargs.get("device")
         if not fakes and not (target is not None and torch.device(target).type == "cuda"):
             return self._on_host(func, args, kwargs)
         name = func._overloadpacket.__name__
@@ -135,8 +143,7 @@ class FakeDevice(TorchDispatchMode):
         if name in _PRODUCTS:
             dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)}
             assert len(dtypes) == 1, f"{caller()}: {name} of {dtypes}"
-        with self.fake:
-            out = func(*args, **kwargs)
+        out = self._results.run(func, args, kwargs)
         self._count(func, name, (args, kwargs), out)
         return out
 
@@ -161,8 +168,7 @@ class FakeDevice(TorchDispatchMode):
             waits = not kwargs.get("non_blocking")
         crosses = to != source.device.type and "meta" not in (to, source.device.type)
         if not crosses:
-            with self.fake:
-                out = func(*args, **kwargs)
+            out = self._results.run(func, args, kwargs)
             self._count(func, name, args, out)
             return out
         if waits:
@@ -172,8 +178,7 @@ class FakeDevice(TorchDispatchMode):
         if to == "cpu" and name == "_to_copy" and source.numel() <= READABLE:
             dtype = kwargs.get("dtype") or source.dtype
             return torch.full(tuple(source.shape), self.plausible(dtype), dtype=dtype)
-        with self.fake:
-            return func(*args, **kwargs)
+        return self._results.run(func, args, kwargs)
 
     def _count(self, func: Any, name: str, inputs: Any, out: Any) -> None:
         tensors = [x for x in tree_leaves((inputs, out)) if isinstance(x, torch.Tensor)]
@@ -258,6 +263,7 @@ def install(device: FakeDevice) -> None:
     def numpy(self: FakeTensor) -> Any:
         raise HiddenSync(f"{caller()} wants numpy's view of {tuple(self.shape)} on {self.device}")
 
+    no_compiler()
     # `torch.tensor(..., device="cuda")` makes a CPU tensor, whose copy to the device is dispatched.
     torch._C._set_only_lift_cpu_tensors(True)
     plain: Any = torch._C.TensorBase.data

@@ -1,8 +1,13 @@
 """Which lines count as those of a GPU."""
 
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import pytest
 
-from gpu_dry.cuda_lines import cuda_lines
+from gpu_dry.cuda_lines import ROOT, cuda_lines
 
 CASES = {
     "under a test": ("if device.type == 'cuda':\n    a()\nelse:\n    b()", {"a()"}),
@@ -24,3 +29,40 @@ def test_lines_are_found(body: str, expected: set[str]) -> None:
     functions = cuda_lines("\n".join(lines))
     assert {lines[number - 1].strip() for number in functions} == expected
     assert set(functions.values()) <= {"f"}
+
+
+def test_the_lines_that_are_reached_are_noted(tmp_path: Path) -> None:
+    """In a process that imports the module with probes; what it does is the same."""
+    module = tmp_path / "probed.py"
+    module.write_text(
+        textwrap.dedent("""
+        def f(device, deep):
+            if device == "cuda":
+                a = 1
+                if deep:
+                    a = 2
+                else:
+                    a = 3
+                with open(__file__) as file:
+                    return a, __import__("sys")._getframe().f_lineno
+            return 0
+        """)
+    )
+    program = """
+        import sys
+        from gpu_dry import cuda_lines
+        cuda_lines.ROOT = cuda_lines.Path(sys.argv[1]).parent
+        text = open(sys.argv[1]).read()
+        probes = cuda_lines.LineProbes({sys.argv[1]: cuda_lines.cuda_lines(text)})
+        probes.install()
+        import probed
+        print(probed.f("cpu", True), len(probes.missed()))
+        print(probed.f("cuda", False), probes.missed())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(module)],
+        env={"PYTHONPATH": f"{ROOT / 'tests'}:{tmp_path}"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 6", "(3, 10) ['probed.py f: a = 2']"]
