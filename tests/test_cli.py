@@ -161,6 +161,7 @@ WRONG = [
     ("trainer.layout.tp=3", "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = c"),
     ("trainer.layout.fsdp=4", "trainer.layout=1 x 1 x 4 x 1: wanted pp x replicas x fsdp x tp"),
     ("trainer.layout.ep=3", "trainer.layout.ep=3: wanted a divisor of fsdp x tp = 2 x 1"),
+    ("trainer.layout.cp=3", "trainer.layout.cp=3: wanted a divisor of trainer.layout.fsdp=2"),
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
         "model=tiny_moe cluster.ranks=3 trainer.layout.ep=3",

@@ -36,7 +36,7 @@ class Grouping(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TrainLayoutConfig:
-    """Sizes of the training axes; the product of all but ep is the number of ranks."""
+    """Sizes of the training axes; the product of all but ep and cp is the number of ranks."""
 
     pp: int = bounded(1, least=1)
     """Pipeline stages."""
@@ -48,6 +48,8 @@ class TrainLayoutConfig:
     """Tensor parallelism."""
     ep: int = bounded(1, least=1)
     """Expert parallelism, over the ranks of fsdp x tp; FSDP shards experts over those left."""
+    cp: int = bounded(1, least=1)
+    """Context parallelism (Ulysses): so many ranks of fsdp share a row too long for one of them."""
     sequence_parallel: bool = False
     """Under tp, split activations between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
@@ -64,8 +66,8 @@ class TrainLayoutConfig:
     ) -> None:
         """Raise ConfigError where the product of the axes is not the number of `ranks`.
 
-        Also where ep does not divide its ranks. `key` is the place of these settings, `ranks_key`
-        that of the number.
+        Also where ep or cp does not divide its ranks. `key` is the place of these settings,
+        `ranks_key` that of the number.
         """
         if self.pp * self.replicas * self.fsdp * self.tp != ranks:
             sizes = f"{self.pp} x {self.replicas} x {self.fsdp or '?'} x {self.tp}"
@@ -74,6 +76,8 @@ class TrainLayoutConfig:
         if self.fsdp * self.tp % self.ep:
             allowed = f"a divisor of fsdp x tp = {self.fsdp} x {self.tp}"
             raise ConfigError(f"{key}.ep", self.ep, allowed)
+        if self.fsdp % self.cp:
+            raise ConfigError(f"{key}.cp", self.cp, f"a divisor of {key}.fsdp={self.fsdp}")
 
 
 @dataclass(kw_only=True, slots=True)

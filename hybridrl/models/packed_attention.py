@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface
 
 from hybridrl.config import Attention, ConfigError
 from hybridrl.models.attention_keywords import check_keywords
 from hybridrl.models.attention_shape import AttentionShape
+from hybridrl.models.ulysses import own_heads, to_heads, to_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +41,27 @@ class Packing:
 
     `blocks` holds (number of sequences, length) of each run of equal lengths. `starts` [sequences +
     1] has the first token of each sequence (int32, on the row's device) and the end, `longest` the
-    length of the longest.
+    length of the longest. The ranks of `group` share the row's tokens, if there is one.
     """
 
     implementation: Attention
     blocks: tuple[tuple[int, int], ...]
     starts: torch.Tensor
     longest: int
+    group: ProcessGroup | None = None
 
 
 def make_packing(
-    lengths: Sequence[int], implementation: Attention, device: torch.device
+    lengths: Sequence[int],
+    implementation: Attention,
+    device: torch.device,
+    group: ProcessGroup | None = None,
 ) -> Packing:
     """Describe a row of sequences of these `lengths`, which must ascend."""
     assert list(lengths) == sorted(lengths), "sequences must be packed by ascending length"
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     blocks = tuple((len(list(group)), length) for length, group in groupby(lengths))
-    return Packing(implementation, blocks, ends.to(device), lengths[-1])
+    return Packing(implementation, blocks, ends.to(device), lengths[-1], group)
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -128,11 +134,12 @@ def packed_attention(
     """Causal attention within each sequence of the row; transformers' signature.
 
     query [1, heads, tokens, head_dim], key likewise with kv_heads, and value [1, kv_heads, tokens,
-    value_dim]; the result is [1, tokens, heads, value_dim]. Dropout is never applied:
-    log-probabilities must be those of the policy that generated. `sliding_window` counts the
-    attending token itself. A `softcap` c makes c tanh(s / c) of a score s. `s_aux` [heads] are
-    attention sinks: the score, before the softmax, of a key without a value. Raises ValueError for
-    a keyword that is not computed, and for a cap together with sinks.
+    value_dim]; the result is [1, tokens, heads, value_dim]. Of a row that ranks share, tokens are
+    this rank's. Dropout is never applied: log-probabilities must be those of the policy that
+    generated. `sliding_window` counts the attending token itself. A `softcap` c makes c tanh(s / c)
+    of a score s. `s_aux` [heads] are attention sinks: the score, before the softmax, of a key
+    without a value. Raises ValueError for a keyword that is not computed, and for a cap together
+    with sinks.
     """
     check_keywords(module, kwargs)
     if softcap is not None and s_aux is not None:
@@ -140,10 +147,17 @@ def packed_attention(
     assert packing is not None, "packed attention needs the keyword `packing`"
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
     tensors = query[0], key[0], value[0]
+    if packing.group is not None:
+        tensors = to_heads(*tensors, packing.group)
+        s_aux = None if s_aux is None else own_heads(s_aux, packing.group)
     if packing.implementation is Attention.flash:
         assert s_aux is None, "flash-attn has no attention sinks"
-        return _flash(*tensors, packing, scaling, window, softcap)[None], None
-    return _torch(*tensors, packing, scaling, window, softcap, s_aux)[None], None
+        out = _flash(*tensors, packing, scaling, window, softcap)
+    else:
+        out = _torch(*tensors, packing, scaling, window, softcap, s_aux)
+    if packing.group is not None:
+        out = to_tokens(out, packing.group)
+    return out[None], None
 
 
 def _torch(

@@ -139,6 +139,7 @@ def check_train_layout(
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
+    _check(f"{key}.cp", layout.cp, _cp_allowed(config, layout.cp, layout.tp))
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:
@@ -176,6 +177,15 @@ def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
         return None
     choices = [str(n) for n in range(1, experts + 1) if experts % n == 0]
     return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
+
+
+def _cp_allowed(config: PretrainedConfig, cp: int, tp: int) -> str | None:
+    """The allowed values and the reason; None if `cp` is allowed."""
+    heads = config.num_attention_heads // (tp if cuts_heads(config) else 1)
+    if heads % cp == 0:
+        return None
+    choices = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    return f"one of {choices} (it must divide the {heads} attention heads of a rank; no ring yet)"
 
 
 def _check(key: str, value: int, allowed: str | None) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridrl.config import Attention
 from hybridrl.models.packed_attention import make_packing, packed_attention
@@ -63,6 +64,40 @@ def test_equals_scores_as_a_matrix(case, widths):
         strict=True,
     )
     for got, gradient in gradients:
+        torch.testing.assert_close(got, gradient, rtol=0, atol=1e-12)
+
+
+def _shared(case, heads, kv_heads):
+    """Of a rank with half of the row: output and gradients of its tokens, and of all sinks."""
+    inputs = [x.detach() for x in _inputs(8, 6)]
+    group = dist.group.WORLD
+    tensors = [x[:, :h] for x, h in zip(inputs, (heads, kv_heads, kv_heads), strict=False)]
+    own = [x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in tensors]
+    sinks = inputs[3][:heads].requires_grad_()
+    packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"), group)
+    passed = CASES[case] | ({"s_aux": sinks} if "s_aux" in CASES[case] else {})
+    out, _ = packed_attention(torch.nn.Module(), *own, None, scaling=0.4, packing=packing, **passed)
+    used = [*own, sinks] if "s_aux" in passed else own
+    return out.detach(), torch.autograd.grad(out, used, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_a_shared_row_equals_one_rank(ranks, case, kv_heads):
+    """Two ranks of 11 tokens, with heads of keys and values for both, or for one alone."""
+    inputs = _inputs(8, 6)
+    tensors = [inputs[0], inputs[1][:, :kv_heads], inputs[2][:, :kv_heads]]
+    packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"))
+    sinks = {"s_aux": inputs[3]} if "s_aux" in CASES[case] else {}
+    out, _ = packed_attention(
+        torch.nn.Module(), *tensors, None, scaling=0.4, packing=packing, **CASES[case] | sinks
+    )
+    want = torch.autograd.grad(out, [*tensors, *sinks.values()], torch.ones_like(out))
+    shares = ranks(2, _shared, case, HEADS, kv_heads)
+    torch.testing.assert_close(torch.cat([x for x, _ in shares], 1), out, rtol=0, atol=1e-12)
+    by_kind = zip(*(gradients for _, gradients in shares), strict=True)
+    for number, (of_ranks, gradient) in enumerate(zip(by_kind, want, strict=True)):
+        got = sum(of_ranks) if number == 3 else torch.cat(of_ranks, 2)
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-12)
 
 

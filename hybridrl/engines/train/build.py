@@ -60,6 +60,8 @@ class TrainDims:
     mesh: DeviceMesh
     replica_group: ProcessGroup
     """The ranks pp x tp, which compute the same sequences."""
+    cp_group: ProcessGroup | None
+    """The ranks that share rows too long for one of them: consecutive ones of fsdp. None for 1."""
 
     @classmethod
     def make(cls, layout: TrainLayoutConfig, ranks: int, device_type: str) -> "TrainDims":
@@ -71,11 +73,17 @@ class TrainDims:
         sizes = (axes.pp, axes.replicas, axes.fsdp, axes.tp)
         mesh = Mesh(tuple(zip(("pp", "replica", "fsdp", "tp"), sizes, strict=True)))
         groups = device_mesh(mesh, device_type), axis_group(mesh, "pp", "tp")
-        return cls(axes, layout, *groups)
+        cp_group = None
+        if layout.cp > 1:
+            outer = (("pp", axes.pp), ("replica", axes.replicas))
+            fsdp = (("block", axes.fsdp // layout.cp), ("cp", layout.cp))
+            cp_group = axis_group(Mesh((*outer, *fsdp, ("tp", axes.tp))), "cp")
+        return cls(axes, layout, *groups, cp_group)
 
     def groups(self) -> list[ProcessGroup]:
         """This rank's process groups, one an axis."""
-        return [self.mesh.get_group(axis) for axis in self.mesh.mesh_dim_names or ()]
+        groups = [self.mesh.get_group(axis) for axis in self.mesh.mesh_dim_names or ()]
+        return groups if self.cp_group is None else [*groups, self.cp_group]
 
     @property
     def schedule(self) -> PipelineSchedule:

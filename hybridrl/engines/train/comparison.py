@@ -6,6 +6,18 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.algorithms import corrections
+from hybridrl.engines.train.packed import PackedBatch
+
+
+def compare_row(log_probs: torch.Tensor, others: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Figures [9] of the distance of a row's log-probabilities [scored] from `others`.
+
+    The first of the ranks that share a row counts it, the others count nothing.
+    """
+    group = batch.packing.group
+    if group is not None and group.rank():
+        return corrections.compare(log_probs[:0], others[:0], ())
+    return corrections.compare(log_probs, others, batch.counts)
 
 
 def distance_metrics(

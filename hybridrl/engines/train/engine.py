@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, OptimName, TrainerConfig
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
-from hybridrl.engines.train.comparison import distance_metrics
+from hybridrl.engines.train.comparison import compare_row, distance_metrics
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import (
@@ -235,11 +234,11 @@ class TrainEngine(ModelShards):
     def _score(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
         """The model's score of every response token."""
         pooled, own_slice = self._replica.gather(sequences)
-        scores = [torch.zeros(0)] * len(pooled)
-        parts = [[i] for i in range(len(pooled))] if alone else self._replica.split(pooled)
-        (num_micro_batches,) = self._reduce([len(parts)], dist.ReduceOp.MAX)
-        parts = self._replica.same_number(pooled, parts, num_micro_batches)
-        batches = self._replica.pack(pooled, parts)
+        micros = self._replica.split(pooled, alone=alone)
+        (num_micro_batches,) = self._reduce([len(micros.parts)], dist.ReduceOp.MAX)
+        micros = self._replica.same_number(micros, num_micro_batches)
+        parts, batches = micros.parts, self._replica.pack(micros)
+        scores = [torch.zeros(0)] * len(micros.sequences)
         logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
         if self.pipeline is None:
             (root,) = self.roots
@@ -306,11 +305,11 @@ class TrainEngine(ModelShards):
             pad = getattr(self.model.config, "pad_token_id", None)
             sequences = [ended(sequence, pad) for sequence in sequences]
         pooled, _ = self._replica.gather(sequences)
-        parts = self._replica.split(pooled, samples_per_row)
-        totals = self._replica.totals(pooled, len(parts))
+        micros = self._replica.split(pooled, samples_per_row)
+        totals = self._replica.totals(pooled, len(micros.parts))
         longest = max_response_tokens or totals.longest
-        parts = self._replica.same_number(pooled, parts, totals.micro_batches, samples_per_row)
-        batches = self._replica.pack(pooled, parts, trained_only=True)
+        micros = self._replica.same_number(micros, totals.micro_batches, samples_per_row)
+        batches = self._replica.pack(micros, trained_only=True)
         logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         sums: dict[str, torch.Tensor] = {}
         compared: list[torch.Tensor] = []
@@ -318,7 +317,7 @@ class TrainEngine(ModelShards):
         def finish(
             number: int, log_probs: torch.Tensor, entropy: torch.Tensor | None
         ) -> torch.Tensor:
-            batch, members = batches[number], [pooled[i] for i in parts[number]]
+            batch, members = batches[number], [micros.sequences[i] for i in micros.parts[number]]
             fields = scored_fields(members, batch, loss.fields) | {"sequence": batch.sequence}
             values, metrics = loss(log_probs, entropy if loss.needs_entropy else None, fields)
             weights = token_weights(
@@ -332,10 +331,12 @@ class TrainEngine(ModelShards):
                 "loss": total.detach(),
                 "weight": weights.sum(),
             }.items():
+                if batch.num_ranks > 1:  # each of them computes the loss of the whole row
+                    value = value / batch.num_ranks
                 sums[name] = sums[name] + value if name in sums else value
             if compare:
                 others = scored_fields(members, batch, tuple(compare), missing=math.nan)
-                figures = [corrections.compare(log_probs, x, batch.counts) for x in others.values()]
+                figures = [compare_row(log_probs, x, batch) for x in others.values()]
                 compared.append(torch.stack(figures))
             return total
 

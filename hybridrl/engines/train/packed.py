@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ class PackedBatch:
     `ids` and `position_ids` [1, tokens]; `predicting` [scored] are the positions in the row whose
     hidden state predicts a scored token, `targets` [scored] those tokens. `order[i]` is the index
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
+
+    Where the ranks of `packing.group` share a row, the four tensors are this rank's. `own` is the
+    place of its scored tokens among all of the row.
     """
 
     ids: torch.Tensor
@@ -32,6 +36,12 @@ class PackedBatch:
     order: tuple[int, ...]
     counts: tuple[int, ...]
     packing: Packing
+    own: slice
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the row."""
+        return 1 if self.packing.group is None else self.packing.group.size()
 
     @property
     def sequence(self) -> torch.Tensor:
@@ -46,13 +56,15 @@ def pack(
     device: torch.device,
     trained_only: bool = False,
     total_tokens: int = 0,
+    group: ProcessGroup | None = None,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
     A row shorter than `total_tokens` is padded by a sequence with nothing to score, -1 in `order`:
     pipelines need rows of equal length. No sequences give a row of one token with nothing to score.
     A rank without work computes it to take part in the collectives, and its gradient is exactly
-    zero. Raises ValueError for a response without a token before it, or a mask of another length.
+    zero. The ranks of `group` share the row's tokens, whose number they divide. Raises ValueError
+    for a response without a token before it, or a mask of another length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
@@ -72,14 +84,24 @@ def pack(
         torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)
     )
     lengths = lengths or [1]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    places, tokens = torch.cat([empty, *predicting]), torch.cat([empty, *targets])
+    own = slice(None)
+    if group is not None:
+        size = len(ids) // group.size()
+        start = group.rank() * size
+        own = slice(*torch.searchsorted(places, torch.tensor([start, start + size])).tolist())
+        ids, positions = ids[start : start + size], positions[start : start + size]
+        places, tokens = places[own] - start, tokens[own]
     return PackedBatch(
         ids=ids[None].to(device),
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
-        predicting=torch.cat([empty, *predicting]).to(device),
-        targets=torch.cat([empty, *targets]).to(device),
+        position_ids=positions[None].to(device),
+        predicting=places.to(device),
+        targets=tokens.to(device),
         order=tuple(-1 if filler and i == len(sequences) - 1 else i for i in order),
         counts=tuple(counts),
-        packing=make_packing(lengths, attention, device),
+        packing=make_packing(lengths, attention, device, group),
+        own=own,
     )
 
 
@@ -141,10 +163,41 @@ def _field(sequence: TrainSequence, name: str, count: int, missing: float | None
     return value[sequence.mask.cpu()]
 
 
+def joined(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The values of all scored tokens of a row, from this rank's, differentiable.
+
+    All ranks of the row compute the loss of all of it, so each gets the gradient of its own.
+    """
+    group, scored = batch.packing.group, sum(batch.counts)
+    if group is None or not scored:
+        return values
+    joined_values: torch.Tensor = _Joined.apply(values, batch.own, scored, group)
+    return joined_values
+
+
+class _Joined(torch.autograd.Function):
+    """`joined`, as a sum of rows that are zero elsewhere: ranks have different numbers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, own: slice, scored: int, group: ProcessGroup
+    ) -> torch.Tensor:
+        ctx.own = own
+        row = values.new_zeros(scored)
+        row[own] = values
+        dist.all_reduce(row, group=group)
+        return row
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad[ctx.own], None, None, None
+
+
 class PackedModel(nn.Module):
     """A causal language model, or a pipeline chunk of one, over a packed row.
 
-    The last chunk's forward returns log-probabilities of the scored tokens only. The head is
+    The last chunk's forward returns log-probabilities of the scored tokens only, on ranks that
+    share a row those of all. The head is
     applied to the scored positions in chunks. So logits of the prompt are never computed, and
     logits of the response never exist all at once. Under tensor parallelism the head's rows are
     sharded over `tp_group`.
@@ -179,7 +232,7 @@ class PackedModel(nn.Module):
             return hidden
         hidden = hidden[0].index_select(0, batch.predicting)
         if self.gives_values:
-            return self._values(hidden), None
+            return joined(self._values(hidden), batch), None
         head, shard = self.model.get_output_embeddings(), None
         weight, bias = head.weight, head.bias
         if self.tp_group is not None:
@@ -187,7 +240,7 @@ class PackedModel(nn.Module):
             start = dist.get_rank(self.tp_group) * len(weight)
             rows = max(0, min(len(weight), self.model.config.vocab_size - start))
             shard = VocabShard(self.tp_group, start, rows)
-        return linear_log_probs(
+        log_probs, entropy = linear_log_probs(
             hidden,
             weight,
             batch.targets,
@@ -196,6 +249,7 @@ class PackedModel(nn.Module):
             bias=bias,
             **self._transform,
         )
+        return joined(log_probs, batch), None if entropy is None else joined(entropy, batch)
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head over hidden states [scored, features], in float32: a value is no probability."""

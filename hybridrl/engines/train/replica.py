@@ -1,11 +1,12 @@
 """The ranks of one replica of a model, and the micro-batches that they compute together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridrl.config import Attention
@@ -26,10 +27,26 @@ class UpdateTotals:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """Lists of indices into the `sequences`, each of which becomes one packed row of tokens.
+
+    The ranks of cp share the tokens of the first `shared` rows. The sequences of the others come
+    behind the replica's own.
+    """
+
+    sequences: Sequence[TrainSequence]
+    parts: list[list[int]]
+    shared: int = 0
+
+    def tokens(self, index: int) -> int:
+        """The tokens of a row."""
+        return sum(len(self.sequences[i].ids) for i in self.parts[index])
+
+
 class Replica:
     """The ranks pp x tp, which compute the same sequences, each with its shard of the model.
 
-    A micro-batch is a list of indices into the sequences, and becomes one packed row of tokens.
     All methods that communicate are collective.
     """
 
@@ -83,46 +100,78 @@ class Replica:
         return tree_unflatten(tensors, structure)
 
     def split(
-        self, sequences: Sequence[TrainSequence], samples_per_row: int = 1
-    ) -> list[list[int]]:
-        """Micro-batches of the sequences; rows of the loss stay together."""
+        self, sequences: Sequence[TrainSequence], samples_per_row: int = 1, alone: bool = False
+    ) -> MicroBatches:
+        """Micro-batches of the sequences; rows of the loss stay together.
+
+        Under cp those that are too long for a rank come first, and from all ranks that share them
+        (Zeppelin, arXiv 2509.21841). With `alone` each sequence is a separate row.
+        """
         lengths = [len(sequence.ids) for sequence in sequences]
-        return micro_batches(lengths, self.max_tokens, samples_per_row)
+        parts = micro_batches(lengths, self.max_tokens, samples_per_row)
+        if alone:
+            parts = [[i] for i in range(len(sequences))]
+        micros = MicroBatches(sequences, parts)
+        return micros if self.dims.cp_group is None else self._share(micros, self.dims.cp_group)
+
+    def _share(self, own: MicroBatches, group: ProcessGroup) -> MicroBatches:
+        long = [i for i in range(len(own.parts)) if own.tokens(i) > self.max_tokens]
+        rows = [[own.sequences[i] for i in own.parts[number]] for number in long]
+        rows_by_rank: list[Any] = [None] * group.size()
+        dist.all_gather_object(rows_by_rank, rows, group=group)
+        sequences, parts = list(own.sequences), []
+        for rank, rows in enumerate(rows_by_rank):
+            if rank == group.rank():
+                parts += [own.parts[number] for number in long]
+                continue
+            for row in rows:
+                parts.append([*range(len(sequences), len(sequences) + len(row))])
+                sequences += row
+        rest = [indices for number, indices in enumerate(own.parts) if number not in long]
+        return MicroBatches(sequences, parts + rest, len(parts))
 
     def same_number(
-        self,
-        sequences: Sequence[TrainSequence],
-        parts: list[list[int]],
-        number: int,
-        samples_per_row: int = 1,
-    ) -> list[list[int]]:
+        self, micros: MicroBatches, number: int, samples_per_row: int = 1
+    ) -> MicroBatches:
         """`number` micro-batches, the same on all ranks, or more if a pipeline needs more."""
+        shared, rest = micros.parts[: micros.shared], micros.parts[micros.shared :]
         if self.pipeline is None:
-            return parts + [[]] * (number - len(parts))
-        number = self.pipeline.num_micro_batches(number)
-        return balance([len(sequence.ids) for sequence in sequences], number, samples_per_row)
+            rest = rest + [[]] * (number - len(micros.parts))
+        else:
+            left = self.pipeline.num_micro_batches(number) - len(shared)
+            own = sorted(index for indices in rest for index in indices)
+            lengths = [len(micros.sequences[i].ids) for i in own]
+            split = balance(lengths, left, samples_per_row) if left else []
+            rest = [[own[i] for i in indices] for indices in split]
+        return replace(micros, parts=shared + rest)
 
-    def pack(
-        self,
-        sequences: Sequence[TrainSequence],
-        parts: list[list[int]],
-        trained_only: bool = False,
-    ) -> list[PackedBatch]:
+    def pack(self, micros: MicroBatches, trained_only: bool = False) -> list[PackedBatch]:
         """A row for each micro-batch, a multiple of the token shards; in a pipeline all equal."""
-        sizes = [max(1, sum(len(sequences[i].ids) for i in indices)) for indices in parts]
+        group, multiple = self.dims.cp_group, self.dims.token_parts
+        ranks = [self.dims.config.cp if i < micros.shared else 1 for i in range(len(micros.parts))]
+        # Tokens of a rank.
+        sizes = [max(1, -(-micros.tokens(i) // number)) for i, number in enumerate(ranks)]
         if self.pipeline is not None:
-            sizes = [max(sizes)] * len(sizes)
-        multiple = self.dims.token_parts
+            sizes = [self._largest(max(sizes))] * len(sizes)
         return [
             pack(
-                [sequences[i] for i in indices],
+                [micros.sequences[i] for i in indices],
                 self.attention,
                 self.device,
                 trained_only,
-                total_tokens=-(-size // multiple) * multiple,
+                total_tokens=-(-size // multiple) * multiple * number,
+                group=group if number > 1 else None,
             )
-            for indices, size in zip(parts, sizes, strict=True)
+            for indices, size, number in zip(micros.parts, sizes, ranks, strict=True)
         ]
+
+    def _largest(self, size: int) -> int:
+        """The largest `size` of the ranks that share rows."""
+        if self.dims.cp_group is None:
+            return size
+        largest = torch.tensor(size, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dims.cp_group)
+        return int(largest)
 
     def totals(self, sequences: Sequence[TrainSequence], num_micro_batches: int) -> UpdateTotals:
         """Totals over all ranks of the world; raises ValueError without a token to train on."""

@@ -101,6 +101,7 @@ def step(
     max_tokens,
     sequence_parallel=False,
     recompute=False,
+    cp=1,
 ):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
     pp, replicas, fsdp, tp, *ep = layout
@@ -117,6 +118,7 @@ def step(
                 fsdp=fsdp,
                 tp=tp,
                 ep=ep[0] if ep else 1,
+                cp=cp,
                 schedule=PipelineSchedule[schedule],
                 sequence_parallel=sequence_parallel,
             ),
@@ -125,7 +127,9 @@ def step(
         temperature=TEMPERATURE,
         gen_tp=gen_tp,
     )
-    mine = sequences[dist.get_rank() :: dist.get_world_size()]
+    mine, rows = sequences[dist.get_rank() :: dist.get_world_size()], []
+    for root in engine.roots:
+        root.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     scores = engine.log_probs(mine)
     check_layout(engine)
     if pp > 1:
@@ -139,6 +143,7 @@ def step(
 
     engine.optimizer.register_step_pre_hook(before_step)
     metrics = engine.update(mine, Surrogate())
+    assert cp == 1 or max(rows) < max(len(s.ids) for s in sequences), "no rank has the longest row"
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, local)
     for rank_gradients in gathered:
@@ -356,3 +361,24 @@ def test_fewer_experts_than_ranks_in_a_large_model(fresh_ranks, tiny, sequences)
     args = ([path], sequences, (1, 1, 4, 1, 2), "one_f_one_b", 1, 30, False, True)
     results = [result for (result,) in fresh_ranks(4, large_steps, *args)]
     check(results, oracle(path, sequences), path)
+
+
+SHARED = 8  # tokens of a rank: three of the nine sequences fit it, six are shared
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule", "cp", "sequence_parallel", "recompute"),
+    [
+        ("qwen3", (1, 1, 2, 1), "one_f_one_b", 2, False, False),
+        ("mistral", (1, 1, 4, 1), "one_f_one_b", 4, False, True),
+        ("gemma3_text", (1, 1, 4, 1), "one_f_one_b", 2, False, False),
+        ("qwen3", (1, 1, 2, 2), "one_f_one_b", 2, True, False),
+        ("qwen3", (2, 1, 2, 1), "zero_bubble", 2, False, False),
+        ("qwen3_moe", (1, 1, 4, 1, 2), "one_f_one_b", 2, False, False),
+    ],
+    ids=str,
+)
+def test_shared_rows(ranks, wanted, family, layout, schedule, cp, sequence_parallel, recompute):
+    path, sequences, want = wanted(family, True)
+    args = (layout, schedule, 1, SHARED, sequence_parallel, recompute, cp)
+    check(ranks(math.prod(layout[:4]), step, path, sequences, *args), want, path)

@@ -20,6 +20,7 @@ SPLITS = {
     "a rank without work": ([range(8), []], {}),
     "tp 2": ([range(6), range(6, 8)], {"tp": 2}),
     "pp 2": ([range(6), range(6, 8)], {"pp": 2}),
+    "cp 2": ([range(6), range(6, 8)], {"cp": 2}),
 }
 GSPO = GSPOLoss(clip_low=0.3, clip_high=0.4)
 DPO = DPOLoss(beta=0.4, label_smoothing=0.1)
@@ -74,7 +75,7 @@ def step(path, shares, loss, layout, gives_values):
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=28,
+            max_tokens_per_micro_batch=14 if "cp" in layout else 28,  # some are longer
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(**layout),
         ),

@@ -26,6 +26,7 @@ LAYOUTS = {
     "pp 2": ("qwen3", {"pp": 2}),
     "tp 2, by tokens": ("gemma3_text", {"tp": 2, "sequence_parallel": True}),
     "pp 2 x fsdp 2": ("llama", {"pp": 2, "fsdp": 2}),
+    "cp 2": ("qwen3", {"cp": 2}),
 }
 
 
@@ -70,7 +71,7 @@ def make_engine(path, layout=None, gives_values=True, **optim):
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=30,
+            max_tokens_per_micro_batch=8 if "cp" in (layout or {}) else 30,  # some are longer
             optim=OptimConfig(**settings),
             layout=TrainLayoutConfig(**(layout or {})),
         ),
