@@ -1,44 +1,135 @@
 """Assignment of samples to the ranks that train, or read, them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hybridrl.engines.train.balance import balance
+from hybridrl.config import VALUE_MODELS, Config, TrainLayoutConfig
+from hybridrl.engines.train.balance import SequenceCost, balance
+from hybridrl.flow import Graph
 from hybridrl.flow.sample import Sample
 
-# Moving samples costs a few milliseconds a step; below this surplus of the fullest rank's tokens
+BY_TOKENS = SequenceCost()
+
+# Moving samples costs a few milliseconds a step; below this surplus of the busiest rank's work
 # over the mean they train where they were made.
 _TOLERATED_IMBALANCE = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What samples cost the ranks of a role: by lengths alone, so a batch has one split.
+
+    `blocks` has, for each rank, the ranks that share its rows of more than `max_tokens`: each of
+    them costs all of its block alike. Without blocks none is shared. Example: the blocks of fsdp 4
+    with cp 2 are (0, 1), (0, 1), (2, 3), (2, 3).
+    """
+
+    cost: SequenceCost = BY_TOKENS
+    max_tokens: int = 0
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, layout: TrainLayoutConfig, max_tokens: int, cost: SequenceCost) -> "RankWork":
+        """That of a trained role, whose layout is resolved."""
+        if layout.cp == 1:
+            return cls(cost)
+        ranks = range(layout.pp * layout.replicas * layout.fsdp * layout.tp)
+        # The stages and tp ranks of a replica pool their sequences, so they are of its block.
+        block_of = [
+            (rank // (layout.tp * layout.fsdp) % layout.replicas,
+             rank // layout.tp % layout.fsdp // layout.cp)
+            for rank in ranks
+        ]  # fmt: skip
+        blocks = {own: tuple(r for r in ranks if block_of[r] == own) for own in set(block_of)}
+        return cls(cost, max_tokens, tuple(blocks[own] for own in block_of))
+
+    def sharers(self, row: Sequence[Sample], rank: int) -> Sequence[int]:
+        """The ranks that compute a row which is on `rank`."""
+        return self.blocks[rank] if self.is_shared(row) else [rank]
+
+    def is_shared(self, row: Sequence[Sample]) -> bool:
+        """Whether a block of ranks computes the row."""
+        return bool(self.blocks) and sum(sample.tokens for sample in row) > self.max_tokens
+
+    def costs(self, rows: Sequence[Sequence[Sample]]) -> list[int]:
+        """The cost of each row: that of its samples, each of which attends to itself alone."""
+        return [sum(self.cost(sample.tokens) for sample in row) for row in rows]
+
+
+UNKNOWN_WORK = RankWork()
+"""Of a role whose ranks do not share rows, by tokens."""
+
+
+def work_of_roles(config: Config, graph: Graph, model_path: str) -> dict[str, RankWork]:
+    """The work of each role that is trained, by the operations of its model."""
+    from hybridrl.models.flops import forward_flops
+    from hybridrl.models.load import load_config
+
+    budget = config.trainer.max_tokens_per_micro_batch
+    actor = SequenceCost(*forward_flops(load_config(model_path)))
+    works = {"actor": RankWork.of(config.trainer.layout, budget, actor)}
+    for role in VALUE_MODELS:
+        if role in graph.learned:
+            settings, cost = config.value_model_of(role), actor
+            if settings.path is not None:
+                cost = SequenceCost(*forward_flops(load_config(settings.path)))
+            works[role] = RankWork.of(settings.layout, budget, cost)
+    return works
+
+
 def assign_ranks(
-    samples: Sequence[Sample], num_ranks: int, samples_per_row: int = 1, move: bool = False
+    samples: Sequence[Sample],
+    num_ranks: int,
+    samples_per_row: int = 1,
+    move: bool = False,
+    work: RankWork = UNKNOWN_WORK,
 ) -> list[int]:
-    """The rank that trains each sample: its present rank if that is balanced, else by tokens.
+    """The rank that trains each sample: its present rank if that is balanced, else by `work`.
 
     `samples_per_row` consecutive samples stay together. Depends on lengths and present ranks only,
     never on time; with `move` on lengths alone.
     """
     here = [sample.rank for sample in samples]
-    loads = [0] * num_ranks
-    for sample in samples:
-        loads[sample.rank] += sample.tokens
-    together = all(
-        len(set(here[i : i + samples_per_row])) == 1 for i in range(0, len(here), samples_per_row)
-    )
-    if not move and together and max(loads) <= (1 + _TOLERATED_IMBALANCE) * sum(loads) / num_ranks:
-        return here
-    return deal(samples, num_ranks, samples_per_row)
+    rows = _rows(samples, samples_per_row)
+    together = all(len({sample.rank for sample in row}) == 1 for row in rows)
+    if not move and together:
+        loads = [0.0] * num_ranks
+        for row, cost in zip(rows, work.costs(rows), strict=True):
+            sharers = work.sharers(row, row[0].rank)
+            for rank in sharers:
+                loads[rank] += cost / len(sharers)
+        if max(loads) <= (1 + _TOLERATED_IMBALANCE) * sum(loads) / num_ranks:
+            return here
+    return deal(samples, num_ranks, samples_per_row, work)
 
 
-def deal(samples: Sequence[Sample], num_ranks: int, samples_per_row: int = 1) -> list[int]:
-    """The rank that gets each sample, by tokens; `samples_per_row` in a row stay together."""
-    rows = [samples[i : i + samples_per_row] for i in range(0, len(samples), samples_per_row)]
-    rows_by_rank = balance([sum(s.tokens for s in group) for group in rows], num_ranks)
-    ranks = [0] * len(samples)
-    for rank, indices in enumerate(rows_by_rank):
-        for index in indices:
-            for i in range(
-                index * samples_per_row, min((index + 1) * samples_per_row, len(samples))
-            ):
-                ranks[i] = rank
-    return ranks
+def deal(
+    samples: Sequence[Sample],
+    num_ranks: int,
+    samples_per_row: int = 1,
+    work: RankWork = UNKNOWN_WORK,
+) -> list[int]:
+    """The rank that gets each sample, by `work`; `samples_per_row` in a row stay together.
+
+    Shared rows are spread over blocks of ranks, then the others over what these leave.
+    """
+    rows = _rows(samples, samples_per_row)
+    costs, ranks_of_rows, loads = work.costs(rows), [0] * len(rows), [0] * num_ranks
+    shared = [i for i, row in enumerate(rows) if work.is_shared(row)]
+    blocks = list(dict.fromkeys(work.blocks)) if shared else []
+    rows_by_block = balance([costs[i] for i in shared], len(blocks)) if shared else []
+    for block, numbers in zip(blocks, rows_by_block, strict=True):
+        for place, number in enumerate(numbers):
+            ranks_of_rows[shared[number]] = block[place % len(block)]
+        for rank in block:
+            loads[rank] = sum(costs[shared[number]] for number in numbers) // len(block)
+    alone = [i for i, row in enumerate(rows) if not work.is_shared(row)]
+    for rank, numbers in enumerate(balance([costs[i] for i in alone], num_ranks, loads=loads)):
+        for number in numbers:
+            ranks_of_rows[alone[number]] = rank
+    return [ranks_of_rows[i // samples_per_row] for i in range(len(samples))]
+
+
+def _rows(samples: Sequence[Sample], samples_per_row: int) -> list[Sequence[Sample]]:
+    """Consecutive samples that stay together."""
+    return [samples[i : i + samples_per_row] for i in range(0, len(samples), samples_per_row)]

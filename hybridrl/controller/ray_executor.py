@@ -5,11 +5,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from hybridrl.config import Config
 from hybridrl.controller.async_calls import Calling, EventCalls, Rounds, answers_of, single
-from hybridrl.controller.load_balance import assign_ranks, deal
+from hybridrl.controller.load_balance import UNKNOWN_WORK, RankWork, assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
@@ -42,7 +43,8 @@ class Abandoned(Exception):
 class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
-    `on_switch` is called at every weight switch with its cost on each rank. An instance of
+    `on_switch` is called at every weight switch with its cost on each rank. `works` says by role
+    what training on samples costs, so how they are spread. An instance of
     several ranks gets every call on all of them; their answers become one event. A rank that dies
     ends the run (`WorkerError`), since its training shard is gone, so there is never a
     `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
@@ -58,8 +60,10 @@ class RayExecutor:
         group: WorkerGroup,
         config: Config,
         on_switch: Callable[[list[SwitchStats]], None],
+        works: Mapping[str, RankWork] = MappingProxyType({}),
     ) -> None:
         self.group, self.config, self.on_switch = group, config, on_switch
+        self._works = works
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
@@ -91,6 +95,10 @@ class RayExecutor:
 
     def _pool(self, stage: Stage) -> Pool:
         return self.group.pools[pool_of(stage, self.config)]
+
+    def _work(self, stage: Stage) -> RankWork:
+        """What samples cost a stage's ranks; by tokens for a role that is not trained."""
+        return self._works.get(stage.role or "", UNKNOWN_WORK)
 
     def has_passes(self, graph: Graph) -> bool:
         """Whether samples of `graph` may move, since spare instances run forward passes."""
@@ -180,7 +188,7 @@ class RayExecutor:
     def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
         """Export copies to the stage's pool, compute there, and import the new tensors at home."""
         ranks = self._pool(stage).ranks
-        receivers = [ranks[i] for i in deal(samples, len(ranks))]
+        receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
         fields = {name for name in stage.inputs if name in samples[0].tensors}
         parcels = yield from self._export_copies(samples, receivers, fields)
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
@@ -291,19 +299,21 @@ class RayExecutor:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
 
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Spread the samples by tokens, move or copy those of other ranks, and train."""
+        """Spread the samples by their work, move or copy those of other ranks, and train."""
         self.may_abandon = False
         logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         self._rounds.begin(self._update(stage, samples))
 
     def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> EventCalls:
         pool = self._pool(stage)
-        samples_per_row = stage.samples_per_row
+        samples_per_row, work = stage.samples_per_row, self._work(stage)
         if pool is self.group.home:
-            ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move=self.config.strict)
+            move = self.config.strict
+            ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move, work)
             parcels = yield from self._move(samples, ranks)
         else:
-            ranks = [pool.ranks[i] for i in deal(samples, len(pool.ranks), samples_per_row)]
+            places = deal(samples, len(pool.ranks), samples_per_row, work)
+            ranks = [pool.ranks[i] for i in places]
             common = set.intersection(*(sample.tensors for sample in samples))
             fields = common & {*stage.inputs, *self._fields_of_role[stage.role or ""]}
             parcels = yield from self._export_copies(samples, ranks, fields)

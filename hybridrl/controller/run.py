@@ -17,6 +17,7 @@ from hybridrl.config import Config
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin, find_origin
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graph
+from hybridrl.controller.load_balance import work_of_roles
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
@@ -151,7 +152,8 @@ class Run:
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
-        self.executor = RayExecutor(self.group, config, self.records.on_switch)
+        works = work_of_roles(config, prepared.graph, prepared.model_path)
+        self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # prompts, and held-out evaluation
         self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
         evaluation = evaluation_graph(prepared.graph, config.eval.num_samples)

@@ -7,22 +7,46 @@ the same lengths give the same parts. No micro-batch exceeds the bound unless it
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
-def balance(lengths: Sequence[int], num_parts: int, samples_per_row: int = 1) -> list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """A sequence of n tokens costs `per_token` n + `per_pair` n^2, in whole numbers.
+
+    So sums are exact. Example: (1, 0) counts tokens.
+    """
+
+    per_token: int = 1
+    per_pair: int = 0
+
+    def __call__(self, tokens: int) -> int:
+        """The cost of a sequence of so many tokens."""
+        return self.per_token * tokens + self.per_pair * tokens**2
+
+
+def balance(
+    lengths: Sequence[int],
+    num_parts: int,
+    samples_per_row: int = 1,
+    loads: Sequence[int] = (),
+) -> list[list[int]]:
     """Split indices into `num_parts` parts of nearly equal total length, without splitting rows.
 
     Longest first, each to the part that is lightest so far (LPT, Graham 1969: at most 4/3 of the
     best heaviest part; far closer with many sequences a part). Parts may be empty if there are
-    fewer sequences than parts. Raises ValueError for less than one part, and for an incomplete row.
+    fewer sequences than parts. `loads` are what the parts have already, by default nothing. Lengths
+    may be costs. Raises ValueError for less than one part, and for an incomplete row.
     """
     if samples_per_row > 1:
-        return _unfold(balance(_fold(lengths, samples_per_row), num_parts), samples_per_row)
+        rows = balance(_fold(lengths, samples_per_row), num_parts, loads=loads)
+        return _unfold(rows, samples_per_row)
     if num_parts < 1:
         raise ValueError(f"num_parts={num_parts}: wanted 1 or more")
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     # Ties go to the part with fewer sequences, then to the first.
-    heap = [(0, 0, i) for i in range(num_parts)]
+    heap = [(load, 0, i) for i, load in enumerate(loads or [0] * num_parts)]
+    heapq.heapify(heap)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         total, count, lightest = heapq.heappop(heap)
         parts[lightest].append(index)
