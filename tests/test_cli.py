@@ -162,6 +162,18 @@ WRONG = [
     ("trainer.layout.fsdp=4", "trainer.layout=1 x 1 x 4 x 1: wanted pp x replicas x fsdp x tp"),
     ("trainer.layout.ep=3", "trainer.layout.ep=3: wanted a divisor of fsdp x tp = 2 x 1"),
     ("trainer.layout.cp=3", "trainer.layout.cp=3: wanted a divisor of trainer.layout.fsdp=2"),
+    (
+        "trainer.chunk_tokens=9000",
+        "trainer.chunk_tokens=9000: wanted at most trainer.max_tokens_per_micro_batch=8192",
+    ),
+    (
+        "trainer.chunk_tokens=64 trainer.layout.pp=2",
+        "trainer.chunk_tokens=64: wanted 0 with trainer.layout.pp=2",
+    ),
+    (
+        "trainer.chunk_tokens=64 actor.lora.rank=4 actor.lora.dropout=0.1",
+        "trainer.chunk_tokens=64: wanted 0 with actor.lora.dropout=0.1",
+    ),
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
         "model=tiny_moe cluster.ranks=3 trainer.layout.ep=3",

@@ -159,6 +159,7 @@ class Config:
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
+        self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
         if not self.split:  # else those that the recipe has, once it is known
             for role in VALUE_MODELS:
                 self.check_value_model(role)
@@ -213,7 +214,21 @@ class Config:
     def check_value_model(self, role: str) -> None:
         """Raise ConfigError where a value model does not fit the ranks of its pool."""
         ranks, ranks_key = self.ranks_of(self.value_pool), self.cluster.pool_key(self.value_pool)
-        self.value_model_of(role).check(ranks, VALUE_MODELS[role], ranks_key)
+        settings, name = self.value_model_of(role), VALUE_MODELS[role]
+        settings.check(ranks, name, ranks_key)
+        self._check_chunks(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
+
+    def _check_chunks(
+        self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
+    ) -> None:
+        """Raise ConfigError where a model cannot be trained in chunks."""
+        chunk = self.trainer.chunk_tokens
+        if chunk and layout.pp > 1:
+            raise ConfigError("trainer.chunk_tokens", chunk, f"0 with {layout_key}.pp={layout.pp}")
+        if chunk and lora.rank and lora.dropout:  # a chunk's second pass would drop other inputs
+            raise ConfigError(
+                "trainer.chunk_tokens", chunk, f"0 with {lora_key}.dropout={lora.dropout}"
+            )
 
     def ranks_of(self, pool: str) -> int:
         """The number of ranks of a pool."""

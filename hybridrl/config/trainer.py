@@ -82,6 +82,9 @@ class TrainerConfig:
     """Passes over an iteration's samples."""
     max_tokens_per_micro_batch: int = bounded(8192, least=1)
     """Most tokens of one forward and backward pass on a rank."""
+    chunk_tokens: int = bounded(0, least=0)
+    """Tokens of a pass on a rank over a sequence that is longer than a micro-batch, which is then
+    trained in chunks, backward in reverse; 0 trains it whole."""
     activations: ActivationMode = ActivationMode.keep
     """What happens to the activations of decoder layers until the backward pass."""
     max_bad_steps: int = bounded(3, least=1)
@@ -99,7 +102,15 @@ class TrainerConfig:
     """Sharding of the weights in training."""
 
     def check(self) -> None:
-        """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer."""
+        """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer.
+
+        Also for chunks that are larger than a micro-batch.
+        """
+        if self.chunk_tokens > self.max_tokens_per_micro_batch:
+            allowed = (
+                f"at most trainer.max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"
+            )
+            raise ConfigError("trainer.chunk_tokens", self.chunk_tokens, allowed)
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")

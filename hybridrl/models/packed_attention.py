@@ -14,7 +14,7 @@ Where scores are capped, torch's kernels do not serve: that block's scores exist
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from hybridrl.config import Attention, ConfigError
 from hybridrl.models.attention_keywords import check_keywords
 from hybridrl.models.attention_shape import AttentionShape
+from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.ulysses import own_heads, to_heads, to_tokens
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ class Packing:
     `blocks` holds (number of sequences, length) of each run of equal lengths. `starts` [sequences +
     1] has the first token of each sequence (int32, on the row's device) and the end, `longest` the
     length of the longest. The ranks of `group` share the row's tokens, if there is one.
+
+    A row that is a `chunk` has tokens of one sequence. Then `key_starts` and `longest` count its
+    earlier tokens, too.
     """
 
     implementation: Attention
@@ -49,6 +53,8 @@ class Packing:
     starts: torch.Tensor
     longest: int
     group: ProcessGroup | None = None
+    chunk: ChunkKeys | None = None
+    key_starts: torch.Tensor | None = None
 
 
 def make_packing(
@@ -62,6 +68,20 @@ def make_packing(
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     blocks = tuple((len(list(group)), length) for length, group in groupby(lengths))
     return Packing(implementation, blocks, ends.to(device), lengths[-1], group)
+
+
+def make_chunk_packing(
+    earlier: int,
+    tokens: int,
+    chunk: ChunkKeys,
+    implementation: Attention,
+    device: torch.device,
+    group: ProcessGroup | None = None,
+) -> Packing:
+    """Describe a row of `tokens` of a sequence, of which `earlier` ones came in earlier rows."""
+    packing = make_packing([tokens], implementation, device, group)
+    starts = torch.tensor([0, earlier + tokens], dtype=torch.int32, device=device)
+    return replace(packing, longest=earlier + tokens, chunk=chunk, key_starts=starts)
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -150,11 +170,17 @@ def packed_attention(
     if packing.group is not None:
         tensors = to_heads(*tensors, packing.group)
         s_aux = None if s_aux is None else own_heads(s_aux, packing.group)
-    if packing.implementation is Attention.flash:
-        assert s_aux is None, "flash-attn has no attention sinks"
-        out = _flash(*tensors, packing, scaling, window, softcap)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if packing.implementation is Attention.flash:
+            assert s_aux is None, "flash-attn has no attention sinks"
+            return _flash(q, k, v, packing, scaling, window, softcap)
+        return _torch(q, k, v, packing, scaling, window, softcap, s_aux)
+
+    if packing.chunk is not None:
+        out = packing.chunk.attend(module, *tensors, attend)
     else:
-        out = _torch(*tensors, packing, scaling, window, softcap, s_aux)
+        out = attend(*tensors)
     if packing.group is not None:
         out = to_tokens(out, packing.group)
     return out[None], None
@@ -178,17 +204,21 @@ def _torch(
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
     groups = query.shape[0] // key.shape[0]
     sizes = [count * length for count, length in packing.blocks]
+    earlier = key.shape[1] - query.shape[1]  # of a chunk, which is one block
     outputs = []
     # One split, not slices: the backward of a slice would write zeros for the whole row.
-    rows = zip(query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), strict=True)
+    of_keys = [size + earlier for size in sizes]
+    rows = zip(query.split(sizes, 1), key.split(of_keys, 1), value.split(of_keys, 1), strict=True)
     for (count, length), (q, k, v) in zip(packing.blocks, rows, strict=True):
-        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+        q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in (q, k, v))
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         mask = None
-        if window is not None and length > window:
-            near = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            mask = near.tril().triu(1 - window)
+        cuts = window if window is not None and length + earlier > window else None
+        if cuts is not None or earlier:
+            near = torch.ones(length, length + earlier, dtype=torch.bool, device=q.device)
+            mask = near.tril(earlier)
+            mask = mask if cuts is None else mask.triu(earlier + 1 - cuts)
         if softcap is not None:
             out = capped_attention(q, k, v, mask, scaling, softcap)
         elif sinks is not None:
@@ -283,7 +313,7 @@ def _flash(
     out = flash_attn_varlen_func(
         *(x.transpose(0, 1) for x in (query, key, value)),
         cu_seqlens_q=packing.starts,
-        cu_seqlens_k=packing.starts,
+        cu_seqlens_k=packing.starts if packing.key_starts is None else packing.key_starts,
         max_seqlen_q=packing.longest,
         max_seqlen_k=packing.longest,
         softmax_scale=scaling,

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.config import Attention
-from hybridrl.models.packed_attention import make_packing, packed_attention
+from hybridrl.models.chunk_keys import ChunkKeys
+from hybridrl.models.packed_attention import make_chunk_packing, make_packing, packed_attention
 
 LENGTHS, HEADS, KV_HEADS = [3, 5, 5, 9], 4, 2
 TOKENS = sum(LENGTHS)
@@ -99,6 +100,66 @@ def test_a_shared_row_equals_one_rank(ranks, case, kv_heads):
     for number, (of_ranks, gradient) in enumerate(zip(by_kind, want, strict=True)):
         got = sum(of_ranks) if number == 3 else torch.cat(of_ranks, 2)
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_equal_the_whole_sequence(case):
+    """Of 9, 9 and 4 tokens: backward in reverse, with the keys and values of earlier passes."""
+    inputs, keywords = _inputs(8, 6), CASES[case]
+    keywords = keywords | ({"s_aux": inputs[3]} if "s_aux" in keywords else {})
+    whole = make_packing([TOKENS], Attention.torch, torch.device("cpu"))
+    out, _ = packed_attention(
+        torch.nn.Module(), *inputs[:3], None, scaling=0.4, packing=whole, **keywords
+    )
+    weight = torch.randn_like(out)
+    used = inputs if "s_aux" in CASES[case] else inputs[:3]
+    want = torch.autograd.grad(out, used, weight)
+
+    module, keys, rows = torch.nn.Module(), None, []
+    for start, stop in [(0, 9), (9, 18), (18, TOKENS)]:
+        keys = ChunkKeys(keys)
+        size = stop - start
+        packing = make_chunk_packing(start, size, keys, Attention.torch, torch.device("cpu"))
+        own = [x.detach()[:, :, start:stop].requires_grad_() for x in inputs[:3]]
+        rows.append((slice(start, stop), own, packing))
+
+    def run(own, packing):
+        return packed_attention(module, *own, None, scaling=0.4, packing=packing, **keywords)[0]
+
+    with torch.no_grad():
+        for place, own, packing in rows:
+            torch.testing.assert_close(run(own, packing), out[:, place], rtol=0, atol=1e-12)
+            packing.chunk.keep()
+    for place, own, packing in reversed(rows):
+        result = run([x * 1 for x in own], packing)
+        pairs = [(result, weight[:, place]), *packing.chunk.gradients()]
+        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+    got = [torch.cat([own[i].grad for _, own, _ in rows], 2) for i in range(3)]
+    got += [inputs[3].grad] if "s_aux" in CASES[case] else []
+    for gradient, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+def test_flash_gets_the_keys_of_earlier_chunks(monkeypatch):
+    calls = []
+
+    def flash(q, k, v, **options):
+        calls.append((len(q), len(k), options))
+        return torch.zeros_like(q)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    module, keys = torch.nn.Module(), None
+    for start, size in [(0, 6), (6, 4)]:
+        keys = ChunkKeys(keys)
+        packing = make_chunk_packing(start, size, keys, Attention.flash, torch.device("cpu"))
+        tensors = [x[:, :, start : start + size] for x in _inputs(8, 8)[:3]]
+        with torch.no_grad():
+            packed_attention(module, *tensors, None, packing=packing)
+        keys.keep()
+    assert calls[1][:2] == (4, 10)
+    assert calls[1][2]["cu_seqlens_q"].tolist() == [0, 4]
+    assert calls[1][2]["cu_seqlens_k"].tolist() == [0, 10]
+    assert calls[1][2]["max_seqlen_k"] == 10
 
 
 def test_a_cap_with_sinks_is_refused():

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, OptimName, TrainerConfig
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
+from hybridrl.engines.train.chunks import score_in_passes, train_in_passes
 from hybridrl.engines.train.comparison import compare_row, distance_metrics
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
@@ -142,6 +144,7 @@ class TrainEngine(ModelShards):
             device,
             trainer.max_tokens_per_micro_batch,
             layers,
+            trainer.chunk_tokens,
         )
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
@@ -243,7 +246,7 @@ class TrainEngine(ModelShards):
         if self.pipeline is None:
             (root,) = self.roots
             for indices, batch in zip(parts, batches, strict=True):
-                values, _ = root(batch.ids, batch)
+                values = score_in_passes(root, batch) if batch.passes else root(batch.ids, batch)[0]
                 self._scatter(scores, indices, batch, values)
         else:
 
@@ -384,12 +387,20 @@ class TrainEngine(ModelShards):
         """Forward and backward of all micro-batches on a model without pipeline chunks."""
         (root,) = self.roots
         assert isinstance(root, FSDPModule)
-        for number, batch in enumerate(batches):
+
+        def prepare(last_row: bool, last_pass: bool) -> None:
             if self._keep_unsharded:
-                last = number == len(batches) - 1
-                root.set_requires_gradient_sync(last)
-                root.set_reshard_after_backward(last)
-            finish(number, *root(batch.ids, batch, True)).backward()
+                root.set_requires_gradient_sync(last_row and last_pass)
+                root.set_reshard_after_backward(last_row and last_pass)
+
+        for number, batch in enumerate(batches):
+            last_row = number == len(batches) - 1
+            if batch.passes:
+                before_backward = partial(prepare, last_row)
+                train_in_passes(root, batch, partial(finish, number), before_backward)
+            else:
+                prepare(last_row, True)
+                finish(number, *root(batch.ids, batch, True)).backward()
 
     def _step(self, sums: dict[str, torch.Tensor], lr_scale: float) -> dict[str, float]:
         """Clip by the global norm and step, or skip the step on all ranks alike."""

@@ -54,7 +54,7 @@ class ExpertLoad:
 
     def _hook(self, layer: int) -> Any:
         def count(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if self._counting:
+            if self._counting and torch.is_grad_enabled():  # else the pass is repeated
                 chosen = inputs[1].flatten()
                 self._counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
 

@@ -1,7 +1,7 @@
 """A micro-batch as one packed row, and the module that computes its log-probabilities or values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class PackedBatch:
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
 
     Where the ranks of `packing.group` share a row, the four tensors are this rank's. `own` is the
-    place of its scored tokens among all of the row.
+    place of its scored tokens among all of the row. A row with `passes` is computed by these rows
+    in turn (`engines.train.chunks`), whose scored tokens together are its own.
     """
 
     ids: torch.Tensor
@@ -37,6 +38,7 @@ class PackedBatch:
     counts: tuple[int, ...]
     packing: Packing
     own: slice
+    passes: "tuple[PackedBatch, ...]" = ()
 
     @property
     def num_ranks(self) -> int:
@@ -84,25 +86,36 @@ def pack(
         torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)
     )
     lengths = lengths or [1]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    places, tokens = torch.cat([empty, *predicting]), torch.cat([empty, *targets])
-    own = slice(None)
-    if group is not None:
-        size = len(ids) // group.size()
-        start = group.rank() * size
-        own = slice(*torch.searchsorted(places, torch.tensor([start, start + size])).tolist())
-        ids, positions = ids[start : start + size], positions[start : start + size]
-        places, tokens = places[own] - start, tokens[own]
-    return PackedBatch(
-        ids=ids[None].to(device),
-        position_ids=positions[None].to(device),
-        predicting=places.to(device),
-        targets=tokens.to(device),
+    row = PackedBatch(
+        ids=ids[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        predicting=torch.cat([empty, *predicting]),
+        targets=torch.cat([empty, *targets]),
         order=tuple(-1 if filler and i == len(sequences) - 1 else i for i in order),
         counts=tuple(counts),
         packing=make_packing(lengths, attention, device, group),
-        own=own,
+        own=slice(None),
     )
+    return own_share(row, device)
+
+
+def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
+    """This rank's tokens of a whole row, on `device`: all of them unless ranks share it."""
+    group, names = row.packing.group, ("ids", "position_ids", "predicting", "targets")
+    tensors = {name: getattr(row, name) for name in names}
+    own = row.own
+    if group is not None:
+        size = row.ids.shape[1] // group.size()
+        start = group.rank() * size
+        bounds = torch.searchsorted(row.predicting, torch.tensor([start, start + size]))
+        own = slice(*bounds.tolist())
+        tensors = {
+            "ids": row.ids[:, start : start + size],
+            "position_ids": row.position_ids[:, start : start + size],
+            "predicting": row.predicting[own] - start,
+            "targets": row.targets[own],
+        }
+    return replace(row, own=own, **{name: x.to(device) for name, x in tensors.items()})
 
 
 def scored_positions(sequence: TrainSequence, trained_only: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hybridrl.config import Attention
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
+from hybridrl.engines.train.chunks import chunks_of
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
@@ -58,10 +59,14 @@ class Replica:
         device: torch.device,
         max_tokens: int,
         num_layers: int,
+        chunk_tokens: int = 0,
     ) -> None:
-        """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers."""
+        """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers.
+
+        Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
+        """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
-        self.max_tokens = max_tokens
+        self.max_tokens, self.chunk_tokens = max_tokens, chunk_tokens
         self._group = dims.replica_group
         self._last_stage = dims.stage_of_layer(num_layers)[-1]
 
@@ -153,7 +158,7 @@ class Replica:
         sizes = [max(1, -(-micros.tokens(i) // number)) for i, number in enumerate(ranks)]
         if self.pipeline is not None:
             sizes = [self._largest(max(sizes))] * len(sizes)
-        return [
+        rows = [
             pack(
                 [micros.sequences[i] for i in indices],
                 self.attention,
@@ -164,6 +169,30 @@ class Replica:
             )
             for indices, size, number in zip(micros.parts, sizes, ranks, strict=True)
         ]
+        return self._in_chunks(micros, rows, trained_only) if self.chunk_tokens else rows
+
+    def _in_chunks(
+        self, micros: MicroBatches, rows: list[PackedBatch], trained_only: bool
+    ) -> list[PackedBatch]:
+        """`rows`, the long ones in chunks. All ranks of the world make equally many passes."""
+        multiple = self.dims.token_parts
+        tokens = -(-self.chunk_tokens // multiple) * multiple
+        chunks: list[list[PackedBatch]] = []
+        for row, indices in zip(rows, micros.parts, strict=True):
+            members = [micros.sequences[i] for i in indices]
+            is_long = sum(len(s.ids) for s in members) > self.max_tokens * row.num_ranks
+            args = (tokens, self.attention, trained_only, multiple)
+            chunks.append(chunks_of(members, row, *args) if is_long else [])
+        most = torch.tensor([max(1, len(passes)) for passes in chunks], device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        in_chunks = []
+        for row, passes, number in zip(rows, chunks, most.tolist(), strict=True):
+            if number > 1:  # some rank has chunks
+                missing = number - max(1, len(passes))
+                empty = pack([], self.attention, self.device, total_tokens=multiple)
+                row = replace(row, passes=(*[empty] * missing, *(passes or [row])))
+            in_chunks.append(row)
+        return in_chunks
 
     def _largest(self, size: int) -> int:
         """The largest `size` of the ranks that share rows."""

@@ -21,6 +21,7 @@ SPLITS = {
     "tp 2": ([range(6), range(6, 8)], {"tp": 2}),
     "pp 2": ([range(6), range(6, 8)], {"pp": 2}),
     "cp 2": ([range(6), range(6, 8)], {"cp": 2}),
+    "chunks": ([range(6), range(6, 8)], {"chunk_tokens": 4}),
 }
 GSPO = GSPOLoss(clip_low=0.3, clip_high=0.4)
 DPO = DPOLoss(beta=0.4, label_smoothing=0.1)
@@ -71,11 +72,14 @@ def gradients(model, total):
 
 
 def step(path, shares, loss, layout, gives_values):
+    chunk_tokens = layout.pop("chunk_tokens", 0)
+    some_longer = chunk_tokens or "cp" in layout
     engine = TrainEngine(
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=14 if "cp" in layout else 28,  # some are longer
+            max_tokens_per_micro_batch=14 if some_longer else 28,
+            chunk_tokens=chunk_tokens,
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(**layout),
         ),

@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp 2, by tokens": ("gemma3_text", {"tp": 2, "sequence_parallel": True}),
     "pp 2 x fsdp 2": ("llama", {"pp": 2, "fsdp": 2}),
     "cp 2": ("qwen3", {"cp": 2}),
+    "chunks": ("qwen3", {"chunk_tokens": 5}),
 }
 
 
@@ -67,13 +68,17 @@ def with_returns(sequences):
 
 def make_engine(path, layout=None, gives_values=True, **optim):
     settings = {"lr": 1e-2, "clip_grad_norm": 0.0, **optim}
+    layout = dict(layout or {})
+    chunk_tokens = layout.pop("chunk_tokens", 0)
+    some_longer = chunk_tokens or "cp" in layout
     return TrainEngine(
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=8 if "cp" in (layout or {}) else 30,  # some are longer
+            max_tokens_per_micro_batch=8 if some_longer else 30,
+            chunk_tokens=chunk_tokens,
             optim=OptimConfig(**settings),
-            layout=TrainLayoutConfig(**(layout or {})),
+            layout=TrainLayoutConfig(**layout),
         ),
         device=torch.device("cpu"),
         gives_values=gives_values,
