@@ -122,6 +122,9 @@ bench-fusion: $(BIN)/.core  ## schedules fused and partial against serial, on a 
 bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against all roles on all ranks
 	@$(BIN)/python scripts/bench/placement.py $(ARGS)
 
+bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, on 2 processes
+	@$(BIN)/python scripts/bench/long_rows.py $(ARGS)
+
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
 
@@ -143,4 +146,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-placement bench-long bench-vllm

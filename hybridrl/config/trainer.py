@@ -83,8 +83,8 @@ class TrainerConfig:
     max_tokens_per_micro_batch: int = bounded(8192, least=1)
     """Most tokens of one forward and backward pass on a rank."""
     chunk_tokens: int = bounded(0, least=0)
-    """Tokens of a pass on a rank over a sequence that is longer than a micro-batch, which is then
-    trained in chunks, backward in reverse; 0 trains it whole."""
+    """A sequence that is longer than a micro-batch is trained in chunks of so many tokens a rank,
+    backward in reverse. 0 trains it whole."""
     activations: ActivationMode = ActivationMode.keep
     """What happens to the activations of decoder layers until the backward pass."""
     max_bad_steps: int = bounded(3, least=1)

@@ -21,8 +21,8 @@ class ChunkKeys:
     A pass over the chunk sets them. `keep` stores them for later chunks, whose backward passes then
     leave gradients. `gradients` pairs those with the keys and values of another pass.
 
-    Example: of two chunks a and b = ChunkKeys(a): a pass over a without graph, `a.keep()`, a pass
-    over b and backward; a pass over a, backward from its outputs and `a.gradients()`.
+    Example of two chunks: a pass over the first without graph, and `keep`. A pass over the second
+    and backward. A pass over the first, and backward from its outputs and its `gradients()`.
     """
 
     def __init__(self, before: "ChunkKeys | None" = None) -> None:
