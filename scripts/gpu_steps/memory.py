@@ -125,7 +125,7 @@ def measured_peaks(
         peaks["optimizer"] = meter.take()
         hook.remove()
     in_update = peaks["forward_backward"], peaks["optimizer"]
-    peaks["update"] = {kind: max(part[kind] for part in in_update) for kind in in_update[0]}
+    peaks["update"] = {kind: max(peak[kind] for peak in in_update) for kind in in_update[0]}
     rank.switch()
     peaks["switch"] = meter.take()
     rank.residency.enter_training()
