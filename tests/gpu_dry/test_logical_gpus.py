@@ -34,37 +34,53 @@ PROGRAM = """
             context = ray.get_runtime_context()
             return {**said, "rank": self.rank, "node": context.get_node_id()}
 
+    def describe_probe(probe):
+        names = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+        said = {name: os.environ.get(name) for name in names}
+        return {**said, "rank": probe.rank, "node": ray.get_runtime_context().get_node_id()}
+
+    visible, gpus = json.loads(sys.argv[1]), int(sys.argv[2])
     cluster = Cluster()
     cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False)  # the driver's
-    for visible in json.loads(sys.argv[1]):
-        env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        cluster.add_node(num_cpus=4, num_gpus=2, env_vars=env)
+    for names in visible:
+        env = {} if names is None else {"CUDA_VISIBLE_DEVICES": names}
+        cluster.add_node(num_cpus=2 * gpus, num_gpus=gpus, env_vars=env)
     try:
         register()
-        config = check([f"cluster.address={cluster.address}", *sys.argv[2:]])
+        config = check([f"cluster.address={cluster.address}", *sys.argv[3:]])
         resolve_device(config)
-        with launched(config.cluster, Path()) as launcher:
-            group = launcher.start(Worker, Worker)
-            ranks = [launcher.get(answer) for answer in group.describe()]
+        ranks = []
+        if gpus == 2:  # a whole rank imports for seconds
+            with launched(config.cluster, Path()) as launcher:
+                group = launcher.start(Worker, Worker)
+                ranks = [launcher.get(answer) for answer in group.describe()]
         with ray_runtime(config.cluster, verl.environment(config.cluster.device), Path()) as ray:
-            said = [
-                probe.__ray_call__.remote(lambda probe: os.environ["LOCAL_RANK"])
-                for probe in _probes(ray, config.cluster)
-            ]
+            probes = _probes(ray, config.cluster)
+            said = [probe.__ray_call__.remote(describe_probe) for probe in probes]
             print(json.dumps([ranks, ray.get(said)]))
     finally:
         cluster.shutdown()
 """
 
+Said = list[dict[str, Any]]
+
 
 @pytest.fixture
-def on_nodes() -> Callable[..., tuple[list[dict[str, Any]], list[str]]]:
-    """Ranks of a run on a cluster with nodes of 2 logical GPUs, and the doctor's local ranks."""
+def on_nodes() -> Callable[..., tuple[Said, Said]]:
+    """What the ranks of a run say on nodes of so many logical GPUs, and the probes of doctor.
 
-    def run(visible: list[str | None], *overrides: str) -> tuple[list[dict[str, Any]], list[str]]:
-        env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    Of two GPUs a node; probes alone otherwise. Both are placed and claim GPUs by the same code.
+    """
+
+    def run(visible: list[str | None], gpus: int, *overrides: str) -> tuple[Said, Said]:
+        env = os.environ | {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_prestart_worker_first_driver": "0",  # it would start a process for each CPU
+        }
         env.pop("CUDA_VISIBLE_DEVICES", None)
-        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), json.dumps(visible), *overrides]
+        arguments = [json.dumps(visible), str(gpus), *overrides]
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, done.stderr
         ranks, probes = json.loads(done.stdout.splitlines()[-1])
@@ -73,20 +89,34 @@ def on_nodes() -> Callable[..., tuple[list[dict[str, Any]], list[str]]]:
     return run
 
 
+def check_nodes(said: Said, gpus: int, visible: list[str | None]) -> None:
+    """Ranks of two nodes: neighbors, each with a GPU of its own, who see all of their node."""
+    assert [rank["rank"] for rank in said] == list(range(2 * gpus))
+    halves = said[:gpus], said[gpus:]
+    nodes = [{rank["node"] for rank in half} for half in halves]
+    assert [len(node) for node in nodes] == [1, 1]
+    assert nodes[0] != nodes[1]
+    for half in halves:
+        assert sorted(int(rank["LOCAL_RANK"]) for rank in half) == list(range(gpus))
+    seen = [{rank["CUDA_VISIBLE_DEVICES"] for rank in half} for half in halves]
+    assert sorted(seen, key=str) == sorted([{names} for names in visible], key=str)
+
+
 @pytest.mark.gpu_dry
 def test_ranks_of_a_node_are_neighbors_and_see_all_its_gpus(
-    on_nodes: Callable[..., tuple[list[dict[str, Any]], list[str]]],
+    on_nodes: Callable[..., tuple[Said, Said]],
 ) -> None:
     """A rank per GPU of the cluster, though the driver's node has none. So is a probe of doctor."""
-    ranks, probes = on_nodes(["6,7", "GPU-a,GPU-b"])
-    assert [rank["rank"] for rank in ranks] == list(range(4))
-    nodes = [rank["node"] for rank in ranks]
-    assert nodes == [nodes[0]] * 2 + [nodes[2]] * 2
-    assert nodes[0] != nodes[2]
-    for half in (ranks[:2], ranks[2:]):
-        assert sorted(rank["LOCAL_RANK"] for rank in half) == ["0", "1"]
-    assert [sorted(probes[:2]), sorted(probes[2:])] == [["0", "1"]] * 2
-    for half in (ranks[:2], ranks[2:]):
-        (visible,) = {rank["CUDA_VISIBLE_DEVICES"] for rank in half}
-        assert visible in ("6,7", "GPU-a,GPU-b")
+    visible: list[str | None] = ["6,7", "GPU-a,GPU-b"]
+    ranks, probes = on_nodes(visible, 2)
+    check_nodes(ranks, 2, visible)
+    check_nodes(probes, 2, visible)
     assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
+
+
+@pytest.mark.gpu_dry
+def test_two_nodes_of_eight(on_nodes: Callable[..., tuple[Said, Said]]) -> None:
+    """One names its GPUs in an order of its own, on the other Ray counts them."""
+    visible: list[str | None] = ["7,6,5,4,3,2,1,0", None]
+    _, probes = on_nodes(visible, 8)
+    check_nodes(probes, 8, visible)
