@@ -72,6 +72,7 @@ test-models: $(BIN)/.dev  ## every model family against transformers, the table 
 
 test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order that NCCL keeps
 	$(PYTEST) -q $(PARALLEL) --nccl-order tests/checkpoint tests/engines tests/kernels tests/layout tests/workers
+	$(PYTEST) -q -m slow tests/test_nccl_runs.py
 
 test-cubins: $(BIN)/.dev  ## every kernel compiled for every NVIDIA GPU, without one
 	$(PYTEST) -q -m cubins tests/kernels

@@ -3,7 +3,8 @@
 import os
 import pickle
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_order import FaultKind, Log, Op, check
-from nccl_recorder import fake_logs
+from nccl_recorder import Recorder, fake_logs, fake_rank, logging_rounds
 from torch.distributed.device_mesh import init_device_mesh
 
 from hybridrl.algorithms.losses import CrossEntropyLoss
@@ -83,21 +84,16 @@ def score_and_train(path: str, layout: TrainLayoutConfig) -> None:
     engine.update(own_sequences(), CrossEntropyLoss())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pp"),
-    [
-        (PipelineSchedule.one_f_one_b, 2),
-        (PipelineSchedule.interleaved, 2),
-        (PipelineSchedule.zero_bubble, 4),
-        pytest.param(PipelineSchedule.one_f_one_b, 4, marks=pytest.mark.slow),
-        pytest.param(PipelineSchedule.interleaved, 4, marks=pytest.mark.slow),
-        pytest.param(PipelineSchedule.zero_bubble, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_pipelines(ranks: Ranks, model: str, schedule: PipelineSchedule, pp: int) -> None:
-    _, logs = ranks.recorded(
-        pp, score_and_train, model, TrainLayoutConfig(pp=pp, schedule=schedule)
-    )
+@pytest.mark.parametrize("pp", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+def test_pipelines(
+    ranks: Ranks, model: str, tmp_path: Path, schedule: PipelineSchedule, pp: int
+) -> None:
+    if pp == 8:  # two chunks a rank
+        model = str(tmp_path / "model")
+        make_tiny_model(Path(model), replace(TINY, num_layers=16), seed=0)
+    layout = TrainLayoutConfig(pp=pp, schedule=schedule)
+    _, logs = ranks.recorded(pp, score_and_train, model, layout)
     faults = check(logs)
     assert not faults, "\n".join(map(str, faults))
 
@@ -119,18 +115,24 @@ def dense_model(vocab: int, tied: bool, layers: int = 4) -> list[Parameter]:
     return parameters if tied else [*parameters, Parameter("head", (vocab, 8), LAST, 0)]
 
 
-def switch_twice(plan: Plan, bucket_bytes: int, warm: bool) -> None:
-    rank = dist.get_rank()
-    if warm:
-        warm_up([dist.group.WORLD], CPU)
-        warm_up(gather_groups(plan, rank), CPU)
-    switch = WeightSwitch(plan, rank, torch.float32, bucket_bytes)
+def warm(plan: Plan) -> None:
+    warm_up([dist.group.WORLD], CPU)
+    warm_up(gather_groups(plan, dist.get_rank()), CPU)
+
+
+def switch_twice(plan: Plan, bucket_bytes: int) -> None:
+    switch = WeightSwitch(plan, dist.get_rank(), torch.float32, bucket_bytes)
     source, destination = (
         {name: torch.zeros(local.shape, device=CPU) for name, local in side.items() if local.shape}
         for side in (switch.source, switch.destination)
     )
     for _ in range(2):
         switch.switch(source, destination)
+
+
+def warm_and_switch(plan: Plan, bucket_bytes: int) -> None:
+    warm(plan)
+    switch_twice(plan, bucket_bytes)
 
 
 def layouts(num_ranks: int) -> Iterator[tuple[TrainAxes, int, int, Grouping]]:
@@ -146,16 +148,81 @@ def layouts(num_ranks: int) -> Iterator[tuple[TrainAxes, int, int, Grouping]]:
                     yield axes, gen_pp, gen_tp, order
 
 
-@pytest.mark.parametrize(
-    ("size", "every"),
-    [(2, 1), (4, 7), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8, 7), (16, 61)])],
-)
-def test_switches(size: int, every: int) -> None:
-    """In rounds that hold everything, and in many; of more than two ranks some of the layouts."""
-    for number, at in enumerate(islice(layouts(size), 0, None, every)):
+def expert_model(layers: int = 4) -> list[Parameter]:
+    """Eight experts a layer, beside other weights."""
+    experts = [
+        Parameter(f"{i}.experts", (8, 16, 2), i, 1, blocks=2, experts=8) for i in range(layers)
+    ]
+    return [*dense_model(40, tied=False), *experts]
+
+
+BUCKETS = (400, 2**20)
+"""Many rounds, and rounds that hold everything: layouts have them in turn."""
+
+
+def plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
+    """Every layout, its plan, and the bytes of a bucket."""
+    for number, at in enumerate(layouts(num_ranks)):
         plan = plan_switch(dense_model(40, tied=number % 2 == 0), *at).plan
-        faults = check(fake_logs(size, switch_twice, plan, (400, 2**20)[number // 2 % 2], True))
+        yield at, plan, BUCKETS[number // 2 % 2]
+
+
+def expert_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
+    """The same with experts, wherever the experts' axes split them."""
+    at = (
+        (replace(axes, ep=ep), gen_pp, gen_tp, order, gen_ep)
+        for axes, gen_pp, gen_tp, order in layouts(num_ranks)
+        for ep in (1, 2, 4, 8)
+        if axes.fsdp * axes.tp % ep == 0
+        for gen_ep in sorted({1, gen_tp})
+        if ep > 1 or gen_ep > 1
+    )
+    for number, (*sides, gen_ep) in enumerate(at):
+        plan = plan_switch(expert_model(), *sides, gen_ep=gen_ep).plan
+        yield (*sides, gen_ep), plan, BUCKETS[number // 2 % 2]
+
+
+def switch_logs(size: int, plan: Plan, bucket_bytes: int) -> list[Log]:
+    """What each rank of a switch sends; the groups' first use is recorded as anywhere."""
+    logs: list[Log] = []
+    for rank in range(size):
+        with fake_rank(rank, size):
+            with Recorder() as recorder:
+                warm(plan)
+            with logging_rounds(recorder.log):
+                switch_twice(plan, bucket_bytes)
+        logs.append(recorder.log)
+    return logs
+
+
+LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
+
+
+@pytest.mark.parametrize(
+    ("layouts_of", "size"),
+    [
+        *((plans, size) for size in (2, 4, 8)),
+        *((expert_plans, size) for size in (2, 4)),
+        pytest.param(plans, 16, marks=LONG),
+        pytest.param(expert_plans, 8, marks=LONG),
+    ],
+)
+def test_switches(layouts_of: Callable[[int], Any], size: int) -> None:
+    for at, plan, bucket_bytes in layouts_of(size):
+        faults = check(switch_logs(size, plan, bucket_bytes))
         assert not faults, (at, "\n".join(map(str, faults)))
+
+
+def test_rounds_are_logged_as_all_operators_are() -> None:
+    for at, plan, bucket_bytes in islice(plans(4), 0, None, 7):
+        alone = switch_logs(4, plan, bucket_bytes)
+        whole = fake_logs(4, warm_and_switch, plan, bucket_bytes)
+        assert [sent(log) for log in alone] == [sent(log) for log in whole], at
+
+
+def sent(log: Log) -> list[Op]:
+    """Operations, without the lines that issue them. Waits of a fake group are not recorded."""
+    return [replace(event, site="") for event in log if isinstance(event, Op)]
 
 
 def test_an_exchange_of_some_ranks_needs_a_warm_group() -> None:
@@ -163,10 +230,10 @@ def test_an_exchange_of_some_ranks_needs_a_warm_group() -> None:
     plan = plan_switch(
         dense_model(131, tied=False), TrainAxes(pp=4, tp=2), 4, 2, vocab_multiple=64, ascending=True
     ).plan
-    partial, *_ = check(fake_logs(8, switch_twice, plan, 2**20, False))
+    partial, *_ = check(fake_logs(8, switch_twice, plan, 2**20))
     assert partial.kind is FaultKind.partial_batch
     assert "of the ranks [0, 1, 2, 3, 4, 5, 6, 7] only [0, 1, 6, 7] begin" in partial.text
-    assert not check(fake_logs(8, switch_twice, plan, 2**20, True))
+    assert not check(fake_logs(8, warm_and_switch, plan, 2**20))
 
 
 # Warm-up
