@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -137,8 +137,8 @@ def _write_weights(
     shards = _shards(hub.converted(names, empty), max_bytes)
 
     # The tensors, one file after the other.
-    on_host = ((name, tensor.to("cpu", dtype)) for name, tensor in weights)
-    stream = hub.converted(names, itertools.chain(on_host, buffers.items()))
+    on_host = itertools.chain(_on_host(weights, dtype), buffers.items())
+    stream = hub.converted(names, on_host)
     files: dict[str, str] = {}
     total = 0
     for number, wanted in enumerate(shards, 1):
@@ -154,6 +154,13 @@ def _write_weights(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _on_host(
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        yield name, tensor.to("cpu", dtype)
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> list[list[str]]:

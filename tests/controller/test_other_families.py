@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hybridrl.config import TinyModelConfig
 from hybridrl.models.tiny import make_char_tokenizer
@@ -40,12 +46,15 @@ def model_of(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("qwen3_moe", ["trainer.layout.fsdp=2", "rollout.layout.tp=2"]),
+        (
+            "qwen3_moe",
+            ["recipe.kl_coef=0.1", "trainer.layout.ep=2", "rollout.layout.tp=2"],
+        ),
         ("olmo2", ["recipe=ppo", "trainer.layout.tp=2", "critic.layout.tp=2"]),
     ],
 )
 def test_a_run(family: str, options: list[str], tmp_path: Path) -> None:
-    """PPO has a critic and a reference of the family besides the actor."""
+    """PPO has a critic and a reference of the family besides the actor, GRPO a reference."""
     run = tmp_path / "run"
     path = model_of(family, tmp_path)
     common = ["trainer.steps=2", "warm_start.steps=4", "cluster.ranks=2", f"run.dir={run}"]
@@ -57,3 +66,6 @@ def test_a_run(family: str, options: list[str], tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [s["loss"] for s in steps if s["phase"] == "warm_start" and "loss" in s]
     assert losses[-1] < losses[0]
+    final, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
+    assert final.config.model_type == family
+    assert not any(info.values()), info
