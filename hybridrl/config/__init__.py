@@ -48,6 +48,7 @@ from hybridrl.config.trainer import (
     LRSchedule,
     OptimConfig,
     OptimName,
+    RouterReplay,
     TrainerConfig,
     WarmStartConfig,
 )
@@ -289,6 +290,7 @@ __all__ = [
     "RewardPartConfig",
     "RolloutConfig",
     "RolloutLayoutConfig",
+    "RouterReplay",
     "RunConfig",
     "ScheduleConfig",
     "ScheduleKind",

@@ -33,6 +33,14 @@ class ActivationMode(Enum):
     offload = "offload"  # to host memory, while other layers compute
 
 
+class RouterReplay(Enum):
+    """The experts that the actor's tokens take in training."""
+
+    off = "off"  # those that the routers choose
+    trainer = "trainer"  # those of the old policy's pass (R2, arXiv 2507.18071)
+    rollout = "rollout"  # those of generation (R3, arXiv 2510.11370)
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     """The optimizer, on float32 master weights."""
@@ -87,6 +95,9 @@ class TrainerConfig:
     backward in reverse. 0 trains it whole."""
     activations: ActivationMode = ActivationMode.keep
     """What happens to the activations of decoder layers until the backward pass."""
+    router_replay: RouterReplay = RouterReplay.off
+    """Experts that tokens of a mixture take in the actor's update: `rollout`: those of generation,
+    in the old policy's pass as well; `trainer`: those of the old policy's pass."""
     max_bad_steps: int = bounded(3, least=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)

@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,15 @@ from transformers.utils import logging as transformers_logging
 import hybridrl.engines
 import hybridrl.kernels
 import hybridrl.models
-from hybridrl.config import Attention, ConfigError
+from hybridrl.config import Attention, ConfigError, RouterReplay
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.engines.train.packed import PackedModel, pack
+from hybridrl.engines.train.packed import PackedModel, pack, recorded_experts
 from hybridrl.models import packed_attention
-from hybridrl.models.parallel import FAMILIES
+from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.parallel import FAMILIES, num_experts
+from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.shrink import shrink
 from hybridrl.models.stages import prepare_training, whole
@@ -289,6 +291,68 @@ def _compare_response(model: PreTrainedModel, prompt: torch.Tensor, output: Any)
     if not short <= TOLERANCE:
         return f"a greedy token is {short:.1e} less likely than transformers'"
     return None
+
+
+# Router replay
+
+
+def check_replay(config: PretrainedConfig, replay: RouterReplay) -> None:
+    """Raise ConfigError for a model whose experts cannot be chosen from outside.
+
+    Tried on a small model, as all of this module is, and in an instant: without a cache.
+    """
+    problem = f"{config.model_type} has no experts"
+    if num_experts(config):
+        with torch.random.fork_rng(devices=[]), _one_thread():
+            torch.manual_seed(0)
+            problem = replay_problem(config) or ""
+    if problem:
+        raise ConfigError("trainer.router_replay", replay.value, f"off ({problem})")
+
+
+@torch.no_grad()
+def replay_problem(config: PretrainedConfig) -> str | None:
+    """Why a replayed choice of experts would be another one; None where it is the recorded one.
+
+    The own choice must change no bit. In the opposite order it must change nothing but the order of
+    sums: then weights follow their experts.
+    """
+    model = _copy(random_model(shrink(config)), packed_attention.NAME)
+    shape = ExpertShape.of(model.config)
+    if not shape.layers:
+        return f"{config.model_type}: its experts are no module of their own"
+    enable_replay(enumerate(decoder_layers(model)), shape)
+    packed = PackedModel(whole(model))
+    ids = [torch.randint(1, model.config.vocab_size, (length,)) for length in _LENGTHS]
+    wanted, chosen = _routed(packed, [TrainSequence(row, len(row) - 1) for row in ids])
+    own, _ = _routed(packed, _with_experts(ids, chosen))
+    opposite = [experts.flip(-1) for experts in chosen]
+    flipped, taken = _routed(packed, _with_experts(ids, opposite))
+    same = all(map(torch.equal, taken, opposite))
+    if not same or taken[0].shape[1:] != (len(shape.layers), shape.per_token):
+        return f"{config.model_type}: its router does not choose by topk over the experts"
+    if not torch.equal(own, wanted) or float((flipped - wanted).abs().max()) > TOLERANCE:
+        return f"{config.model_type}: its weights do not follow the experts that are chosen"
+    return None
+
+
+def _with_experts(ids: list[torch.Tensor], chosen: list[torch.Tensor]) -> list[TrainSequence]:
+    return [
+        TrainSequence(row, len(row) - 1, routed_experts=experts)
+        for row, experts in zip(ids, chosen, strict=True)
+    ]
+
+
+def _routed(
+    model: PackedModel, sequences: list[TrainSequence]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities of a row, and the experts that its sequences have taken."""
+    batch = pack(sequences, Attention.torch, _CPU)
+    routing = batch.routing or Routing()
+    routing.records = True
+    log_probs, _ = model(batch.ids, replace(batch, routing=routing))
+    by_sequence = dict(recorded_experts(batch, routing.on_host()))
+    return log_probs, [by_sequence[index] for index in range(len(sequences))]
 
 
 # The cache

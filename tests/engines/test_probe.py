@@ -8,18 +8,32 @@ import pytest
 import torch
 from transformers import (
     CohereConfig,
+    DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3Config,
     Qwen3MoeConfig,
     StableLmConfig,
 )
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, RouterReplay
 from hybridrl.engines import probe as probe_module
-from hybridrl.engines.probe import Verdict, check_has_classifier, check_model, probe, probed
+from hybridrl.engines.probe import (
+    Verdict,
+    check_has_classifier,
+    check_model,
+    check_replay,
+    probe,
+    probed,
+)
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.shrink import HEAD_DIM, shrink
 
@@ -151,3 +165,43 @@ def test_a_family_without_a_classifier_has_no_value_model() -> None:
     check_has_classifier(Qwen3MoeConfig(), "DIR", "critic.path")
     with pytest.raises(ConfigError, match=r"^critic.path=DIR: wanted a family with a value model"):
         check_has_classifier(CohereConfig(), "DIR", "critic.path")
+
+
+ROUTERS = [Qwen3MoeConfig(), MixtralConfig(), OlmoeConfig(), DeepseekV3Config(), GptOssConfig()]
+
+
+@pytest.mark.parametrize("config", ROUTERS, ids=lambda config: config.model_type)
+def test_routers_take_the_experts_that_they_are_told(config: PretrainedConfig) -> None:
+    """Softmax before the choice and after it, groups of experts, a bias for the choice alone."""
+    check_replay(config, RouterReplay.rollout)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Qwen3Config(), "qwen3 has no experts"),
+        (GraniteMoeConfig(), "granitemoe: its experts are no module of their own"),
+        (PhimoeConfig(), "phimoe: its router does not choose by topk over the experts"),
+    ],
+)
+def test_replay_is_refused_where_it_would_be_another_choice(
+    config: PretrainedConfig, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_replay(config, RouterReplay.trainer)
+    assert str(refused.value) == f"trainer.router_replay=trainer: wanted off ({reason})"
+
+
+def test_weights_that_do_not_follow_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of the router's own choice beside the experts that were forced."""
+
+    def keep_scores(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.topk:
+            return result
+        return type(result)((result.values, self._routing.force(self._layer, result.indices)))
+
+    forced = "hybridrl.models.router_replay._ForcedChoice.__torch_function__"
+    monkeypatch.setattr(forced, keep_scores)
+    with pytest.raises(ConfigError, match="its weights do not follow the experts"):
+        check_replay(Qwen3MoeConfig(), RouterReplay.rollout)

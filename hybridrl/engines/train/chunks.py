@@ -17,11 +17,13 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import (
     PackedBatch,
     PackedModel,
+    forced_experts,
     own_share,
     scored_positions,
 )
 from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.packed_attention import make_chunk_packing
+from hybridrl.models.router_replay import NO_RECORD, Routing
 
 RowLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss [] of a row from log-probabilities and entropies [scored], or values and None."""
@@ -64,11 +66,21 @@ def chunks_of(
                         counts=(len(here),),
                         packing=make_chunk_packing(start, size, keys, attention, device, group),
                         own=slice(None),
+                        routing=_replay(sequences[index], start, stop, missing),
                     ),
                     device,
                 )
             )
     return passes
+
+
+def _replay(sequence: TrainSequence, start: int, stop: int, missing: int) -> Routing | None:
+    """The experts that a chunk's tokens take, `missing` of which are no sequence's."""
+    if sequence.routed_experts is None:
+        return None
+    forced = forced_experts(sequence, sequence.routed_experts.shape[1:])[start:stop]
+    filler = forced.new_full((missing, *forced.shape[1:]), NO_RECORD)
+    return Routing(torch.cat([forced, filler]))
 
 
 def train_in_passes(

@@ -17,7 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.algorithms.normalize import token_weights
-from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, OptimName, TrainerConfig
+from hybridrl.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    OptimName,
+    RouterReplay,
+    TrainerConfig,
+)
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
 from hybridrl.engines.train.chunks import score_in_passes, train_in_passes
@@ -40,6 +47,7 @@ from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -47,6 +55,7 @@ from hybridrl.models.load import (
     empty_value_model,
 )
 from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
 
 logger = logging.getLogger(__name__)
@@ -133,6 +142,8 @@ class TrainEngine(ModelShards):
         super().__init__(parts, self.dims, device, self.lora)
         self._dropouts = self._disable_dropout()
         layers = self.model.config.num_hidden_layers
+        if trainer.router_replay is not RouterReplay.off and not gives_values:
+            self._enable_replay()
         self._expert_load = ExpertLoad(self.chunks, layers, device)
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
@@ -159,6 +170,12 @@ class TrainEngine(ModelShards):
         """All dropouts, switched off; an update switches them on."""
         modules = [module for root in self.roots for module in root.modules()]
         return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
+
+    def _enable_replay(self) -> None:
+        """Let this rank's layers take the experts of sequences, or record them."""
+        self._experts = ExpertShape.of(self.model.config)
+        for chunk in self.chunks:
+            enable_replay(enumerate(decoder_layers(chunk.model), chunk.offset), self._experts)
 
     def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
         """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
@@ -215,13 +232,16 @@ class TrainEngine(ModelShards):
     # Scoring
 
     @torch.no_grad()
-    def log_probs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+    def log_probs(
+        self, sequences: Sequence[TrainSequence], records_experts: bool = False
+    ) -> list[torch.Tensor]:
         """Log-probability of every response token, [response_tokens] a sequence, on CPU.
 
-        Ranks may hold different numbers of sequences, or none.
+        Ranks may hold different numbers of sequences, or none. With `records_experts` it fills
+        `routed_experts` of the sequences; without, it replays those that they have.
         """
         assert not self.gives_values, "a model with a value head has no vocabulary"
-        return self._score(sequences)
+        return self._score(sequences, records_experts=records_experts)
 
     @torch.no_grad()
     def values(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
@@ -234,13 +254,16 @@ class TrainEngine(ModelShards):
         assert self.gives_values, "only a model with a value head has values"
         return self._score(sequences, alone)
 
-    def _score(self, sequences: Sequence[TrainSequence], alone: bool = False) -> list[torch.Tensor]:
+    def _score(
+        self, sequences: Sequence[TrainSequence], alone: bool = False, records_experts: bool = False
+    ) -> list[torch.Tensor]:
         """The model's score of every response token."""
         pooled, own_slice = self._replica.gather(sequences)
         micros = self._replica.split(pooled, alone=alone)
         (num_micro_batches,) = self._reduce([len(micros.parts)], dist.ReduceOp.MAX)
         micros = self._replica.same_number(micros, num_micro_batches)
-        parts, batches = micros.parts, self._replica.pack(micros)
+        parts = micros.parts
+        batches = self._replica.pack(micros, records_experts=records_experts)
         scores = [torch.zeros(0)] * len(micros.sequences)
         logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
         if self.pipeline is None:
@@ -259,6 +282,10 @@ class TrainEngine(ModelShards):
             self.pipeline.score(batches, finish)
             scores = self._replica.from_last_stage(scores, torch.device("cpu"))
         self._reshard()
+        if records_experts:
+            self._replica.keep_experts(pooled, parts, batches, self._experts.dtype)
+            for sequence, scored in zip(sequences, pooled[own_slice], strict=True):
+                sequence.routed_experts = scored.routed_experts
         return scores[own_slice]
 
     @staticmethod

@@ -12,13 +12,16 @@ class TrainSequence:
     `ids` [tokens] holds prompt and response; the last `response_tokens` of them are the response.
     `fields` holds per-token tensors [response_tokens] (`old_log_probs`, `reference_log_probs`, ...)
     or scalars (`advantages`, one for all tokens). `mask` [response_tokens] is False where a token
-    is not to be trained; None trains all.
+    is not to be trained; None trains all. `routed_experts` [tokens - 1, layers, k] are the experts
+    that the tokens take; None leaves them to the routers. The last token, which predicts nothing,
+    has none.
     """
 
     ids: torch.Tensor
     response_tokens: int
     fields: dict[str, torch.Tensor | float] = field(default_factory=dict)
     mask: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:

@@ -1,6 +1,6 @@
 """A micro-batch as one packed row, and the module that computes its log-probabilities or values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, make_packing
+from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
 from hybridrl.models.stages import Chunk, head_name
 
 
@@ -24,8 +25,9 @@ class PackedBatch:
     `ids` and `position_ids` [1, tokens]; `predicting` [scored] are the positions in the row whose
     hidden state predicts a scored token, `targets` [scored] those tokens. `order[i]` is the index
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
+    `routing` has the experts of the row's tokens, where they are replayed or recorded.
 
-    Where the ranks of `packing.group` share a row, the four tensors are this rank's. `own` is the
+    Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
     in turn (`engines.train.chunks`), whose scored tokens together are its own.
     """
@@ -39,6 +41,7 @@ class PackedBatch:
     packing: Packing
     own: slice
     passes: "tuple[PackedBatch, ...]" = ()
+    routing: Routing | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -59,14 +62,17 @@ def pack(
     trained_only: bool = False,
     total_tokens: int = 0,
     group: ProcessGroup | None = None,
+    records_experts: bool = False,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
     A row shorter than `total_tokens` is padded by a sequence with nothing to score, -1 in `order`:
     pipelines need rows of equal length. No sequences give a row of one token with nothing to score.
     A rank without work computes it to take part in the collectives, and its gradient is exactly
-    zero. The ranks of `group` share the row's tokens, whose number they divide. Raises ValueError
-    for a response without a token before it, or a mask of another length.
+    zero. The ranks of `group` share the row's tokens, whose number they divide. With
+    `records_experts` a pass records the experts of all tokens; without, tokens take those of their
+    sequences. Raises ValueError for a response without a token before it, or a mask of another
+    length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
@@ -95,6 +101,7 @@ def pack(
         counts=tuple(counts),
         packing=make_packing(lengths, attention, device, group),
         own=slice(None),
+        routing=Routing(records=True) if records_experts else _replay(sequences, order),
     )
     return own_share(row, device)
 
@@ -103,7 +110,8 @@ def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
     """This rank's tokens of a whole row, on `device`: all of them unless ranks share it."""
     group, names = row.packing.group, ("ids", "position_ids", "predicting", "targets")
     tensors = {name: getattr(row, name) for name in names}
-    own = row.own
+    own, routing = row.own, row.routing
+    forced = None if routing is None else routing.forced
     if group is not None:
         size = row.ids.shape[1] // group.size()
         start = group.rank() * size
@@ -115,7 +123,42 @@ def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
             "predicting": row.predicting[own] - start,
             "targets": row.targets[own],
         }
-    return replace(row, own=own, **{name: x.to(device) for name, x in tensors.items()})
+        forced = None if forced is None else forced[start : start + size]
+    if forced is not None:
+        routing = Routing(forced.to(device))
+    on_device = {name: x.to(device) for name, x in tensors.items()}
+    return replace(row, own=own, routing=routing, **on_device)
+
+
+def _replay(sequences: Sequence[TrainSequence], order: Sequence[int]) -> Routing | None:
+    """The experts that a row's tokens take; None where no sequence has any."""
+    recorded = (s.routed_experts for s in sequences if s.routed_experts is not None)
+    like = next(recorded, None)
+    if like is None:
+        return None
+    rows = [forced_experts(sequences[index], like.shape[1:]) for index in order]
+    return Routing(torch.cat(rows))
+
+
+def forced_experts(sequence: TrainSequence, shape: torch.Size) -> torch.Tensor:
+    """The experts [tokens, *shape] that a sequence's tokens take, in the format of `Routing`."""
+    forced = torch.full((len(sequence.ids), *shape), NO_RECORD, dtype=torch.int16)
+    if sequence.routed_experts is not None:
+        forced[:-1] = sequence.routed_experts
+    return forced
+
+
+def recorded_experts(
+    batch: PackedBatch, by_layer: Mapping[int, torch.Tensor]
+) -> list[tuple[int, torch.Tensor]]:
+    """The experts [tokens - 1, layers, k] of each sequence, with its index among the caller's.
+
+    `by_layer` has those of the row's tokens, [tokens, k] for each layer of the whole model.
+    """
+    whole = torch.stack([by_layer[layer] for layer in sorted(by_layer)], 1)
+    pieces = whole.split(batch.packing.starts.diff().tolist())
+    pairs = zip(batch.order, pieces, strict=False)  # a row without sequences has one token
+    return [(index, piece[:-1].clone()) for index, piece in pairs if index >= 0]
 
 
 def scored_positions(sequence: TrainSequence, trained_only: bool) -> torch.Tensor:
@@ -237,7 +280,9 @@ class PackedModel(nn.Module):
         See `PackedBatch`. `x` are the row's ids [1, tokens], or after the first chunk its hidden
         states [1, tokens, features], which all chunks but the last return.
         """
-        inputs = {"input_ids" if self.first else "inputs_embeds": x}
+        inputs: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x}
+        if batch.routing is not None:
+            inputs[KEYWORD] = batch.routing
         hidden: torch.Tensor = self.model.base_model(
             **inputs, position_ids=batch.position_ids, use_cache=False, packing=batch.packing
         ).last_hidden_state

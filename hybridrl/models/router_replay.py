@@ -1,0 +1,151 @@
+"""Router replay: the experts that tokens took in one forward pass, taken again in another.
+
+The choice alone is replayed, as in R3 (arXiv 2510.11370). Weights come from the scores of the
+present pass, so that routers get gradients. Every router takes the experts of highest score by
+`topk`, whatever it does with them afterwards. So for the time of a block's forward pass `topk` over
+all experts gives the recorded ones, with their scores. `check_replay` in `hybridrl.engines.probe`
+tries it on a model's own code.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
+
+from hybridrl.models.expert_parallel import experts_of
+from hybridrl.models.parallel import model_parameters, num_experts
+
+KEYWORD = "routing"
+"""The keyword of a model's call that takes a `Routing`, once `enable_replay` has been called."""
+
+NO_RECORD = -1
+"""In place of an expert: the router chooses for this token."""
+
+
+class Routing:
+    """The experts of one forward pass: `forced` ones, recorded ones, or both.
+
+    `forced` [tokens, layers, k] (int16) has `NO_RECORD` for tokens whose experts the router
+    chooses. Layers are those of the whole model that have experts, in order.
+
+    Example: a first pass with `Routing(records=True)`, a second one with
+    `Routing(first.recorded())`. With the same weights the two are equal bit for bit.
+    """
+
+    def __init__(self, forced: torch.Tensor | None = None, records: bool = False) -> None:
+        self.forced, self.records = forced, records
+        self.chosen: dict[int, torch.Tensor] = {}
+        """Experts [tokens, k] by layer, of the layers that have run on this rank."""
+
+    def force(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """The experts to take in place of the router's `own` [tokens, k]."""
+        assert self.forced is not None
+        forced = self.forced[:, layer].to(own.dtype)
+        return torch.where(forced == NO_RECORD, own, forced)
+
+    def recorded(self) -> torch.Tensor:
+        """Experts [tokens, layers, k] of this rank's layers (int16)."""
+        layers = [self.chosen[layer] for layer in sorted(self.chosen)]
+        return torch.stack(layers, 1).to(torch.int16)
+
+    def on_host(self) -> dict[int, torch.Tensor]:
+        """Experts [tokens, k] by layer (int16), to be sent to other ranks."""
+        return {layer: chosen.to("cpu", torch.int16) for layer, chosen in self.chosen.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The experts of a model: `layers` are the numbers of those that have any.
+
+    Each has so many `experts`, of which a token takes `per_token`.
+    """
+
+    layers: tuple[int, ...]
+    experts: int
+    per_token: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ExpertShape":
+        """Those of a model; without layers for a dense one."""
+        layers = sorted({p.layer for p in model_parameters(config) if p.experts})
+        names = "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts"
+        numbers = (getattr(config, name, None) for name in names)
+        return cls(tuple(layers), num_experts(config), next((n for n in numbers if n), 0))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format in which samples keep experts: a byte where that suffices."""
+        return torch.uint8 if self.experts <= 256 else torch.uint16
+
+
+def enable_replay(layers: Iterable[tuple[int, nn.Module]], shape: ExpertShape) -> None:
+    """Let decoder `layers`, each with its number in the whole model, take a `Routing`.
+
+    The keyword goes no further than the layer, so recomputation in the backward pass gets it again.
+    """
+    for number, layer in layers:
+        place = shape.layers.index(number) if number in shape.layers else None
+        _ReplayingLayer(layer, place, shape.experts)
+
+
+class _ReplayingLayer:
+    """A decoder layer that takes a `Routing`; `place` is None for one without experts."""
+
+    def __init__(self, layer: nn.Module, place: int | None, experts: int) -> None:
+        self._place, self._experts = place, experts
+        self._routing: Routing | None = None
+        layer.register_forward_pre_hook(self._take_keyword, with_kwargs=True)
+        if place is None:
+            return
+        experts_modules = experts_of(layer)
+        for module in experts_modules:
+            module.register_forward_pre_hook(self._record)
+        for block in list(layer.modules()):
+            if any(child in experts_modules for child in block.children()):
+                block.forward = self._forcing(block.forward)
+
+    def _take_keyword(
+        self, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._routing = keywords.get(KEYWORD)
+        return args, {name: value for name, value in keywords.items() if name != KEYWORD}
+
+    def _record(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if self._routing is not None and self._routing.records:
+            assert self._place is not None
+            self._routing.chosen[self._place] = inputs[1].detach()
+
+    def _forcing(self, forward: Any) -> Any:
+        def replay(*args: Any, **keywords: Any) -> Any:
+            if self._routing is None or self._routing.forced is None:
+                return forward(*args, **keywords)
+            assert self._place is not None
+            with _ForcedChoice(self._routing, self._place, self._experts):
+                return forward(*args, **keywords)
+
+        return replay
+
+
+class _ForcedChoice(TorchFunctionMode):
+    """`topk` over the experts gives the forced ones, with their scores."""
+
+    def __init__(self, routing: Routing, layer: int, experts: int) -> None:
+        super().__init__()
+        self._routing, self._layer, self._experts = routing, layer, experts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        # Other ones, among groups of experts, have fewer columns or another dimension.
+        if scores.ndim != 2 or scores.shape[1] != self._experts:
+            return result
+        indices = self._routing.force(self._layer, result.indices)
+        return type(result)((scores.gather(1, indices), indices))
