@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill
+from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kv_cache import BlockAllocator
 from hybridrl.engines.rollout.stage import Drawn
+from hybridrl.models.router_replay import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +102,16 @@ class Entry:
 class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
-    `drawn` holds the tokens of the last decode step until they are collected; until then no
-    sequence joins or leaves. `batch` is kept from step to step until one does.
+    `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
+    experts; until then no sequence joins or leaves. `batch` is kept from step to step until one
+    does.
     """
 
     index: int
     entries: list[Entry] = field(default_factory=list)
     batch: DecodeBatch | None = None
     drawn: Drawn | None = None
+    routing: Routing | None = None
 
     def end_batch(self, tables: Ints) -> None:
         """Drop the batch, before a sequence joins or leaves."""
@@ -122,12 +126,30 @@ class _Prefix:
     """A shared prompt: `blocks` cache all but its last token, None while they are not computed.
 
     The prefix holds its blocks while `users` unfinished requests name it. Sequences share the full
-    blocks and copy the last, partly filled one, since they write to it.
+    blocks and copy the last, partly filled one, since they write to it. `record` has the experts of
+    the cached tokens, once they are computed.
     """
 
     prompt_ids: list[int]
     users: int = 0
     blocks: list[int] | None = None
+    record: ExpertRecord = field(default_factory=ExpertRecord)
+
+    def release(self, allocator: BlockAllocator) -> None:
+        """Forget what is cached."""
+        allocator.release(self.blocks or [])
+        self.blocks, self.record = None, ExpertRecord()
+
+    def suits(self, record: ExpertRecord | None) -> bool:
+        """Whether a sequence with this record may read the cached tokens.
+
+        Parked sequences may have computed the prompt with other experts, under older weights.
+        """
+        if not record or self.blocks is None:
+            return True
+        tokens = len(self.prompt_ids) - 1
+        known = len(self.record) == tokens
+        return known and np.array_equal(self.record.whole(), record.rows(0, tokens))
 
 
 @dataclass(slots=True)
@@ -135,7 +157,8 @@ class Admitted:
     """The work that fills the cache for the admitted `entries`, in this order.
 
     First `prefixes`, then block copies (`copies`: source, destination), then `prompts`, then the
-    responses of `replayed`. The requests of `restored` entries carry their keys and values.
+    responses of `replayed`. The requests of `restored` entries carry their keys and values. The
+    records of `sharing` entries begin with that of their prefix.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -144,6 +167,7 @@ class Admitted:
     prompts: list[Prefill] = field(default_factory=list)
     replayed: list[Entry] = field(default_factory=list)
     restored: list[Entry] = field(default_factory=list)
+    sharing: list[tuple[ExpertRecord, ExpertRecord]] = field(default_factory=list)
 
 
 class Admission:
@@ -156,7 +180,8 @@ class Admission:
     Invariants: an entry waits (slot -1, no blocks) or is in one lane. `tables` [slots, pages] has
     the blocks of running entries. A block is held once by each entry and each prefix that uses it.
 
-    With `replays` a prefill ends before the response; the engine feeds its tokens one by one.
+    With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
+    `records` every request has a record of its tokens' experts.
     """
 
     def __init__(
@@ -169,6 +194,7 @@ class Admission:
         max_sequence: int,
         vocab_size: int,
         replays: bool = False,
+        records: bool = False,
     ) -> None:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
@@ -181,7 +207,7 @@ class Admission:
             block_size=block_size,
             num_blocks=num_blocks,
         )
-        self._replays = replays
+        self._replays, self._records = replays, records
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self._waiting: deque[Entry] = deque()
@@ -209,11 +235,13 @@ class Admission:
             if request.prefix is not None and prompts.setdefault(request.prefix, prompt) != prompt:
                 raise ValueError(f"prefix {request.prefix!r} names two different prompts")
         for request in requests:
+            record = request.routed_experts or ExpertRecord()
             copied = replace(
                 request,
                 prompt_ids=list(request.prompt_ids),
                 response_ids=list(request.response_ids),
                 log_probs=list(request.log_probs),
+                routed_experts=record.copy() if self._records else None,
             )
             if copied.prefix is not None:
                 prefix = self._prefixes.setdefault(copied.prefix, _Prefix(list(copied.prompt_ids)))
@@ -242,15 +270,14 @@ class Admission:
             prefix = self._prefixes[request.prefix]
             prefix.users -= 1
             if not prefix.users:
-                self.allocator.release(prefix.blocks or [])
+                prefix.release(self.allocator)
                 del self._prefixes[request.prefix]
         return request
 
     def drop_prefixes(self) -> None:
         """Release the blocks of shared prompts."""
         for prefix in self._prefixes.values():
-            self.allocator.release(prefix.blocks or [])
-            prefix.blocks = None
+            prefix.release(self.allocator)
 
     # Admission
 
@@ -274,7 +301,8 @@ class Admission:
             if self._replays:
                 tokens = tokens[: len(entry.request.prompt_ids)]
                 admitted.replayed += [entry] if entry.request.response_ids else []
-            admitted.prompts.append(Prefill(tokens[shared:-1], shared, entry.blocks))
+            record = entry.request.routed_experts
+            admitted.prompts.append(Prefill(tokens[shared:-1], shared, entry.blocks, record))
         return admitted
 
     def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:
@@ -286,6 +314,8 @@ class Admission:
         prefix = self._prefixes.get(entry.request.prefix)
         if entry.request.kv is not None:
             prefix = None  # it has all keys and values itself, perhaps of other weights
+        elif prefix is not None and not prefix.suits(entry.request.routed_experts):
+            prefix = None
         need = -(-entry.length // self._block_size)
         free = self.allocator.num_free - self.num_running - 1
         if prefix is not None and len(prefix.prompt_ids) > 1:
@@ -305,15 +335,20 @@ class Admission:
 
     def _share(self, entry: Entry, prefix: _Prefix, need: int, admitted: Admitted) -> int:
         """Allocate the blocks of an entry that shares a prefix; the tokens that this caches."""
-        shared = len(prefix.prompt_ids) - 1
+        shared, record = len(prefix.prompt_ids) - 1, entry.request.routed_experts
         full, partly = divmod(shared, self._block_size)
         if prefix.blocks is None:
             prefix.blocks = self.allocator.allocate(full + bool(partly))
-            admitted.prefixes.append(Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks))
+            if record:  # whoever comes next shares what this sequence had
+                prefix.record.append(record.rows(0, shared))
+            recording = prefix.record if record is not None else None
+            admitted.prefixes.append(Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks, recording))
         else:
             self.shared_tokens += shared
         self.allocator.share(prefix.blocks[:full])
         entry.blocks = prefix.blocks[:full] + self.allocator.allocate(need - full)
+        if record is not None and not record:
+            admitted.sharing.append((record, prefix.record))
         if partly:
             admitted.copies.append((prefix.blocks[full], entry.blocks[full]))
         return shared

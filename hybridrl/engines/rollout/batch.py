@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybridrl.engines.rollout.expert_record import ExpertRecord, Span
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.sampling import SamplingBatch
 from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup, Workspace
@@ -140,6 +141,15 @@ class DecodeBatch:
         """Whether a workspace has no room for another step: then a new batch is needed."""
         return any(self.positions[g.start] >= workspace.width for g, workspace in self._groups)
 
+    def spans(self) -> list[Span]:
+        """The pending tokens of the sequences whose experts are recorded."""
+        rows = enumerate(zip(self.requests, self.positions.tolist(), strict=True))
+        return [
+            Span(request.routed_experts, position, 1, row)
+            for row, (request, position) in rows
+            if request.routed_experts is not None
+        ]
+
     def advance(self, tokens: torch.Tensor) -> None:
         """The drawn `tokens` [rows] are the pending ones of the next step."""
         self._tokens = tokens
@@ -157,17 +167,23 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens to cache at positions `start`, `start` + 1, ... of a sequence that has `blocks`."""
+    """Tokens to cache at positions `start`, `start` + 1, ... of a sequence that has `blocks`.
+
+    `record` is that of the sequence, where experts are recorded.
+    """
 
     tokens: list[int]
     start: int
     blocks: list[int]
+    record: ExpertRecord | None = None
 
 
 def prefill_batches(
     jobs: Sequence[Prefill], pool: KVPool, device: torch.device
-) -> Iterator[tuple[PagedBatch, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[PagedBatch, torch.Tensor, torch.Tensor, list[Span]]]:
     """Passes that cache the jobs' tokens: batch, token ids [tokens] and positions [tokens].
+
+    The last are the sequences whose experts are recorded.
 
     Jobs of like length are padded to the longest of their group; padding is written to block 0.
     """
@@ -188,9 +204,10 @@ def prefill_batches(
 
 def _prefill_batch(
     groups: Sequence[Sequence[Prefill]], pool: KVPool, device: torch.device
-) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+) -> tuple[PagedBatch, torch.Tensor, torch.Tensor, list[Span]]:
     size = pool.block_size
     paged, rows, ids, start = [], [], [], 0
+    spans: list[Span] = []
     for jobs in groups:
         shape = (len(jobs), len(jobs[0].tokens))
         longest = max(job.start + len(job.tokens) for job in jobs)
@@ -204,6 +221,8 @@ def _prefill_batch(
             positions[row, :count] = np.arange(job.start, job.start + count)
             page, offsets[row, :count] = np.divmod(positions[row, :count], size)
             blocks[row, :count] = tables[row, page]
+            if job.record is not None:
+                spans.append(Span(job.record, job.start, count, start + row * shape[1]))
         queries = _tensor(positions, device)
         paged.append(PagedGroup(start, *shape, longest, queries, _tensor(tables, device)))
         rows.append(
@@ -212,7 +231,7 @@ def _prefill_batch(
         ids.append(_tensor(token_ids.reshape(-1), device))
         start += shape[0] * shape[1]
     positions_row = torch.cat([group.positions.reshape(-1) for group in paged])
-    return PagedBatch(pool, torch.cat(rows), paged), torch.cat(ids), positions_row
+    return PagedBatch(pool, torch.cat(rows), paged), torch.cat(ids), positions_row, spans
 
 
 def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

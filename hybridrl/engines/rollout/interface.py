@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.config import RolloutConfig
+from hybridrl.config import RolloutConfig, RouterReplay
+from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.switching import Switch
@@ -70,6 +71,10 @@ class Request:
 
     `kv` is the cache that `park(..., with_kv=True)` copied. `submit` then restores it instead of
     computing it, whichever weights computed it; each rank of an instance passes its own shard.
+
+    `routed_experts` has the experts of the tokens that were computed, where the engine records them
+    (`EngineFeatures.records_experts`). It then fills them in, and computes those tokens again with
+    the experts that they had.
     """
 
     id: object
@@ -80,6 +85,7 @@ class Request:
     response_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     kv: KV | None = None
+    routed_experts: ExpertRecord | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -94,13 +100,15 @@ class Output:
     After `stop` the last token is the stop token, or completes a stop text.
 
     `log_probs[i]` is that of `token_ids[i]` under the sampling distribution: after temperature,
-    before top-k and top-p.
+    before top-k and top-p. `routed_experts` are those of prompt and response but the last token,
+    which was never computed, where the engine records them.
     """
 
     id: object
     token_ids: list[int]
     log_probs: list[float]
     finish: str
+    routed_experts: ExpertRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,8 @@ class EngineParts:
 
     The engine runs the model in the directory `model_path`, of the Hugging Face config
     `model_config`. It is this rank's share of an instance of the switch's generation mesh;
-    `parallel` are its coordinates. A sequence has at most `max_sequence` tokens.
+    `parallel` are its coordinates. A sequence has at most `max_sequence` tokens. `router_replay`
+    says whether the engine records experts, or others do in its module.
     """
 
     rollout: RolloutConfig
@@ -150,6 +159,7 @@ class EngineParts:
     stops: StopStrings | None
     max_sequence: int
     deterministic: bool
+    router_replay: RouterReplay = RouterReplay.off
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
+from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, Span
 from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
@@ -27,6 +29,7 @@ from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, We
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers
 from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.router_replay import ExpertShape, Routing
 from hybridrl.models.shard import GenParallel
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,9 @@ class NativeEngine:
     It holds among engines of the same layout, block size and number of threads, and forgoes
     batching.
 
+    With `router_replay` at `rollout` it records every token's experts. A token computed again
+    takes those that it had. At `trainer` its module takes them from others, who score with it.
+
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
     a1 b1 a2 b2. When stage 0 has finished b1, the tokens of a1 have arrived for a2.
     """
@@ -71,6 +77,7 @@ class NativeEngine:
         deterministic: bool = False,
         stops: StopStrings | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        router_replay: RouterReplay = RouterReplay.off,
     ) -> None:
         _check_model(model_config, max_sequence)
         self._device = torch.device(device)
@@ -87,7 +94,13 @@ class NativeEngine:
             dtype=dtype,
             device=self._device,
             max_sequence=max_sequence,
+            takes_routing=router_replay is not RouterReplay.off,
         )
+        self._recorder: ExpertRecorder | None = None
+        if router_replay is RouterReplay.rollout:
+            own = [number for number, _ in self._stage.numbered_layers()]
+            shape = ExpertShape.of(model_config)
+            self._recorder = ExpertRecorder(shape, own, self._parallel, self._device)
         self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
         logger.debug(
             "rollout engine: %d KV blocks of %d tokens, at most %d sequences at a time",
@@ -105,6 +118,7 @@ class NativeEngine:
             max_sequence=max_sequence,
             vocab_size=self._vocab_size,
             replays=deterministic,
+            records=self._recorder is not None,
         )
         self._uniforms = UniformTable(max_running)
         self._finished: list[Output] = []
@@ -137,6 +151,7 @@ class NativeEngine:
             deterministic=parts.deterministic,
             stops=parts.stops,
             bucket_bytes=parts.bucket_bytes,
+            router_replay=parts.router_replay,
         )
         # The switch has parameters alone.
         load_buffers(engine.model, parts.model_path, parts.model_config)
@@ -196,6 +211,7 @@ class NativeEngine:
             if request is not None:
                 request.kv = (kv or request.kv) if with_kv else None
                 parked.append(request)
+        self._join_records([request.routed_experts for request in parked])
         logger.debug("parked %d requests%s", len(parked), ", with KV cache" if with_kv else "")
         return parked
 
@@ -229,6 +245,7 @@ class NativeEngine:
         if self._parallel.pp == 1:
             self._collect_all()
         finished, self._finished = self._finished, []
+        self._join_records(output.routed_experts for output in finished)
         return finished
 
     def _admit(self, lane: Lane) -> None:
@@ -237,6 +254,8 @@ class NativeEngine:
         if not admitted.entries:
             return
         self._prefill(admitted.prefixes)
+        for record, prefix in admitted.sharing:
+            record.append(prefix.whole())
         if admitted.copies:
             source, destination = torch.tensor(admitted.copies, device=self._device).unbind(1)
             assert self._pool is not None
@@ -254,9 +273,25 @@ class NativeEngine:
         jobs = [job for job in jobs if job.tokens]
         self._prefill_tokens += sum(len(job.tokens) for job in jobs)
         assert self._pool is not None
-        for paged, token_ids, positions in prefill_batches(jobs, self._pool, self._device):
-            self._stage.prefill(paged, token_ids, positions)
+        for paged, token_ids, positions, spans in prefill_batches(jobs, self._pool, self._device):
+            routing = self._routing(spans, len(token_ids))
+            self._stage.prefill(paged, token_ids, positions, routing)
+            self._keep(spans, routing)
             self._prefill_calls += 1
+
+    def _routing(self, spans: list[Span], rows: int) -> Routing | None:
+        """Where the experts of a pass of `rows` tokens are recorded, and those to replay."""
+        return None if self._recorder is None else self._recorder.routing(spans, rows)
+
+    def _keep(self, spans: list[Span], routing: Routing | None) -> None:
+        """Append what a pass has recorded to the records of its sequences."""
+        if self._recorder is not None and routing is not None:
+            self._recorder.keep(spans, routing)
+
+    def _join_records(self, records: Iterable[ExpertRecord | None]) -> None:
+        """Add the layers of other stages to records that leave the engine."""
+        if self._recorder is not None:
+            self._recorder.join([record for record in records if record is not None])
 
     def _restore(self, entry: Entry) -> None:
         """Write the keys and values that a request carries to its blocks."""
@@ -274,7 +309,10 @@ class NativeEngine:
         fresh = replace(request, response_ids=[])
         batch = self._decode_batch([(fresh, entry.slot, len(request.prompt_ids))])
         for token in request.response_ids:
-            self._stage.feed(*batch.inputs(self._pool, self._admission.tables))
+            spans = batch.spans()
+            routing = self._routing(spans, 1)
+            self._stage.feed(*batch.inputs(self._pool, self._admission.tables), routing)
+            self._keep(spans, routing)
             batch.advance(torch.tensor([token], device=self._device))
         self._replayed_tokens += len(request.response_ids)
 
@@ -295,7 +333,9 @@ class NativeEngine:
             lane.batch = self._decode_batch(rows, lane.index)
         batch = lane.batch
         assert self._pool is not None
-        logits = self._stage.decode(*batch.inputs(self._pool, tables))
+        # Nothing to replay: a pending token is new.
+        lane.routing = Routing(records=True) if self._recorder is not None else None
+        logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
         uniforms = None
         if self._stage.draws:
             drawn = self._uniforms.draw(batch.requests, batch.slots, batch.counts)
@@ -315,6 +355,7 @@ class NativeEngine:
         assert lane.batch is not None
         tokens, log_probs = lane.drawn.wait()
         lane.drawn = None
+        self._keep(lane.batch.spans(), lane.routing)
         lane.batch.advance(tokens.to(self._device))
         outputs = []
         for request, token, log_prob in zip(
@@ -330,7 +371,8 @@ class NativeEngine:
                 finish = "length"
             else:
                 continue
-            outputs.append(Output(request.id, request.response_ids, request.log_probs, finish))
+            response = request.response_ids, request.log_probs
+            outputs.append(Output(request.id, *response, finish, request.routed_experts))
         for output in outputs:
             self._admission.remove(output.id)
         self._finished += outputs

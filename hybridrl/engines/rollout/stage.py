@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from transformers import PretrainedConfig
 
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
@@ -17,10 +18,12 @@ from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import KVPool, PagedBatch
 from hybridrl.models.parallel import kv_heads_of_rank
+from hybridrl.models.router_replay import KEYWORD, ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 
 
@@ -62,6 +65,7 @@ class RolloutStage:
         dtype: torch.dtype,
         device: torch.device,
         max_sequence: int,
+        takes_routing: bool = False,
     ) -> None:
         self.parallel = parallel
         self.dtype, self._device = dtype, device
@@ -72,6 +76,8 @@ class RolloutStage:
             dtype=dtype,
             device=device,
         )
+        if takes_routing:
+            enable_replay(self.numbered_layers(), ExpertShape.of(config))
         fused = config.model_type in FUSED_FAMILIES
         self.decoder = FusedDecoder(self.model, max_sequence) if fused else None
         self._vocab_size: int = config.vocab_size
@@ -83,6 +89,11 @@ class RolloutStage:
         self.buffers = persistent_buffers(self.model)
         self.aliases = set(self.model.state_dict()) - set(self._shapes) - set(self.buffers)
         self._link = StageLink(parallel)
+
+    def numbered_layers(self) -> list[tuple[int, nn.Module]]:
+        """The rank's decoder layers, with their numbers in the whole model."""
+        own = own_layers(self.model)
+        return [(i, layer) for i, layer in enumerate(decoder_layers(self.model)) if layer in own]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The rank's own tensors by state-dict name, tied ones once."""
@@ -119,15 +130,25 @@ class RolloutStage:
             device=self._device,
         )
 
-    def prefill(self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def prefill(
+        self,
+        paged: PagedBatch,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        routing: Routing | None = None,
+    ) -> None:
         """Cache keys and values of `token_ids` [tokens] at `positions` [tokens]."""
-        self._pass_on(self._module(paged, self._inputs(token_ids), positions))
+        self._pass_on(self._module(paged, self._inputs(token_ids), positions, routing))
 
     def decode(
-        self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
+        self,
+        paged: PagedBatch,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        routing: Routing | None = None,
     ) -> torch.Tensor | None:
         """Logits [tokens, vocab], float32 on the rank that samples (`draws`), None on others."""
-        hidden = self.feed(paged, token_ids, positions)
+        hidden = self.feed(paged, token_ids, positions, routing)
         if not self.parallel.last:
             return None
         head = self.model.get_output_embeddings()
@@ -137,11 +158,18 @@ class RolloutStage:
         return self._join(self._transform.apply_(products))
 
     def feed(
-        self, paged: PagedBatch, token_ids: torch.Tensor, positions: torch.Tensor
+        self,
+        paged: PagedBatch,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        routing: Routing | None = None,
     ) -> torch.Tensor:
         """A decode step without its logits: the stage's hidden states [tokens, hidden]."""
-        body = self.decoder or self._module
-        hidden = body(paged, self._inputs(token_ids), positions)
+        x = self._inputs(token_ids)
+        if self.decoder is not None:
+            hidden = self.decoder(paged, x, positions)  # of dense families
+        else:
+            hidden = self._module(paged, x, positions, routing)
         self._pass_on(hidden)
         return hidden
 
@@ -174,10 +202,20 @@ class RolloutStage:
             drawn.underway = self._send_drawn(drawn.message)
         return drawn
 
-    def _module(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _module(
+        self,
+        paged: PagedBatch,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        routing: Routing | None = None,
+    ) -> torch.Tensor:
         """The stage's layers (and norm) by the Hugging Face module, [tokens, hidden] likewise."""
         hidden: torch.Tensor = self.model.base_model(
-            inputs_embeds=x[None], position_ids=positions[None], use_cache=False, paged=paged
+            inputs_embeds=x[None],
+            position_ids=positions[None],
+            use_cache=False,
+            paged=paged,
+            **({} if routing is None else {KEYWORD: routing}),
         ).last_hidden_state
         return hidden[0]
 

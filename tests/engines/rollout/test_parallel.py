@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import uniforms
@@ -17,6 +18,7 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
 from hybridrl.models.parallel import model_parameters
+from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 
 FAMILIES = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3")
@@ -354,3 +356,45 @@ def test_bfloat16(
     ]
     assert len(gaps) > 15
     assert sum(gaps) / len(gaps) < 0.1  # as in test_native
+
+
+def generate_with_experts(
+    config: PretrainedConfig, weights: Weights, pp: int, tp: int, ep: int, requests: list[Request]
+) -> tuple[dict[object, Any], list[Any]]:
+    """Tokens and experts of all samples, and what parked ones had; they are recomputed."""
+    engine = make(config, weights, pp, tp, ep, router_replay=RouterReplay.rollout)
+    engine.submit(requests)
+    outputs = [output for _ in range(4) for output in engine.step()]
+    parked = engine.park([0, 1, 5])
+    engine.submit(parked)
+    while (stats := engine.stats()).running or stats.waiting:
+        outputs += engine.step()
+    records = {o.id: (o.token_ids, o.routed_experts) for o in outputs}
+    kept = [(r.id, r.routed_experts) for r in parked]
+    return {i: (t, r and r.whole()) for i, (t, r) in records.items()}, kept
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("pp", "tp", "ep"), [(2, 1, 1), (1, 2, 2), (2, 2, 1), (3, 1, 1)], ids=str)
+def test_every_rank_has_the_experts_of_all_layers(
+    pp: int, tp: int, ep: int, ranks: Ranks, make_model: Callable[..., PreTrainedModel],
+    requests_of: RequestsOf,
+) -> None:  # fmt: skip
+    """Also a stage without any, the first of three, and for samples that were parked."""
+    model = make_model("qwen3_moe", num_hidden_layers=3)
+    requests = requests_of(8, group=2, prefix=True, longest=20)
+    args = model.config, dict(model.state_dict()), pp, tp, ep, requests
+    results = ranks(pp * tp, generate_with_experts, *args)
+    enable_replay(enumerate(model.model.layers), ExpertShape.of(model.config))
+    for outputs, parked in results:
+        assert len(outputs) == 8
+        for request in requests:
+            tokens, experts = outputs[request.id]
+            routing = Routing(records=True)
+            model.model(torch.tensor([[*request.prompt_ids, *tokens]]), routing=routing)
+            wanted = routing.recorded()[:-1].sort(-1).values
+            assert torch.equal(torch.from_numpy(experts).sort(-1).values, wanted)
+        assert parked
+        for id_, record in parked:
+            _, experts = outputs[id_]
+            assert (record.whole() == experts[: len(record)]).all()
