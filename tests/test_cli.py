@@ -179,6 +179,15 @@ WRONG = [
         "model=tiny_moe cluster.ranks=3 trainer.layout.ep=3",
         "trainer.layout.ep=3: wanted one of 1, 2, 4, 8 (it must divide the 8 experts)",
     ),
+    ("trainer.router_replay=r", "trainer.router_replay=r: wanted one of off, trainer, rollout"),
+    (
+        "trainer.router_replay=rollout",
+        "trainer.router_replay=rollout: wanted off with model.tiny.num_experts=0",
+    ),
+    (
+        "model=tiny_moe trainer.router_replay=trainer",
+        "trainer.router_replay=trainer: wanted off, rollout, or a recipe with the old policy's p",
+    ),
     ("rollout.layout.ep=2", "rollout.layout.ep=2: wanted 1, or rollout.layout.tp=1"),
     (
         "rollout=vllm rollout.layout.tp=2 rollout.layout.ep=2",

@@ -22,6 +22,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
 from hybridrl.config.compose import register, to_config
@@ -439,8 +440,11 @@ def _told(sample: Any) -> list[Any]:
 
 def _moved(run: FinishedRun) -> torch.Tensor:
     """How the parameters have changed over the whole run."""
-    start, final = (load_file(run.dir / f / "model.safetensors") for f in ("start", "final"))
-    return torch.cat([(final[name] - start[name]).double().flatten() for name in start])
+    # Under the names of the model: files may have experts one by one.
+    models = (AutoModelForCausalLM.from_pretrained(run.dir / f) for f in ("start", "final"))
+    start, final = (dict(model.named_parameters()) for model in models)
+    changes = [(final[name] - start[name]).detach().double().flatten() for name in start]
+    return torch.cat(changes)
 
 
 class Command:

@@ -111,6 +111,7 @@ class Config:
         if self.cluster.requeue and not self.trainer.resumes:
             self.trainer.resume = "auto"
         self.check_schedule()
+        self.check_replay()
         self.cluster.check_request()
         self._resolve_dtypes()
         if self.cluster.ranks:
@@ -177,6 +178,17 @@ class Config:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using)
+
+    def check_replay(self) -> None:
+        """Raise ConfigError for a replay of experts that the rollout engine or model lacks."""
+        replay = self.trainer.router_replay
+        if replay is RouterReplay.rollout and not self.rollout.features.records_experts:
+            allowed = f"off or trainer with rollout.engine={self.rollout.engine.value}"
+            raise ConfigError("trainer.router_replay", replay.value, allowed)
+        is_tiny = not (self.model.path or self.model.shape)
+        if replay is not RouterReplay.off and is_tiny and not self.model.tiny.num_experts:
+            allowed = "off with model.tiny.num_experts=0"
+            raise ConfigError("trainer.router_replay", replay.value, allowed)
 
     @property
     def warm_start_steps(self) -> int:

@@ -36,6 +36,8 @@ class EngineFeatures:
     """The number that must divide `rollout.block_size`."""
     vocab_multiple: int = 1
     """Rows of the embedding are padded to a multiple of this."""
+    records_experts: bool = False
+    """Whether it returns the experts that each token took (`trainer.router_replay`)."""
     whole_experts: bool = False
     """Whether its tp ranks can have whole experts (`rollout.layout.ep`)."""
     ascending: bool = False
@@ -49,6 +51,7 @@ ENGINES = {
         deterministic=True,
         shares_weights=True,
         caches_last_token=False,
+        records_experts=True,
         whole_experts=True,
     ),
     Engine.vllm: EngineFeatures(

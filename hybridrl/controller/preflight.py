@@ -18,6 +18,7 @@ from hybridrl.config import (
     ConfigError,
     Device,
     RolloutConfig,
+    RouterReplay,
     ScheduleConfig,
 )
 from hybridrl.config.bounds import check_finite, check_values
@@ -36,7 +37,7 @@ from hybridrl.controller.preflight_models import (
 from hybridrl.data import Data, load_data
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Graph, Recipe
-from hybridrl.flow.graph import UpdateStage
+from hybridrl.flow.graph import StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -69,6 +70,7 @@ def prepare(config: Config) -> PreparedRun:
     check_ranks(config.cluster)
     check_placement(config, graph)
     _check_on_policy(config, graph)
+    _check_recorded(config, graph)
     engine_checks(config.rollout).check_installed()
     for role in judges_of(config, graph):
         validate_reward(config.judge_of(role), config.data.sources, role)
@@ -90,6 +92,16 @@ def _check_on_policy(config: Config, graph: Graph) -> None:
             if number > 1:
                 allowed = f"1: the loss of stage {stage.name!r} has no ratio to an old policy"
                 raise ConfigError(f"trainer.{key}", number, allowed)
+
+
+def _check_recorded(config: Config, graph: Graph) -> None:
+    """Raise where experts are to be those of an old policy's pass that the recipe does not make."""
+    replay = config.trainer.router_replay
+    stages = graph.stages.values()
+    passes = [s for s in stages if s.role == "actor" and s.method is StageMethod.LOG_PROBS]
+    if replay is RouterReplay.trainer and not passes:
+        allowed = "off, rollout, or a recipe with the old policy's pass (old_log_probs=trainer)"
+        raise ConfigError("trainer.router_replay", replay.value, allowed)
 
 
 def _check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:
@@ -182,7 +194,7 @@ def _model_path(config: Config, run_dir: Path) -> str:
 def _load(config: Config, model_path: str, graph: Graph) -> Data:
     from transformers import AutoTokenizer
 
-    from hybridrl.engines.probe import check_model
+    from hybridrl.engines.probe import check_model, check_replay
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
@@ -203,6 +215,8 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_train_layout(model, config.trainer.layout)
     gen = config.rollout.layout
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
+    if config.trainer.router_replay is not RouterReplay.off:
+        check_replay(model, config.trainer.router_replay)
     check_lora(model, config.actor.lora, "actor.lora")
     check_attention(config, model)
     engine_checks(config.rollout).check_model(config.model, model)

@@ -24,6 +24,7 @@ from hybridrl.flow.executor import (
     TargetsLoaded,
     UpdateDone,
     WorkerDied,
+    generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
@@ -136,16 +137,15 @@ class RayExecutor:
         published = yield from answers_of(calls)
         answers = [answer.event for answer in published]
         for answer in published:
-            self._note_published(
-                answer, [f.id for f in answer.event.finished], ("tokens", "log_probs")
-            )
-        finished = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
+            finished = answer.event.finished
+            self._note_published(answer, [f.id for f in finished], generated_tensors(finished))
+        in_order = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
         parked = [
             replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
             for same in zip(*(a.parked for a in answers), strict=True)
         ]
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
-        return [replace(answers[0], finished=tuple(finished), parked=tuple(parked), work=slowest)]
+        return [replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)]
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]

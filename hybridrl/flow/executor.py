@@ -102,6 +102,8 @@ Command = Submit | Park | Resume
 class Finished:
     """A sample has its last token; its tensors (`tokens`, `log_probs`) are on `rank`.
 
+    `more_tensors` names those that its stage does not declare, since settings ask for them.
+
     `finish` is `stop`, `length`, or `abort` where the engine gave up: then the sample is dropped.
     `spans` say which version of the actor made which response tokens.
     """
@@ -112,6 +114,12 @@ class Finished:
     response_tokens: int
     finish: str
     spans: tuple[TokenSpan, ...]
+    more_tensors: tuple[str, ...] = ()
+
+
+def generated_tensors(finished: Sequence[Finished]) -> tuple[str, ...]:
+    """The tensors of samples that a rollout engine has finished, which are the same of all."""
+    return ("tokens", "log_probs", *(finished[0].more_tensors if finished else ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class Ledger:
         sample.response_tokens = event.response_tokens
         sample.spans = event.spans
         sample.scalars["finish"] = event.finish
-        sample.tensors.update(set(stage.outputs) - set(stage.scalars))
+        sample.tensors.update(set(stage.outputs) - set(stage.scalars), event.more_tensors)
         return sample
 
     def restart(self, id: SampleId) -> None:

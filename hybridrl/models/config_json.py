@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, RouterReplay
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """The layers that packed and paged attention compute; recurrent ones would leak between
@@ -39,19 +39,37 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys under which families have the number of a layer's experts."""
+
+
+def check_has_experts(path: str | None, replay: RouterReplay) -> None:
+    """Raise ConfigError where experts are to be replayed, and `config.json` has none."""
+    settings = _read(path)
+    if replay is not RouterReplay.off and settings and not any(map(settings.get, EXPERTS)):
+        allowed = f"off ({settings.get('model_type', 'the model')} has no experts)"
+        raise ConfigError("trainer.router_replay", replay.value, allowed)
+
+
+def _read(path: str | None) -> dict[str, Any]:
+    """The settings in `config.json`; none where there is no such file, or not a good one."""
+    file = Path(path or "") / "config.json"
+    if not path or not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
 def check_config_json(path: str | None, key: str) -> None:
     """Raise ConfigError, which names `key`, where `config.json` shows that no engine computes it.
 
     A path without such a file passes here: other checks name what is wrong with it.
     """
-    file = Path(path or "") / "config.json"
-    if not path or not file.is_file():
-        return
-    try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return
-    if isinstance(settings, dict) and (component := unsupported(settings)):
+    settings = _read(path)
+    if component := unsupported(settings):
         model_type = settings.get("model_type", "unknown")
         allowed = f"a decoder of full or sliding-window attention ({model_type} has {component})"
         raise ConfigError(key, path, allowed)

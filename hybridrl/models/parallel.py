@@ -21,6 +21,7 @@ from transformers import (
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.config_json import EXPERTS
 from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -155,8 +156,7 @@ def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) ->
 
 def num_experts(config: PretrainedConfig) -> int:
     """Experts of a layer; 0 for a dense model."""
-    names = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
-    return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
+    return next((int(n) for name in EXPERTS if (n := getattr(config, name, None))), 0)
 
 
 def _leaves_experts_whole(config: PretrainedConfig) -> bool:

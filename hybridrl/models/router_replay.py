@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.parallel import model_parameters, num_experts
+from hybridrl.models.shrink import EXPERTS_PER_TOKEN
 
 KEYWORD = "routing"
 """The keyword of a model's call that takes a `Routing`, once `enable_replay` has been called."""
@@ -72,8 +73,7 @@ class ExpertShape:
     def of(cls, config: PretrainedConfig) -> "ExpertShape":
         """Those of a model; without layers for a dense one."""
         layers = sorted({p.layer for p in model_parameters(config) if p.experts})
-        names = "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts"
-        numbers = (getattr(config, name, None) for name in names)
+        numbers = (getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
         return cls(tuple(layers), num_experts(config), next((n for n in numbers if n), 0))
 
     @property

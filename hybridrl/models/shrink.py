@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridrl.models.config_json import EXPERTS
 from hybridrl.models.stages import per_layer_lists
 
 HEAD_DIM = 16
 VOCABULARY = 67
 WINDOW = 7
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 _RENAMED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
 _AT_MOST = {
-    **dict.fromkeys(_EXPERTS, 8),
-    **dict.fromkeys(_EXPERTS_PER_TOKEN, 4),
+    **dict.fromkeys(EXPERTS, 8),
+    **dict.fromkeys(EXPERTS_PER_TOKEN, 4),
     "n_group": 2,
     "topk_group": 1,
     "sliding_window": WINDOW,

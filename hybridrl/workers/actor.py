@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, ConfigError, DType
+from hybridrl.config import Config, ConfigError, DType, RouterReplay
 from hybridrl.data import Item, end_token_id
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.executor import (
     Command,
     Finished,
@@ -41,8 +40,8 @@ from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
-from hybridrl.workers.store import SampleStore, StoredSample
-from hybridrl.workers.training import SampleFields, UpdateShare, train
+from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
+from hybridrl.workers.training import SampleFields, UpdateShare, sequence_of, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,17 +321,13 @@ class Actor:
         item, spans = self._items.pop(id)
         if self._peers[(id.prompt + id.k) % len(self._peers)] != dist.get_rank():
             return None
-        self.store.add(
-            id,
-            StoredSample(
-                len(output.token_ids),
-                item,
-                {
-                    "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
-                    "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
-                },
-            ),
-        )
+        tensors = {
+            "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
+            "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
+        }
+        if output.routed_experts is not None:
+            tensors[ROUTED_EXPERTS] = torch.from_numpy(output.routed_experts.whole())
+        self.store.add(id, StoredSample(len(output.token_ids), item, tensors))
         return Finished(
             id=id,
             rank=dist.get_rank(),
@@ -340,13 +335,15 @@ class Actor:
             response_tokens=len(output.token_ids),
             finish=output.finish,
             spans=grown(spans, len(output.token_ids), self.generating_version),
+            more_tensors=() if output.routed_experts is None else (ROUTED_EXPERTS,),
         )
 
     # -- scoring and training ------------------------------------------------------------------
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Log-probabilities of the responses under the training weights."""
-        return log_probs_stage(self.train_engine, self.store, stage, ids)
+        replay = self.config.trainer.router_replay
+        return log_probs_stage(self.train_engine, self.store, stage, ids, replay)
 
     def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """Train on this rank's share, as `workers.training.train`.
@@ -364,6 +361,7 @@ class Actor:
             compare=ENGINE_GAPS,
             compared=lambda id: _sampled(self.store[id], share.versions[id], version),
             stepped=self._stepped,
+            replays=self.config.trainer.router_replay is not RouterReplay.off,
         )
 
     def _stepped(self) -> None:
@@ -405,17 +403,26 @@ def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[
 
 
 def log_probs_stage(
-    engine: TrainEngine, store: SampleStore, stage: Stage, ids: Sequence[SampleId]
+    engine: TrainEngine,
+    store: SampleStore,
+    stage: Stage,
+    ids: Sequence[SampleId],
+    replay: RouterReplay,
 ) -> tuple[Scalars, tuple[str, ...]]:
-    """Log-probabilities of a train engine, stored as the stage's output field."""
+    """Log-probabilities of a train engine, stored as the stage's output field.
+
+    Under `RouterReplay.trainer` the pass records experts, which are stored as well.
+    """
     (name,) = stage.outputs
+    records = replay is RouterReplay.trainer
     samples = [store[id] for id in ids]
-    scored = engine.log_probs(
-        [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
-    )
-    for sample, log_probs in zip(samples, scored, strict=True):
+    sequences = [sequence_of(sample, replays=replay is RouterReplay.rollout) for sample in samples]
+    scored = engine.log_probs(sequences, records)
+    for sample, sequence, log_probs in zip(samples, sequences, scored, strict=True):
         sample.tensors[name] = log_probs
-    return {}, (name,)
+        if records and sequence.routed_experts is not None:
+            sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
+    return {}, (name, ROUTED_EXPERTS) if records else (name,)
 
 
 def _sampling_params(sampling: Sampling, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -20,6 +20,7 @@ from hybridrl.flow.executor import (
     Phase,
     Resume,
     TargetsLoaded,
+    generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
 from hybridrl.flow.sample import SampleId
@@ -163,7 +164,9 @@ class ActorWorker(BaseWorker):
         unfinished = self.actor.unfinished
         value = Advanced(instance, unfinished, tuple(finished), tuple(exported), work=work)
         ids = [event.id for event in finished]
-        return self._reply(self._published(value, ids, ("tokens", "log_probs"), with_items=True))
+        return self._reply(
+            self._published(value, ids, generated_tensors(finished), with_items=True)
+        )
 
     def _export_parked(
         self, samples: dict[SampleId, ParkedSample]

@@ -38,5 +38,6 @@ def make_rollout_engine(
             # Prompts that would not leave room for a response are not in the data.
             max_sequence=min(longest, model_config.max_position_embeddings),
             deterministic=config.strict,
+            router_replay=config.trainer.router_replay,
         )
     )

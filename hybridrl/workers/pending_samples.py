@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybridrl.checkpoint.folder import note_sum
+from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import SampleId, TokenSpan
@@ -87,15 +88,23 @@ def _record(store: SampleStore, id: SampleId) -> dict[str, Any]:
 def _parked_record(sample: ParkedSample) -> dict[str, Any]:
     request = sample.request
     id: Any = request.id
+    experts = request.routed_experts
     return {
         "id": list(id),
         "shares": request.prefix is not None,
         "response_ids": list(request.response_ids),
         "log_probs": list(request.log_probs),
         "spans": [list(astuple(span)) for span in sample.spans],
+        "routed_experts": torch.from_numpy(experts.whole()) if experts else None,
     }
 
 
 def _as_parked(request: Request, item: Any, record: Mapping[str, Any]) -> ParkedSample:
-    request = replace(request, response_ids=record["response_ids"], log_probs=record["log_probs"])
+    experts = record.get("routed_experts")  # checkpoints from before have none
+    request = replace(
+        request,
+        response_ids=record["response_ids"],
+        log_probs=record["log_probs"],
+        routed_experts=None if experts is None else ExpertRecord([experts.numpy()]),
+    )
     return ParkedSample(request, item, tuple(TokenSpan(*span) for span in record["spans"]))

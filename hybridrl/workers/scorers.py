@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridrl.config import Config
+from hybridrl.config import Config, RouterReplay
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import Stage
@@ -17,7 +17,8 @@ from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 from hybridrl.rewards.model import check_tokenizer
 from hybridrl.workers.roles import Scalars
-from hybridrl.workers.store import SampleStore
+from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore
+from hybridrl.workers.training import sequence_of
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ class InstanceScorer:
     All ranks of the instance call `compute`, each with the ids of its own samples (perhaps none).
     They gather the tokens, score all of them, and each stores the results of its own.
     """
+
+    replays = False
+    """Whether tokens take the experts that their samples have: those of the actor."""
 
     def __init__(self, engine: ScoreEngine, store: SampleStore) -> None:
         self.engine, self.store = engine, store
@@ -55,8 +59,7 @@ class InstanceScorer:
         self, ids: Sequence[SampleId], score: Callable[[Sequence[TrainSequence]], list[T]]
     ) -> list[T]:
         """The results of this rank's `ids`, after scoring those of the whole instance."""
-        samples = [self.store[id] for id in ids]
-        mine = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
+        mine = [sequence_of(self.store[id], replays=self.replays) for id in ids]
         by_rank = instance_gather(self.engine.parallel, mine)
         before = sum(map(len, by_rank[: self.engine.parallel.instance_rank]))
         scores = score([sequence for sequences in by_rank for sequence in sequences])
@@ -136,10 +139,29 @@ class OldPolicyScorer(InstanceScorer):
             **_passes(config, deterministic),
         )
         super().__init__(engine, store)
+        self.replays = config.trainer.router_replay is RouterReplay.rollout
+        self._records = config.trainer.router_replay is RouterReplay.trainer
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Log-probabilities of the responses under the generation weights."""
-        return self._log_probs(stage, ids)
+        """Log-probabilities of the responses under the generation weights.
+
+        Under `RouterReplay.trainer` also the experts that this pass took.
+        """
+        if not self._records:
+            return self._log_probs(stage, ids)
+
+        def score(
+            sequences: Sequence[TrainSequence],
+        ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+            log_probs = self.engine.log_probs(sequences, records_experts=True)
+            return [(x, s.routed_experts) for x, s in zip(log_probs, sequences, strict=True)]
+
+        (name,) = stage.outputs
+        for id, (log_probs, experts) in zip(ids, self._own(ids, score), strict=True):
+            self.store[id].tensors[name] = log_probs
+            if experts is not None:
+                self.store[id].tensors[ROUTED_EXPERTS] = experts
+        return {}, (name, ROUTED_EXPERTS)
 
 
 class NeuralReward(InstanceScorer):

@@ -10,13 +10,17 @@ from torch.utils.dlpack import from_dlpack
 
 from hybridrl.flow.sample import SampleId
 
+ROUTED_EXPERTS = "routed_experts"
+"""The field of the experts that a sample's tokens take (uint8 or uint16)."""
+
 
 @dataclass(slots=True)
 class StoredSample:
     """A sample on its rank.
 
     `tensors` holds `tokens` [prompt + response] (int64) and per-response-token fields
-    [response_tokens] (`log_probs`, ...). `item` is for the verifier (an opaque object).
+    [response_tokens] (`log_probs`, ...), and where experts are replayed `ROUTED_EXPERTS`
+    [tokens - 1, layers, k]. `item` is for the verifier (an opaque object).
     """
 
     response_tokens: int
@@ -32,10 +36,11 @@ class StoredSample:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Samples packed for another rank: one flat array a field, so that a send is a few copies.
+    """Samples packed for another rank: one array a field, so that a send is a few copies.
 
-    `ids` are plain tuples, which pickle faster. `items` is for verifiers, or empty where no
-    verifier will score the samples.
+    An array has the rows of all samples, and `sizes` each sample's number of rows. `ids` are plain
+    tuples, which pickle faster. `items` is for verifiers, or empty where no verifier will score the
+    samples.
     """
 
     ids: tuple[tuple[int, str, int, int], ...]
@@ -84,7 +89,7 @@ class SampleStore:
             columns={
                 name: torch.cat(tensors or [empty]).numpy() for name, tensors in columns.items()
             },
-            sizes={name: tuple([t.numel() for t in tensors]) for name, tensors in columns.items()},
+            sizes={name: tuple([len(t) for t in tensors]) for name, tensors in columns.items()},
             items=tuple(s.item for s in samples) if with_items else (),
         )
 

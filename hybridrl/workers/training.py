@@ -12,7 +12,7 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
-from hybridrl.workers.store import SampleStore, StoredSample
+from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 
 SampleFields = dict[str, torch.Tensor | float]
 
@@ -55,13 +55,15 @@ def train(
     compare: Mapping[str, str] = MappingProxyType({}),
     compared: Callable[[SampleId], SampleFields] | None = None,
     stepped: Callable[[], None] = lambda: None,
+    replays: bool = False,
 ) -> dict[str, float]:
     """Every epoch over every mini-batch, one optimizer step each; metrics are means.
 
     In the first step the weights are still those that made the samples. There sequences have the
     fields of `compared`, too, and `compare` names the metrics that they give: see
     `TrainEngine.update`. If the loss scales its steps, sequences have them in every step; the
-    metrics are those of the first. `stepped` is called after every step.
+    metrics are those of the first. `stepped` is called after every step. With `replays` tokens take
+    the experts that their samples have.
     """
     loss, names = stage.loss, stage.fields
     history: list[dict[str, float]] = []
@@ -74,8 +76,7 @@ def train(
                 fields = {x: _field(names.get(x, x), sample, scalars) for x in loss.fields}
                 if compared is not None and (scales or not history):
                     fields |= compared(id)
-                tokens = sample.tensors["tokens"]
-                sequences.append(TrainSequence(tokens, sample.response_tokens, fields))
+                sequences.append(sequence_of(sample, fields, replays))
             metrics = engine.update(
                 sequences,
                 loss,
@@ -92,6 +93,18 @@ def train(
     means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in history)
     means["optimizer_steps"] = len(history)
     return means
+
+
+def sequence_of(
+    sample: StoredSample, fields: SampleFields | None = None, replays: bool = False
+) -> TrainSequence:
+    """A sample as the engines take it; with `replays` together with its experts, if it has any."""
+    return TrainSequence(
+        sample.tensors["tokens"],
+        sample.response_tokens,
+        fields or {},
+        routed_experts=sample.tensors.get(ROUTED_EXPERTS) if replays else None,
+    )
 
 
 def mean_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -8,14 +8,15 @@ from transformers import (
     AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
     PhimoeConfig,
     T5Config,
 )
 
-from hybridrl.config import Attention, ConfigError
+from hybridrl.config import Attention, ConfigError, RouterReplay
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import AttentionShape, attention_shape
-from hybridrl.models.config_json import check_config_json
+from hybridrl.models.config_json import check_config_json, check_has_experts
 from hybridrl.models.load import check_supported, empty_causal_lm
 from hybridrl.models.packed_attention import choose_attention
 from hybridrl.models.stored_weights import StoredWeights
@@ -88,6 +89,16 @@ def test_what_config_json_leaves_to_other_checks(tmp_path):
     (tmp_path / "config.json").write_text("{")
     check_config_json(str(tmp_path), "model.path")
     check_config_json("a/hub-name", "model.path")
+
+
+def test_a_dense_model_has_no_experts_to_replay(tmp_path):
+    LlamaConfig().save_pretrained(tmp_path)
+    check_has_experts(str(tmp_path), RouterReplay.off)
+    wanted = r"^trainer.router_replay=rollout: wanted off \(llama has no experts\)$"
+    with pytest.raises(ConfigError, match=wanted):
+        check_has_experts(str(tmp_path), RouterReplay.rollout)
+    MixtralConfig().save_pretrained(tmp_path)
+    check_has_experts(str(tmp_path), RouterReplay.rollout)
 
 
 def test_nothing_is_random_in_training(tmp_path):

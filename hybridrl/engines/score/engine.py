@@ -18,13 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import Attention
 from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
-from hybridrl.engines.train.packed import PackedBatch, pack
+from hybridrl.engines.train.packed import PackedBatch, pack, recorded_experts
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
 
 logger = logging.getLogger(__name__)
@@ -173,13 +174,18 @@ class ScoreEngine:
     # Scores
 
     @torch.no_grad()
-    def log_probs(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+    def log_probs(
+        self, sequences: Sequence[TrainSequence], records_experts: bool = False
+    ) -> list[torch.Tensor]:
         """Log-probability of every response token, [response_tokens] a sequence.
 
-        In float32 on the CPU. Raises ValueError for a response without a token before it.
+        In float32 on the CPU. With `records_experts` it fills `routed_experts` of the sequences;
+        without, it replays those that they have. For both the model must take a `Routing`. Raises
+        ValueError for a response without a token before it.
         """
         assert not self.classifier, "a sequence classifier has no vocabulary"
-        return self._run(sequences, [s.response_tokens for s in sequences], self._token_log_probs)
+        counts = [s.response_tokens for s in sequences]
+        return self._run(sequences, counts, self._token_log_probs, records_experts)
 
     @torch.no_grad()
     def values_at_end(self, sequences: Sequence[TrainSequence]) -> list[float]:
@@ -193,7 +199,11 @@ class ScoreEngine:
         return [value.item() for value in self._run(bare, [1] * len(bare), self._values)]
 
     def _run(
-        self, sequences: Sequence[TrainSequence], counts: Sequence[int], head: Head
+        self,
+        sequences: Sequence[TrainSequence],
+        counts: Sequence[int],
+        head: Head,
+        records_experts: bool = False,
     ) -> list[torch.Tensor]:
         """`counts[i]` values for sequence i, computed by `head` on the last stage; on the CPU."""
         assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
@@ -202,16 +212,20 @@ class ScoreEngine:
         logger.debug("scoring %d sequences, %d rows", len(sequences), len(rows))
         order: list[int] = []
         row_values: list[torch.Tensor] = []
+        batches: list[PackedBatch] = []
         with self._packed():
             for row in rows:
                 members = [sequences[i] for i in row]
-                batch = pack(members, self.attention, self.device)
+                batch = pack(members, self.attention, self.device, records_experts=records_experts)
+                batches.append(batch)
                 order += [row[position] for position in batch.order]
                 hidden = self._stage(batch)
                 if self.parallel.last:
                     row_values.append(head(hidden, batch, [members[i] for i in batch.order]))
                 else:
                     self._link.send(hidden)
+        if records_experts:
+            self._keep_experts([[sequences[i] for i in row] for row in rows], batches)
         values = self._broadcast(row_values, sum(counts)).cpu().split([counts[i] for i in order])
         results = [torch.zeros(0)] * len(sequences)
         for index, value in zip(order, values, strict=True):
@@ -225,6 +239,20 @@ class ScoreEngine:
             return [[index] for index in scored]
         lengths = [len(sequences[index].ids) for index in scored]
         return [[scored[i] for i in indices] for indices in micro_batches(lengths, self.max_tokens)]
+
+    def _keep_experts(
+        self, rows: Sequence[Sequence[TrainSequence]], batches: Sequence[PackedBatch]
+    ) -> None:
+        """Fill `routed_experts` of the rows' sequences, with the layers of all stages."""
+        own = [batch.routing.on_host() for batch in batches if batch.routing is not None]
+        stages, dtype = [own], ExpertShape.of(self.config).dtype
+        if self.parallel.pp > 1:
+            stages *= self.parallel.pp
+            dist.all_gather_object(stages, own, group=self.parallel.pp_group)
+        for members, batch, *by_stage in zip(rows, batches, *stages, strict=True):
+            whole = {layer: experts for stage in by_stage for layer, experts in stage.items()}
+            for index, experts in recorded_experts(batch, whole):
+                members[index].routed_experts = experts.to(dtype)
 
     @contextmanager
     def _packed(self) -> Iterator[None]:
@@ -277,6 +305,7 @@ class ScoreEngine:
             position_ids=batch.position_ids,
             use_cache=False,
             packing=batch.packing,
+            **({} if batch.routing is None else {KEYWORD: batch.routing}),
         ).last_hidden_state
         return hidden[0]
 

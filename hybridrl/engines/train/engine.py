@@ -142,8 +142,9 @@ class TrainEngine(ModelShards):
         super().__init__(parts, self.dims, device, self.lora)
         self._dropouts = self._disable_dropout()
         layers = self.model.config.num_hidden_layers
+        self._experts: ExpertShape | None = None
         if trainer.router_replay is not RouterReplay.off and not gives_values:
-            self._enable_replay()
+            self._experts = self._enable_replay()
         self._expert_load = ExpertLoad(self.chunks, layers, device)
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
@@ -171,11 +172,12 @@ class TrainEngine(ModelShards):
         modules = [module for root in self.roots for module in root.modules()]
         return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
 
-    def _enable_replay(self) -> None:
+    def _enable_replay(self) -> ExpertShape:
         """Let this rank's layers take the experts of sequences, or record them."""
-        self._experts = ExpertShape.of(self.model.config)
+        shape = ExpertShape.of(self.model.config)
         for chunk in self.chunks:
-            enable_replay(enumerate(decoder_layers(chunk.model), chunk.offset), self._experts)
+            enable_replay(enumerate(decoder_layers(chunk.model), chunk.offset), shape)
+        return shape
 
     def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
         """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
@@ -283,6 +285,7 @@ class TrainEngine(ModelShards):
             scores = self._replica.from_last_stage(scores, torch.device("cpu"))
         self._reshard()
         if records_experts:
+            assert self._experts is not None, "trainer.router_replay is off"
             self._replica.keep_experts(pooled, parts, batches, self._experts.dtype)
             for sequence, scored in zip(sequences, pooled[own_slice], strict=True):
                 sequence.routed_experts = scored.routed_experts
@@ -321,7 +324,8 @@ class TrainEngine(ModelShards):
         loss may reduce this step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
-        `entropy`, `tokens`, and the loss's own, averaged with w; of experts those of `ExpertLoad`.
+        `entropy`, `tokens`, and the loss's own, averaged with w; of experts those of `ExpertLoad`,
+        and `routed_experts_bytes` that the sequences bring along.
         If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
         ValueError if no rank has a token to train, or this rank an incomplete row.
         """
@@ -388,6 +392,10 @@ class TrainEngine(ModelShards):
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
         metrics |= self._expert_load.metrics()
+        if self._experts is not None:
+            records = (s.routed_experts for s in pooled if s.routed_experts is not None)
+            (total,) = self._reduce([sum(r.nbytes for r in records)], dist.ReduceOp.SUM)
+            metrics["routed_experts_bytes"] = total / self._replica.size
         if self.pipeline is not None or self.dims.token_parts > 1:
             real = sum(len(sequence.ids) for sequence in pooled)
             computed = sum(batch.ids.numel() for batch in batches)
