@@ -91,24 +91,24 @@ def test_generation_in_another_format_trains_closer_with_its_experts(
 
 
 def test_a_resumed_run_replays_what_parked_samples_had(
-    train_here: Train, tiny_run: list[str], tmp_path: Path
+    train_here: Train, long_tail: list[str], tmp_path: Path
 ) -> None:
     """A strict run that parks samples over a checkpoint goes on bit for bit."""
     settings = [
-        *tiny_run, *MOE, "schedule=partial", "schedule.over_provision=2", "trainer.save_every=2",
-        "schedule.max_staleness=2", "deterministic=strict", "trainer.steps=4",
-        "rollout.decode_steps=2", "eval.every=0",
+        *[setting for setting in long_tail if not setting.startswith("recipe=")], *MOE,
+        "schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2",
+        "deterministic=strict", "trainer.save_every=1",
     ]  # fmt: skip
     whole = train_here(tmp_path / "whole", *settings)
-    checkpoint = tmp_path / "whole/checkpoints/step_000002"
-    (file,) = (checkpoint / "resume").glob("samples_0.pt")
-    parked = [r for r in torch.load(file, weights_only=True) if r.get("routed_experts") is not None]
-    assert parked
+    checkpoint = whole.dir / "checkpoints/step_000002"
+    files = (checkpoint / "resume").glob("samples_*.pt")
+    records = [record for file in files for record in torch.load(file, weights_only=True)]
+    assert any(record.get("routed_experts") is not None for record in records)
     resumed = train_here(tmp_path / "resumed", *settings, f"trainer.resume={checkpoint}")
-    for before, after in zip(whole.metrics[-2:], resumed.metrics, strict=True):
-        for key in ("loss", "grad_norm", "routed_experts_bytes", "resumed"):
-            assert before[key] == after[key], key
-    assert any(line["resumed"] for line in resumed.metrics)
+    before, (after,) = whole.metrics[-1], resumed.metrics
+    assert after["resumed"] > 0
+    for key in ("loss", "grad_norm", "routed_experts_bytes", "resumed"):
+        assert before[key] == after[key], key
 
 
 def test_an_engine_that_returns_no_experts(
