@@ -185,6 +185,10 @@ WRONG = [
         "trainer.router_replay=rollout: wanted off with model.tiny.num_experts=0",
     ),
     (
+        "model=tiny_moe trainer.router_replay=rollout rollout=vllm rollout.layout.pp=2",
+        "trainer.router_replay=rollout: wanted off or trainer with rollout.engine=vllm and rollou",
+    ),
+    (
         "model=tiny_moe trainer.router_replay=trainer",
         "trainer.router_replay=trainer: wanted off, rollout, or a recipe with the old policy's p",
     ),

@@ -181,9 +181,13 @@ class Config:
 
     def check_replay(self) -> None:
         """Raise ConfigError for a replay of experts that the rollout engine or model lacks."""
-        replay = self.trainer.router_replay
-        if replay is RouterReplay.rollout and not self.rollout.features.records_experts:
-            allowed = f"off or trainer with rollout.engine={self.rollout.engine.value}"
+        replay, engine = self.trainer.router_replay, self.rollout.features
+        using, pp = f"rollout.engine={self.rollout.engine.value}", self.rollout.layout.pp
+        if replay is RouterReplay.rollout and pp > 1 and not engine.records_experts_under_pp:
+            allowed = f"off or trainer with {using} and rollout.layout.pp={pp}"
+            raise ConfigError("trainer.router_replay", replay.value, allowed)
+        if replay is RouterReplay.rollout and not engine.records_experts:
+            allowed = f"off or trainer with {using}"
             raise ConfigError("trainer.router_replay", replay.value, allowed)
         is_tiny = not (self.model.path or self.model.shape)
         if replay is not RouterReplay.off and is_tiny and not self.model.tiny.num_experts:

@@ -38,6 +38,8 @@ class EngineFeatures:
     """Rows of the embedding are padded to a multiple of this."""
     records_experts: bool = False
     """Whether it returns the experts that each token took (`trainer.router_replay`)."""
+    records_experts_under_pp: bool = True
+    """Whether it does so where an instance has several pipeline stages."""
     whole_experts: bool = False
     """Whether its tp ranks can have whole experts (`rollout.layout.ep`)."""
     ascending: bool = False
@@ -62,6 +64,8 @@ ENGINES = {
         shares_weights=False,  # they are packed for itself
         caches_last_token=True,
         ascending=True,
+        records_experts=True,
+        records_experts_under_pp=False,
         vocab_multiple=64,
         block_multiple=32,  # of its CPU attention; the GPU ones take multiples of 16
     ),

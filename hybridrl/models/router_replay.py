@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -80,6 +81,11 @@ class ExpertShape:
     def dtype(self) -> torch.dtype:
         """The format in which samples keep experts: a byte where that suffices."""
         return torch.uint8 if self.experts <= 256 else torch.uint16
+
+    @property
+    def numpy_dtype(self) -> "np.dtype[Any]":
+        """The same on the host: torch writes to no part of a tensor of uint16."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
 
 def enable_replay(layers: Iterable[tuple[int, nn.Module]], shape: ExpertShape) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.flow.sample import SampleId
-from hybridrl.workers.store import Parcel, SampleStore, StoredSample
+from hybridrl.workers.store import ROUTED_EXPERTS, Parcel, SampleStore, StoredSample
 
 FIELDS = ("tokens", "log_probs")
 
@@ -153,3 +153,23 @@ def test_whole_samples_travel_with_all_that_each_has() -> None:
     assert "late" in destination[second].tensors
     assert "late" not in destination[first].tensors
     assert destination[first].item is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_a_field_of_several_dimensions_keeps_its_shape(dtype: torch.dtype) -> None:
+    """The experts of tokens [tokens - 1, layers, k]; some samples of a store have none."""
+    source, samples = filled([(3, 5), (3, 1), (1, 70)])
+    ids = list(samples)
+    for id in ids[:2]:
+        rows = len(samples[id].tensors["tokens"]) - 1
+        experts = torch.randint(0, 200, (rows, 3, 2)).to(dtype)
+        samples[id].tensors[ROUTED_EXPERTS] = experts
+    destination = SampleStore()
+    for parcel in source.pack_whole(ids):
+        destination.accept(through_a_store(parcel))
+    for id in ids[:2]:
+        got, wanted = (x.tensors[ROUTED_EXPERTS] for x in (destination[id], samples[id]))
+        assert got.dtype == dtype
+        assert got.shape == wanted.shape
+        assert torch.equal(got.long(), wanted.long())
+    assert ROUTED_EXPERTS not in destination[ids[2]].tensors

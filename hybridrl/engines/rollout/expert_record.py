@@ -122,10 +122,10 @@ class ExpertRecorder:
 
     def _whole(self, routing: Routing, rows: int) -> Experts:
         """Experts of a pass's first `rows` tokens, with zeros for the layers of other stages."""
-        whole = torch.zeros(self._size(rows), dtype=self._shape.dtype)
+        whole = np.zeros(self._size(rows), self._shape.numpy_dtype)
         if self._own:  # the experts of all its layers leave the device at once
-            whole[:, self._own] = routing.recorded()[:rows].to(self._shape.dtype).cpu()
-        return whole.numpy()
+            whole[:, self._own] = routing.recorded()[:rows].cpu().numpy()
+        return whole
 
     def join(self, records: Sequence[ExpertRecord]) -> None:
         """Add the layers of the other stages; all ranks of the instance call it together."""

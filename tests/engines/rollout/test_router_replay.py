@@ -8,11 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridrl.config import RouterReplay
-from hybridrl.engines.rollout.expert_record import ExpertRecord
+from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, Span
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
+from hybridrl.models.shard import GenParallel
 
 LAYERS = 3
 Make = Callable[..., NativeEngine]
@@ -144,3 +145,23 @@ def test_a_prompt_with_other_experts_is_not_shared(
     assert engine.stats().shared_prompt_tokens == 0
     for k, experts in enumerate(own):
         assert np.array_equal(recorded(outputs[k].routed_experts)[: len(prompt) - 1], experts)
+
+
+def test_more_experts_than_a_byte_holds() -> None:
+    """Two bytes each; known tokens are forced, and only new ones appended."""
+    shape = ExpertShape(layers=(0, 3), experts=300, per_token=2)
+    recorder = ExpertRecorder(shape, range(4), GenParallel(), torch.device("cpu"))
+    record, chosen = ExpertRecord(), torch.arange(290, 298).view(4, 1, 2).repeat(1, 2, 1)
+    for start, stop in ((0, 3), (1, 4)):
+        spans = [Span(record, start, stop - start, row=1)]
+        routing = recorder.routing(spans, rows=5)
+        if start:
+            assert routing.forced is not None
+            assert routing.forced[:, 0, 0].tolist() == [-1, 292, 294, -1, -1]
+        for layer in range(2):
+            routing.chosen[layer] = torch.full((5, 2), 7)
+            routing.chosen[layer][1 : 1 + stop - start] = chosen[start:stop, layer]
+        recorder.keep(spans, routing)
+    assert record.whole().dtype == np.uint16
+    assert np.array_equal(record.whole(), chosen.numpy())
+    assert record.nbytes == 4 * 2 * 2 * 2

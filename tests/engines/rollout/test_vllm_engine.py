@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.interface import KV, Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key, uniforms
@@ -30,6 +32,7 @@ from hybridrl.layout.layout import Layout
 from hybridrl.layout.parameters import fsdp_dim
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.parallel import model_parameters
+from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 
 pytestmark = pytest.mark.vllm
 
@@ -570,3 +573,56 @@ def test_streams_on_two_ranks(
         assert first[name] == second[name]
     assert second["elsewhere"]
     same(model, mixed_requests(), first["elsewhere"] | second["elsewhere"], wanted)
+
+
+def recorded(directory: str, tp: int) -> tuple[dict[object, Any], list[Any]]:
+    """Tokens and experts of samples, of which some are parked, and what those had.
+
+    The weights are loaded by vLLM's own loader: the switch does not fill its experts.
+    """
+    set_environment([])  # before the first import
+    from hybridrl.engines.rollout.vllm import weights
+
+    model = load(directory)
+    switch = plan_of(model, TrainAxes(replicas=tp), 1, tp)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "VLLMWeights", lambda *_: None)
+        engine = start(directory, switch, model, router_replay=RouterReplay.rollout)
+    tensors = load_file(f"{directory}/model.safetensors").items()
+    engine._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+    engine._forget_prompts()
+    requests = [
+        Request(i, prompt_of(5 + 20 * (i // 2), i // 2), SamplingParams(9 + i), i, prefix=i // 2)
+        for i in range(6)
+    ]
+    engine.submit(requests)
+    outputs = [output for _ in range(5) for output in engine.step()]
+    parked = engine.park([1, 2, 5])
+    kept = [(request.id, request.routed_experts) for request in parked]
+    engine.submit(parked)
+    while engine.stats().running or engine.stats().waiting:
+        outputs += engine.step()
+    engine.close()
+    prompts = {request.id: request.prompt_ids for request in requests}
+    by_id = {o.id: (prompts[o.id], o.token_ids, o.routed_experts.whole()) for o in outputs}
+    return by_id, kept
+
+
+@torch.no_grad()
+def test_it_returns_the_experts_of_every_token(
+    make_model: Callable[..., PreTrainedModel], tmp_path: Path, fresh_ranks: Ranks
+) -> None:
+    """Those that transformers chooses, in the layers that have any, through a park as well."""
+    model = make_model("qwen3_moe", num_hidden_layers=3, head_dim=32, moe_intermediate_size=32)
+    model.save_pretrained(tmp_path)
+    ((outputs, parked),) = fresh_ranks(1, recorded, str(tmp_path), 1)
+    enable_replay(enumerate(model.model.layers), ExpertShape.of(model.config))
+    assert len(outputs) == 6
+    for prompt, tokens, experts in outputs.values():
+        routing = Routing(records=True)
+        model.model(torch.tensor([[*prompt, *tokens]]), routing=routing)
+        wanted = routing.recorded()[:-1].sort(-1).values
+        assert torch.equal(torch.from_numpy(experts).sort(-1).values, wanted)
+    for id_, record in parked:
+        assert len(record) > 0
+        assert (record.whole() == outputs[id_][2][: len(record)]).all()

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ActivationMode,
+    Attention,
     ModelConfig,
     OptimConfig,
     PipelineSchedule,
@@ -19,6 +20,8 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.packed import pack
 
 TEMPERATURE = 0.7
 EXPERTS, K = 8, 3
@@ -218,3 +221,20 @@ def test_replaying_the_own_choice_changes_no_bit(ranks, case):
         assert own[kind].keys() == replayed[kind].keys()
         for name, tensor in own[kind].items():
             assert torch.equal(tensor, replayed[kind][name]), name
+
+
+def test_more_experts_than_a_byte_holds():
+    """Two bytes each in a sample become the numbers that a row takes, padding its own choice."""
+    experts = torch.tensor([[[299, 7]], [[256, 0]]], dtype=torch.uint16)
+    batch = pack(
+        [
+            TrainSequence(torch.arange(3), 2, routed_experts=experts),
+            TrainSequence(torch.arange(2), 1),
+        ],
+        Attention.torch,
+        torch.device("cpu"),
+        total_tokens=7,
+    )
+    first, second, third = [-1, -1], [299, 7], [256, 0]
+    rows = [first] * 2 + [first] * 2 + [second, third, first]
+    assert batch.routing.forced[:, 0].tolist() == rows

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from hybridrl.config import RouterReplay
 from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
+from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
 from hybridrl.engines.rollout.stops import StopStrings
@@ -34,6 +36,7 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.models.router_replay import ExpertShape
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class VLLMEngine:
     same tokens, up to the order of float operations (`vllm.sampling`). A parked request is
     resubmitted as a prompt. On the same engine, vLLM's prefix cache has all its full blocks.
 
+    With `router_replay` at `rollout` it records every token's experts. It cannot be told which to
+    take: a token that is computed again keeps its record, whichever it takes then.
+
     `kv_cache_tokens` 0 sizes the cache on a CPU for `max_running` sequences at full length; on a
     GPU it is the remaining `gpu_memory_utilization`. On a GPU sleep frees weights and cache
     (level 2); CUDA graphs stay. The first work after `wake` allocates the cache, so that
@@ -86,10 +92,14 @@ class VLLMEngine:
         stops: StopStrings | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         gpu_memory_utilization: float = _GPU_SHARE,
+        router_replay: RouterReplay = RouterReplay.off,
     ) -> None:
         check_positions(max_sequence, model_config.max_position_embeddings)
         self._rank, self._dtype = dist.get_rank(), dtype
         self._stops, self._bucket_bytes = stops, bucket_bytes
+        self._experts: ExpertShape | None = None
+        if router_replay is RouterReplay.rollout:
+            self._experts = ExpertShape.of(model_config)
         mesh = layout.mesh
         stage = mesh.coordinates(self._rank)["pp"]
         self._kv_bytes_per_token = kv_bytes_per_token(model_config, mesh, stage, dtype)
@@ -107,6 +117,7 @@ class VLLMEngine:
             bytes_per_token=self._kv_bytes_per_token,
             gpu_memory_utilization=gpu_memory_utilization,
             sampler=self._sampling.StreamSampler,
+            records_experts=self._experts is not None,
         )
         self._start(arguments, mesh, block_size, device)
         self._reach_weights(layout, device)
@@ -182,6 +193,7 @@ class VLLMEngine:
             stops=parts.stops,
             bucket_bytes=parts.bucket_bytes,
             gpu_memory_utilization=share,
+            router_replay=parts.router_replay,
         )
 
     # Requests
@@ -203,8 +215,20 @@ class VLLMEngine:
             if request.kv is not None:
                 raise ValueError(f"request {request.id!r} comes with a KV cache; vLLM takes none")
         for request in requests:
-            responded = list(request.response_ids), list(request.log_probs)
-            self._add(replace(request, response_ids=responded[0], log_probs=responded[1]))
+            self._add(
+                replace(
+                    request,
+                    response_ids=list(request.response_ids),
+                    log_probs=list(request.log_probs),
+                    routed_experts=self._record_of(request),
+                )
+            )
+
+    def _record_of(self, request: Request) -> ExpertRecord | None:
+        """A request's record, which grows by what vLLM returns; None if nothing is recorded."""
+        if self._experts is None:
+            return None
+        return (request.routed_experts or ExpertRecord()).copy()
 
     def _add(self, request: Request) -> None:
         done, sampling = len(request.response_ids), request.sampling
@@ -217,6 +241,8 @@ class VLLMEngine:
             output_kind=self._sampling.RequestOutputKind.DELTA,
             extra_args={self._sampling.DRAWS: self._sampling.Draws(request, done)},
             skip_clone=True,
+            # Tokens that are computed again have their experts on record.
+            routed_experts_prompt_start=len(request.routed_experts or ()),
         )
         self._submitted += 1
         key, tokens = str(self._submitted), [*request.prompt_ids, *request.response_ids]
@@ -233,8 +259,25 @@ class VLLMEngine:
         if with_kv:
             raise ValueError("vLLM gives no keys and values of a parked request")
         entries = [self._entries[id_] for id_ in dict.fromkeys(ids) if id_ in self._entries]
+        for entry in entries:
+            self._keep_experts(entry)
         self._engine.abort_request([entry.key for entry in entries])
         return [self._remove(entry) for entry in entries]
+
+    def _keep_experts(self, entry: _Entry, returned: Any = None) -> None:
+        """Append to a request's record what vLLM has `returned`, or has of an unfinished request.
+
+        It counts all layers of the model; records have those with experts.
+        """
+        record, shape = entry.request.routed_experts, self._experts
+        if record is None or shape is None:
+            return
+        states = self._engine.output_processor.request_states
+        pieces = [returned]
+        if returned is None:
+            pieces = states[entry.scheduled.request_id].routed_experts_chunks
+        for piece in pieces:
+            record.append(piece[:, list(shape.layers)].astype(shape.numpy_dtype))
 
     def _remove(self, entry: _Entry) -> Request:
         request = entry.request
@@ -273,8 +316,10 @@ class VLLMEngine:
                 finish = completion.finish_reason
             else:
                 continue
+            self._keep_experts(entry, completion.routed_experts)
             self._remove(entry)
-            outputs.append(Output(request.id, request.response_ids, request.log_probs, finish))
+            response = request.response_ids, request.log_probs
+            outputs.append(Output(request.id, *response, finish, request.routed_experts))
         self._engine.abort_request(stopped)
         counts["decode_steps"] += bool(outputs_of_step)
         counts["prefill_calls"] += bool(prefills)

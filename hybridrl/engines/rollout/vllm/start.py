@@ -24,6 +24,7 @@ def engine_arguments(
     bytes_per_token: int,
     gpu_memory_utilization: float,
     sampler: type,
+    records_experts: bool = False,
 ) -> dict[str, Any]:
     """vLLM's `EngineArgs`; `sampler` is its logits processor that draws every token."""
     on_gpu = device.type == "cuda"
@@ -54,6 +55,7 @@ def engine_arguments(
         "async_scheduling": False,
         "disable_log_stats": True,
         "generation_config": "vllm",
+        "enable_return_routed_experts": records_experts,
         "logits_processors": [sampler],
     }
 
