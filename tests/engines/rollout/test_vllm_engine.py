@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -25,6 +24,7 @@ from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
 from hybridrl.engines.rollout.vllm.groups import set_environment
+from hybridrl.engines.rollout.vllm.start import engine_arguments
 from hybridrl.layout.box import Box
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import by_layer
@@ -581,16 +581,18 @@ def recorded(directory: str, tp: int) -> tuple[dict[object, Any], list[Any]]:
     The weights are loaded by vLLM's own loader: the switch does not fill its experts.
     """
     set_environment([])  # before the first import
+    from hybridrl.engines.rollout.vllm import engine as engine_module
     from hybridrl.engines.rollout.vllm import weights
+
+    def arguments(*args: Any, **settings: Any) -> dict[str, Any]:
+        return engine_arguments(*args, **settings) | {"load_format": "auto"}
 
     model = load(directory)
     switch = plan_of(model, TrainAxes(replicas=tp), 1, tp)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "VLLMWeights", lambda *_: None)
+        patch.setattr(engine_module, "engine_arguments", arguments)
         engine = start(directory, switch, model, router_replay=RouterReplay.rollout)
-    tensors = load_file(f"{directory}/model.safetensors").items()
-    engine._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-    engine._forget_prompts()
     requests = [
         Request(i, prompt_of(5 + 20 * (i // 2), i // 2), SamplingParams(9 + i), i, prefix=i // 2)
         for i in range(6)
