@@ -192,6 +192,10 @@ WRONG = [
         "model=tiny_moe trainer.router_replay=trainer",
         "trainer.router_replay=trainer: wanted off, rollout, or a recipe with the old policy's p",
     ),
+    (
+        "model=tiny_moe trainer.router_replay=trainer trainer.chunk_tokens=64",
+        "trainer.router_replay=trainer: wanted off or rollout with trainer.chunk_tokens",
+    ),
     ("rollout.layout.ep=2", "rollout.layout.ep=2: wanted 1, or rollout.layout.tp=1"),
     (
         "rollout=vllm rollout.layout.tp=2 rollout.layout.ep=2",

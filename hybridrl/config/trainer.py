@@ -115,8 +115,14 @@ class TrainerConfig:
     def check(self) -> None:
         """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer.
 
-        Also for chunks that are larger than a micro-batch.
+        Also for chunks that are larger than a micro-batch, and for a replay that would record
+        experts of a sequence of which no pass sees all tokens.
         """
+        cut = {"layout.cp": self.layout.cp - 1, "chunk_tokens": self.chunk_tokens}
+        for key in [key for key, above in cut.items() if above]:
+            if self.router_replay is RouterReplay.trainer:
+                allowed = f"off or rollout with trainer.{key}"
+                raise ConfigError("trainer.router_replay", self.router_replay.value, allowed)
         if self.chunk_tokens > self.max_tokens_per_micro_batch:
             allowed = (
                 f"at most trainer.max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"
