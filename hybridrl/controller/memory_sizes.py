@@ -62,8 +62,8 @@ class PackedRow:
     def of(cls, config: Config, graph: Graph) -> "PackedRow":
         """The longest that the config allows: a micro-batch, or a full sample.
 
-        It is not longer than what a replica gets of a step, of full samples. Ranks are balanced by
-        tokens, so one has at most a sample more than its share.
+        It is not longer than what a replica gets of a step, of full samples. Ranks are balanced, so
+        one has at most a sample more than its share.
         """
         layout, rollout = config.trainer.layout, config.rollout
         longest = config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -77,7 +77,9 @@ class PackedRow:
             share = -(-samples * longest // replicas) + longest
             number = 1 if share <= most and layout.pp == 1 else 0
             most = min(most, share)
-        tokens = max(most, longest)
+        # Ranks of cp share a longer sample; of chunks each has at most a micro-batch.
+        of_rank = min(-(-longest // layout.cp), most if config.trainer.chunk_tokens else longest)
+        tokens = max(most, of_rank)
         return cls(tokens, -(-tokens * rollout.max_new_tokens // longest), number)
 
 

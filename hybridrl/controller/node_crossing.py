@@ -1,16 +1,16 @@
-"""tp and ep across nodes, which a run is warned of: each layer's collectives are slow."""
+"""tp, ep and cp across nodes, which a run is warned of: each layer's collectives are slow."""
 
 from collections.abc import Sequence
 
 from hybridrl.config import Config
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.parameters import expert_mesh
+from hybridrl.layout.parameters import context_mesh, expert_mesh
 
 
 def crossing_warnings(
     config: Config, node_of: Sequence[str], ranks: Sequence[int], instances: Sequence[Sequence[int]]
 ) -> list[str]:
-    """A line for each layout whose tp groups or ep groups span several nodes.
+    """A line for each layout whose tp, ep or cp groups span several nodes.
 
     `node_of` is by rank. `ranks` are the actor's, `instances` the ranks of each generation
     instance, ascending.
@@ -25,7 +25,11 @@ def crossing_warnings(
     # Experts go to the ranks that generate with them; so the ranks of an ep group are far apart.
     split = [[ranks[i] for i in group] for group in expert_mesh(axes).lines("ep")]
     key = f"trainer.layout.ep={axes.ep}"
-    return lines + _warning(key, split, node_of, "expert-parallel groups", "all-to-alls")
+    lines += _warning(key, split, node_of, "expert-parallel groups", "all-to-alls")
+    cp = config.trainer.layout.cp
+    split = [[ranks[i] for i in group] for group in context_mesh(axes, cp).lines("cp")]
+    key = f"trainer.layout.cp={cp}"
+    return lines + _warning(key, split, node_of, "context-parallel groups", "all-to-alls")
 
 
 def _warning(

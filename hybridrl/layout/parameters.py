@@ -43,6 +43,12 @@ def expert_mesh(axes: TrainAxes) -> Mesh:
     return Mesh(tuple(zip(("pp", "replica", "ep", "efsdp"), sizes, strict=True)), tuple(ranks))
 
 
+def context_mesh(axes: TrainAxes, cp: int) -> Mesh:
+    """The training ranks with fsdp as blocks of `cp`, which share long rows."""
+    outer = (("pp", axes.pp), ("replica", axes.replicas))
+    return Mesh((*outer, ("block", axes.fsdp // cp), ("cp", cp), ("tp", axes.tp)))
+
+
 def has_expert_axes(parameter: Parameter, axes: TrainAxes) -> bool:
     """Whether training splits the parameter on the experts' axes.
 

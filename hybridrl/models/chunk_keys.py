@@ -2,7 +2,7 @@
 
 A chunk attends to those of the earlier chunks, which are kept without their graph. So backward goes
 through one chunk at a time, the last one first, and leaves the gradients of the others' keys and
-values with them.
+values with them. The classes are no dataclasses, of which FSDP passes copies to the layers.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,41 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
+class SequenceKeys:
+    """Keys and values of a sequence of `tokens`, and their gradients, by attention module.
+
+    They are stored as [tokens, kv_heads, dim], and go in and out as [kv_heads, tokens, dim].
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.kept: dict[nn.Module, KeysValues] = {}
+        self.gradients: dict[nn.Module, KeysValues] = {}
+
+    def write(self, module: nn.Module, start: int, pair: KeysValues) -> None:
+        """Keep the keys and values of the tokens from `start` on."""
+        if module not in self.kept:
+            key, value = (x.new_empty(self.tokens, x.shape[0], x.shape[2]) for x in pair)
+            self.kept[module] = key, value
+        for buffer, x in zip(self.kept[module], pair, strict=True):
+            buffer[start : start + x.shape[1]] = x.detach().transpose(0, 1)
+
+    def before(self, module: nn.Module, stop: int) -> list[torch.Tensor]:
+        """Keys and values of the tokens before `stop`, none for 0; backward adds to `gradients`."""
+        if not stop:
+            return []
+        leaves = [x[:stop].detach() for x in self.kept[module]]
+        if torch.is_grad_enabled():
+            if module not in self.gradients:
+                key, value = (torch.zeros_like(x) for x in self.kept[module])
+                self.gradients[module] = key, value
+            for leaf, gradient in zip(leaves, self.gradients[module], strict=True):
+                leaf.requires_grad_().grad = gradient[:stop]
+        return [leaf.transpose(0, 1) for leaf in leaves]
+
+
 class ChunkKeys:
-    """Keys and values of one chunk, by attention module, each [kv_heads, tokens, dim].
+    """Keys and values of the tokens `start` to `stop` of a sequence.
 
     A pass over the chunk sets them. `keep` stores them for later chunks, whose backward passes then
     leave gradients. `gradients` pairs those with the keys and values of another pass.
@@ -25,15 +58,9 @@ class ChunkKeys:
     and backward. A pass over the first, and backward from its outputs and its `gradients()`.
     """
 
-    def __init__(self, before: "ChunkKeys | None" = None) -> None:
-        self._earlier: tuple[ChunkKeys, ...] = () if before is None else before.up_to_here
-        self._kept: dict[nn.Module, KeysValues] = {}
+    def __init__(self, sequence: SequenceKeys, start: int, stop: int) -> None:
+        self.sequence, self.start, self.stop = sequence, start, stop
         self._of_pass: dict[nn.Module, KeysValues] = {}
-
-    @property
-    def up_to_here(self) -> "tuple[ChunkKeys, ...]":
-        """The chunks of the sequence up to this one."""
-        return (*self._earlier, self)
 
     def attend(
         self,
@@ -49,37 +76,36 @@ class ChunkKeys:
         memory would grow with the number of chunks.
         """
         self._of_pass[module] = key, value
-        pairs = [*(chunk._kept[module] for chunk in self._earlier), (key, value)]
+        earlier = self.sequence.before(module, self.start)
 
-        def run(query: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-            keys, values = tensors[: len(pairs)], tensors[len(pairs) :]
-            return attend(query, torch.cat(keys, 1), torch.cat(values, 1))
+        def run(query: torch.Tensor, *pairs: torch.Tensor) -> torch.Tensor:
+            return attend(query, torch.cat(pairs[::2], 1), torch.cat(pairs[1::2], 1))
 
-        tensors = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
         if not torch.is_grad_enabled():
-            return run(query, *tensors)
+            return run(query, *earlier, key, value)
         out: torch.Tensor = checkpoint(
-            run, query, *tensors, use_reentrant=False, preserve_rng_state=False
+            run, query, *earlier, key, value, use_reentrant=False, preserve_rng_state=False
         )
         return out
 
     def keep(self) -> None:
-        """Store what the last pass has computed, for later chunks and their gradients."""
-        self._kept = {
-            module: (key.detach().requires_grad_(), value.detach().requires_grad_())
-            for module, (key, value) in self._of_pass.items()
-        }
+        """Store what the last pass has computed, for later chunks."""
+        for module, pair in self._of_pass.items():
+            self.sequence.write(module, self.start, pair)
         self._of_pass = {}
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each of the last pass's keys and values, with the gradient from later chunks."""
+        if self.stop == self.sequence.tokens:
+            return []
         return [
-            (own, kept.grad)
+            (own, gradient[self.start : self.stop].transpose(0, 1))
             for module, pair in self._of_pass.items()
-            for own, kept in zip(pair, self._kept.get(module, ()), strict=False)
-            if kept.grad is not None
+            for own, gradient in zip(pair, self.sequence.gradients[module], strict=True)
         ]
 
     def free(self) -> None:
-        """Forget everything: backward has been here."""
-        self._kept, self._of_pass = {}, {}
+        """Forget the pass, and with the first chunk the sequence: nothing comes after it."""
+        self._of_pass = {}
+        if not self.start:
+            self.sequence.kept, self.sequence.gradients = {}, {}

@@ -71,17 +71,15 @@ def make_packing(
 
 
 def make_chunk_packing(
-    earlier: int,
-    tokens: int,
     chunk: ChunkKeys,
     implementation: Attention,
     device: torch.device,
     group: ProcessGroup | None = None,
 ) -> Packing:
-    """Describe a row of `tokens` of a sequence, of which `earlier` ones came in earlier rows."""
-    packing = make_packing([tokens], implementation, device, group)
-    starts = torch.tensor([0, earlier + tokens], dtype=torch.int32, device=device)
-    return replace(packing, longest=earlier + tokens, chunk=chunk, key_starts=starts)
+    """Describe a row of the tokens of one chunk."""
+    packing = make_packing([chunk.stop - chunk.start], implementation, device, group)
+    starts = torch.tensor([0, chunk.stop], dtype=torch.int32, device=device)
+    return replace(packing, longest=chunk.stop, chunk=chunk, key_starts=starts)
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)

@@ -136,6 +136,10 @@ def test_a_row_is_no_longer_than_the_samples_of_a_step() -> None:
     assert (row.tokens, row.number) == (1000, 0)
     config.trainer.max_tokens_per_micro_batch = 1
     assert PackedRow.of(config, _graph()).tokens == 200, "a full sample"
+    config.trainer.layout.cp = 2
+    assert PackedRow.of(config, _graph()).tokens == 100, "half of one"
+    config.trainer.max_tokens_per_micro_batch = config.trainer.chunk_tokens = 60
+    assert PackedRow.of(config, _graph()).tokens == 60, "a chunk"
 
 
 KEYS = (

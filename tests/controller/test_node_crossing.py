@@ -36,10 +36,12 @@ def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[str]) -> N
         (TrainLayoutConfig(ep=2), "aabb", ["trainer.layout.ep=2: ranks 0, 2 are on several nod"]),
         (TrainLayoutConfig(ep=2), "abab", []),
         (TrainLayoutConfig(tp=2, ep=2), "aabb", []),
+        (TrainLayoutConfig(cp=2), "aabb", []),
+        (TrainLayoutConfig(cp=2), "abab", ["trainer.layout.cp=2: ranks 0, 1 are on several node"]),
         (TrainLayoutConfig(ep=4), "aabb", ["trainer.layout.ep=4: ranks 0, 1, 2, 3 are on severa"]),
     ],
 )
-def test_ep_across_nodes(layout: TrainLayoutConfig, nodes: str, keys: list[str]) -> None:
+def test_ep_and_cp_across_nodes(layout: TrainLayoutConfig, nodes: str, keys: list[str]) -> None:
     config = Config(cluster=ClusterConfig(ranks=4), trainer=TrainerConfig(layout=layout))
     lines = crossing_warnings(config, nodes, range(4), [[0], [1], [2], [3]])
     assert len(lines) == len(keys)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.config import Attention
-from hybridrl.models.chunk_keys import ChunkKeys
+from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
 from hybridrl.models.packed_attention import make_chunk_packing, make_packing, packed_attention
 
 LENGTHS, HEADS, KV_HEADS = [3, 5, 5, 9], 4, 2
@@ -115,11 +115,10 @@ def test_chunks_equal_the_whole_sequence(case):
     used = inputs if "s_aux" in CASES[case] else inputs[:3]
     want = torch.autograd.grad(out, used, weight)
 
-    module, keys, rows = torch.nn.Module(), None, []
+    module, sequence, rows = torch.nn.Module(), SequenceKeys(TOKENS), []
     for start, stop in [(0, 9), (9, 18), (18, TOKENS)]:
-        keys = ChunkKeys(keys)
-        size = stop - start
-        packing = make_chunk_packing(start, size, keys, Attention.torch, torch.device("cpu"))
+        keys = ChunkKeys(sequence, start, stop)
+        packing = make_chunk_packing(keys, Attention.torch, torch.device("cpu"))
         own = [x.detach()[:, :, start:stop].requires_grad_() for x in inputs[:3]]
         rows.append((slice(start, stop), own, packing))
 
@@ -148,11 +147,11 @@ def test_flash_gets_the_keys_of_earlier_chunks(monkeypatch):
         return torch.zeros_like(q)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
-    module, keys = torch.nn.Module(), None
-    for start, size in [(0, 6), (6, 4)]:
-        keys = ChunkKeys(keys)
-        packing = make_chunk_packing(start, size, keys, Attention.flash, torch.device("cpu"))
-        tensors = [x[:, :, start : start + size] for x in _inputs(8, 8)[:3]]
+    module, sequence = torch.nn.Module(), SequenceKeys(10)
+    for start, stop in [(0, 6), (6, 10)]:
+        keys = ChunkKeys(sequence, start, stop)
+        packing = make_chunk_packing(keys, Attention.flash, torch.device("cpu"))
+        tensors = [x[:, :, start:stop] for x in _inputs(8, 8)[:3]]
         with torch.no_grad():
             packed_attention(module, *tensors, None, packing=packing)
         keys.keep()

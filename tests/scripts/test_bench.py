@@ -173,3 +173,14 @@ def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
     assert record["unit"] == "samples/s"
     assert record["response_tokens_mean"] > 0
     assert record["baseline_response_tokens_mean"] > 0
+
+
+def test_the_longest_sequence_at_a_fixed_memory() -> None:
+    """Counted, not timed: cp 2 holds nearly twice as many tokens, and chunks more of them, too."""
+    small = ("--mib", "4", "--chunk", "64", "--start", "128", "--hidden", "32")
+    lines = records("long_rows.py", *small, "--sides", "keep", "cp2", "chunks")
+    ratio = {name.removeprefix("longest_sequence_"): r["ratio"] for name, r in lines.items()}
+    assert ratio["keep"] == 1
+    assert 1.6 < ratio["cp2"] <= 2
+    assert ratio["chunks"] > 1.5
+    assert all(0 < r["peak_mib"] <= 4 for r in lines.values())

@@ -28,6 +28,7 @@ from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_o
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import (
     Parameter,
+    context_mesh,
     expert_mesh,
     fsdp_dim,
     has_expert_axes,
@@ -75,9 +76,7 @@ class TrainDims:
         groups = device_mesh(mesh, device_type), axis_group(mesh, "pp", "tp")
         cp_group = None
         if layout.cp > 1:
-            outer = (("pp", axes.pp), ("replica", axes.replicas))
-            fsdp = (("block", axes.fsdp // layout.cp), ("cp", layout.cp))
-            cp_group = axis_group(Mesh((*outer, *fsdp, ("tp", axes.tp))), "cp")
+            cp_group = axis_group(context_mesh(axes, layout.cp), "cp")
         return cls(axes, layout, *groups, cp_group)
 
     def groups(self) -> list[ProcessGroup]:

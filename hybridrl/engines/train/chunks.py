@@ -21,7 +21,7 @@ from hybridrl.engines.train.packed import (
     own_share,
     scored_positions,
 )
-from hybridrl.models.chunk_keys import ChunkKeys
+from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
 from hybridrl.models.packed_attention import make_chunk_packing
 from hybridrl.models.router_replay import NO_RECORD, Routing
 
@@ -47,14 +47,15 @@ def chunks_of(
     for index in row.order:
         if index < 0:  # what fills the row up
             continue
-        ids, keys = sequences[index].ids, None
+        ids = sequences[index].ids
+        whole = SequenceKeys(len(ids) + -len(ids) % (multiple * row.num_ranks))
         scored = scored_positions(sequences[index], trained_only)
         for start in range(0, len(ids), tokens * row.num_ranks):
             stop = min(start + tokens * row.num_ranks, len(ids))
             missing = -(stop - start) % (multiple * row.num_ranks)
             here = scored[(scored > start) & (scored <= stop)]
-            keys = ChunkKeys(keys)
             size = stop - start + missing
+            keys = ChunkKeys(whole, start, start + size)
             passes.append(
                 own_share(
                     PackedBatch(
@@ -64,7 +65,7 @@ def chunks_of(
                         targets=ids[here],
                         order=(index,),
                         counts=(len(here),),
-                        packing=make_chunk_packing(start, size, keys, attention, device, group),
+                        packing=make_chunk_packing(keys, attention, device, group),
                         own=slice(None),
                         routing=_replay(sequences[index], start, stop, missing),
                     ),
@@ -122,7 +123,11 @@ def train_in_passes(
 
 def score_in_passes(model: PackedModel, row: PackedBatch) -> torch.Tensor:
     """Log-probabilities, or values, [scored] of a row that has `passes`; without a graph."""
-    return torch.cat([_forward_and_keep(model, batch, False)[0] for batch in row.passes])
+    scores = torch.cat([_forward_and_keep(model, batch, False)[0] for batch in row.passes])
+    for batch in row.passes:
+        if batch.packing.chunk is not None:
+            batch.packing.chunk.free()
+    return scores
 
 
 def _forward_and_keep(
