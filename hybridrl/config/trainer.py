@@ -96,8 +96,8 @@ class TrainerConfig:
     activations: ActivationMode = ActivationMode.keep
     """What happens to the activations of decoder layers until the backward pass."""
     router_replay: RouterReplay = RouterReplay.off
-    """Experts that tokens of a mixture take in the actor's update: `rollout`: those of generation,
-    in the old policy's pass as well; `trainer`: those of the old policy's pass."""
+    """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
+    the old policy's pass; `trainer`: those of the old policy's pass."""
     max_bad_steps: int = bounded(3, least=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)

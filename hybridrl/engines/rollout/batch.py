@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.engines.rollout.expert_record import ExpertRecord, Span
+from hybridrl.engines.rollout.expert_record import ExpertRecord, SequenceRows
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.sampling import SamplingBatch
 from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup, Workspace
@@ -141,11 +141,11 @@ class DecodeBatch:
         """Whether a workspace has no room for another step: then a new batch is needed."""
         return any(self.positions[g.start] >= workspace.width for g, workspace in self._groups)
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[SequenceRows]:
         """The pending tokens of the sequences whose experts are recorded."""
         rows = enumerate(zip(self.requests, self.positions.tolist(), strict=True))
         return [
-            Span(request.routed_experts, position, 1, row)
+            SequenceRows(request.routed_experts, position, 1, row)
             for row, (request, position) in rows
             if request.routed_experts is not None
         ]
@@ -180,7 +180,7 @@ class Prefill:
 
 def prefill_batches(
     jobs: Sequence[Prefill], pool: KVPool, device: torch.device
-) -> Iterator[tuple[PagedBatch, torch.Tensor, torch.Tensor, list[Span]]]:
+) -> Iterator[tuple[PagedBatch, torch.Tensor, torch.Tensor, list[SequenceRows]]]:
     """Passes that cache the jobs' tokens: batch, token ids [tokens] and positions [tokens].
 
     The last are the sequences whose experts are recorded.
@@ -204,10 +204,10 @@ def prefill_batches(
 
 def _prefill_batch(
     groups: Sequence[Sequence[Prefill]], pool: KVPool, device: torch.device
-) -> tuple[PagedBatch, torch.Tensor, torch.Tensor, list[Span]]:
+) -> tuple[PagedBatch, torch.Tensor, torch.Tensor, list[SequenceRows]]:
     size = pool.block_size
     paged, rows, ids, start = [], [], [], 0
-    spans: list[Span] = []
+    spans: list[SequenceRows] = []
     for jobs in groups:
         shape = (len(jobs), len(jobs[0].tokens))
         longest = max(job.start + len(job.tokens) for job in jobs)
@@ -222,7 +222,7 @@ def _prefill_batch(
             page, offsets[row, :count] = np.divmod(positions[row, :count], size)
             blocks[row, :count] = tables[row, page]
             if job.record is not None:
-                spans.append(Span(job.record, job.start, count, start + row * shape[1]))
+                spans.append(SequenceRows(job.record, job.start, count, start + row * shape[1]))
         queries = _tensor(positions, device)
         paged.append(PagedGroup(start, *shape, longest, queries, _tensor(tables, device)))
         rows.append(

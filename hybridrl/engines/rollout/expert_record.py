@@ -62,7 +62,7 @@ class ExpertRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SequenceRows:
     """Consecutive tokens of a sequence in a pass: `tokens` of them, from its row `row` on.
 
     They are the sequence's tokens from `start` on, and `record` is the sequence's.
@@ -96,7 +96,7 @@ class ExpertRecorder:
         self._shape, self._parallel, self._device = shape, parallel, device
         self._own = [i for i, layer in enumerate(shape.layers) if layer in own_layers]
 
-    def routing(self, spans: Sequence[Span], rows: int) -> Routing:
+    def routing(self, spans: Sequence[SequenceRows], rows: int) -> Routing:
         """The experts of a pass of `rows` tokens: recorded ones, and the routers' own choice."""
         if not any(span.known for span in spans):
             return Routing(records=True)
@@ -106,7 +106,7 @@ class ExpertRecorder:
             forced[span.row : span.row + span.known] = torch.from_numpy(known)
         return Routing(forced.to(self._device), records=True)
 
-    def keep(self, spans: Sequence[Span], routing: Routing) -> None:
+    def keep(self, spans: Sequence[SequenceRows], routing: Routing) -> None:
         """Append to the records what a pass has computed for the first time."""
         if all(span.known == span.tokens for span in spans):
             return

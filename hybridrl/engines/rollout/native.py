@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
-from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, Span
+from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
@@ -279,11 +279,11 @@ class NativeEngine:
             self._keep(spans, routing)
             self._prefill_calls += 1
 
-    def _routing(self, spans: list[Span], rows: int) -> Routing | None:
+    def _routing(self, spans: list[SequenceRows], rows: int) -> Routing | None:
         """Where the experts of a pass of `rows` tokens are recorded, and those to replay."""
         return None if self._recorder is None else self._recorder.routing(spans, rows)
 
-    def _keep(self, spans: list[Span], routing: Routing | None) -> None:
+    def _keep(self, spans: list[SequenceRows], routing: Routing | None) -> None:
         """Append what a pass has recorded to the records of its sequences."""
         if self._recorder is not None and routing is not None:
             self._recorder.keep(spans, routing)

@@ -324,8 +324,8 @@ class TrainEngine(ModelShards):
         loss may reduce this step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
-        `entropy`, `tokens`, and the loss's own, averaged with w; of experts those of `ExpertLoad`,
-        and `routed_experts_bytes` that the sequences bring along.
+        `entropy`, `tokens`, and the loss's own, averaged with w. Of experts those of `ExpertLoad`,
+        and where they are replayed the `routed_experts_bytes` of all sequences.
         If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
         ValueError if no rank has a token to train, or this rank an incomplete row.
         """

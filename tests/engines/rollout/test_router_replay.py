@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridrl.config import RouterReplay
-from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, Span
+from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
@@ -153,7 +153,7 @@ def test_more_experts_than_a_byte_holds() -> None:
     recorder = ExpertRecorder(shape, range(4), GenParallel(), torch.device("cpu"))
     record, chosen = ExpertRecord(), torch.arange(290, 298).view(4, 1, 2).repeat(1, 2, 1)
     for start, stop in ((0, 3), (1, 4)):
-        spans = [Span(record, start, stop - start, row=1)]
+        spans = [SequenceRows(record, start, stop - start, row=1)]
         routing = recorder.routing(spans, rows=5)
         if start:
             assert routing.forced is not None
