@@ -130,6 +130,7 @@ def train_sizes(
                 trained_layer=_gathered(placed, trained[heaviest]) * in_layers,
                 trained_root=_gathered(placed, trained[0]),
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
+                read=_read(placed, parameters, stage),
                 itemsize=_itemsize(config),
                 fsdp=layout.fsdp,
                 tp=layout.tp,
@@ -175,7 +176,7 @@ def _on_stage(
 
     The rank is the stage's first, which has most where shards are not equal.
     """
-    rank = placed.mesh.rank({"pp": stage, "replica": 0, "fsdp": 0, "tp": 0})
+    rank = _first_rank(placed, stage)
     root: dict[str, int] = {}
     layers: dict[int, dict[str, int]] = {}
     for parameter in parameters:
@@ -186,6 +187,17 @@ def _on_stage(
         group = root if in_root else layers.setdefault(parameter.layer, {})
         group[parameter.name] = size
     return [root, *layers.values()]
+
+
+def _first_rank(placed: Layout, stage: int) -> int:
+    return placed.mesh.rank({"pp": stage, "replica": 0, "fsdp": 0, "tp": 0})
+
+
+def _read(placed: Layout, parameters: Sequence[Parameter], stage: int) -> int:
+    """As `TrainSizes.read`, of the stage's first rank."""
+    rank = _first_rank(placed, stage)
+    boxes = ((p.shape[-1], box) for p in parameters for box in placed.boxes(p.name, rank))
+    return sum(math.prod(box.shape[:-1]) * width for width, box in boxes)
 
 
 def _gathered(placed: Layout, shards: dict[str, int]) -> int:

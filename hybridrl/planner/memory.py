@@ -70,7 +70,8 @@ class TrainSizes:
 
     `trained` and `frozen` are the rank's shards. `layer` and `root` are gathered over FSDP: one of
     `layers` layers, and the root group. `trained_layer` and `trained_root` of them get gradients.
-    `largest` is the largest parameter on this stage.
+    `largest` is the largest parameter on this stage. `read` is what the rank reads of the weights'
+    file: whole rows, since pages are larger than a rank's columns.
     """
 
     trained: int
@@ -81,6 +82,7 @@ class TrainSizes:
     trained_layer: int
     trained_root: int
     largest: int
+    read: int
     itemsize: int
     """Bytes of an element in the compute format."""
     fsdp: int
@@ -386,7 +388,7 @@ def _loading(run: RunSizes, device: str) -> dict[str, dict[str, int]]:
             "frozen weights": sizes.itemsize * sizes.frozen,
         }
         before = _sum(before, own)
-        loading[role] = _sum(before, {"weights file": FILE * (sizes.trained + sizes.frozen)})
+        loading[role] = _sum(before, {"weights file": FILE * sizes.read})
     return loading
 
 

@@ -22,6 +22,7 @@ SIZES = TrainSizes(
     trained_layer=100,
     trained_root=1000,
     largest=500,
+    read=900,
     itemsize=2,
     fsdp=2,
     tp=1,
@@ -147,7 +148,7 @@ def test_the_cache_takes_what_is_left_and_one_sample_at_least() -> None:
 def test_cpus_keep_everything() -> None:
     plan = plan_memory(RUN, "cpu", capacity=10**9, reserved=0)
     sizes = {phase.name: phase.sizes for phase in plan.phases}
-    assert sizes["load actor"] == {"float32 weights": 2400, "weights file": 1200}
+    assert sizes["load actor"] == {"float32 weights": 2400, "weights file": 1800}
     stays = {"float32 weights": 2400, "moments": 4800, "scoring weights": 2400}
     for name in ("switch", "prefill", "decode", "score reference", "train actor"):
         assert stays.items() <= sizes[name].items(), name

@@ -90,7 +90,7 @@ class TrainEngine(ModelShards):
         seed: int = 0,
         key: str = "model.path",
     ) -> None:
-        """Load of `model_path`, on every rank of the world, what `trainer.layout` says.
+        """Read this rank's part of `model_path`, as `trainer.layout` says; all ranks call it.
 
         `temperature` is that of sampling: log-probabilities are those of the distribution that
         responses are drawn from. `gen_tp` and `gen_ep` are generation's, which decide along which
