@@ -10,15 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from hybridrl.config import ClusterKind, Config, ConfigError, PipelineSchedule
+from hybridrl.config import ClusterKind, Config, ConfigError
 from hybridrl.system import signals
 from hybridrl.telemetry.log import command_log
-
-if TYPE_CHECKING:
-    from hybridrl.planner.layout import LayoutReport
-    from hybridrl.planner.memory import MemoryPlan
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
@@ -33,25 +29,6 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
 A run or a plan ends with one JSON line on stdout. Errors a user can mend are one line on stderr,
 exit 2."""
-
-
-PLAN_USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
-       hybridrl plan memory [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
-       hybridrl plan schedule --lengths=... [OPTIONS]     see hybridrl plan schedule --help
-
-`layout` prints what each rank holds, receives and sends at the switch from training to generation.
-`memory` prints what a rank holds in each phase of a step, and whether it fits a GPU of N GiB (that
-of this node, else 80), or with cluster.device=cpu this node's memory.
-
-  the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b, model.path=DIR
-                 (where a config.json is enough), or model.shape={model_type: ..., ...}
-  the ranks      cluster.ranks=128
-  in training    trainer.layout.pp, .replicas, .fsdp, .tp, .schedule
-  in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb
-
-  hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
-      trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8
-  hybridrl plan memory model=qwen3_8b cluster.ranks=8 recipe=ppo rollout.max_new_tokens=8192"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -174,75 +151,25 @@ def _job(action: str, config: Any) -> None:
 
 
 def _plan(args: list[str]) -> None:
-    """Plan a weight switch or schedules for a model and a cluster that need not be present."""
+    """Plan a weight switch, memory or schedules, for machines that need not be present."""
     if args[:1] == ["schedule"]:
         return _plan_schedule(args[1:])
-    if {"-h", "--help"} & set(args):
-        print(PLAN_USAGE)
-        return
-    if not args or args[0] not in ("layout", "memory"):
-        got = args[0] if args else ""
-        _fail(f"plan={got}: wanted layout, memory or schedule, then its options", 2)
     from rich.console import Console
     from rich.table import Table
 
-    from hybridrl.config import compose
-    from hybridrl.system.devices import local_gpus
+    from hybridrl.controller import plan_command
 
-    compose.register()
-    gpus_per_node, rest = _number_option(args[1:], "--gpus-per-node", 0)
-    gpus_per_node = gpus_per_node or local_gpus() or 8
-    gpu_gib, rest = _number_option(rest, "--gpu-gib", 0)
-    options = "--gpus-per-node=N" + (" or --gpu-gib=N" if args[0] == "memory" else "")
-    wrong = next((arg for arg in rest if arg.startswith("-")), None)
-    if wrong or (gpu_gib and args[0] == "layout"):
-        raise ConfigError("option", wrong or "--gpu-gib", f"key=value, or {options}")
-    config = compose.check(rest)
+    if {"-h", "--help"} & set(args):
+        print(plan_command.USAGE)
+        return
+    plan = plan_command.run(args)
     table = Table(box=None, show_header=False, pad_edge=False)
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(120, console.width)  # without a terminal it takes 80
-    with command_log(config.log.level):
-        if config.cluster.kind is not ClusterKind.slurm:
-            config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
-        plan = (
-            _plan_layout(config, gpus_per_node)
-            if args[0] == "layout"
-            else _plan_memory(config, gpu_gib)
-        )
     for row in plan.rows():
         table.add_row(*row)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(120, console.width)  # without a terminal it takes 80
     console.print(table)
     print(json.dumps(plan.record()), flush=True)
-
-
-def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
-    from hybridrl.layout.grouping import TrainAxes
-    from hybridrl.layout.layout import stages_of_layers
-    from hybridrl.layout.switching import plan_switch
-    from hybridrl.models.parallel import check_gen_layout, check_train_layout, model_parameters
-    from hybridrl.models.shape import model_shape
-    from hybridrl.planner.layout import report
-
-    train, gen = config.trainer.layout, config.rollout.layout
-    shape = model_shape(config.model)
-    check_train_layout(shape, train)
-    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
-    parameters = model_parameters(shape)
-    zigzag = train.schedule is PipelineSchedule.zero_bubble
-    started = time.perf_counter()
-    switch = plan_switch(
-        parameters,
-        TrainAxes.of(train),
-        gen.pp,
-        gen.tp,
-        gen.grouping,
-        stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
-        gen_ep=gen.ep,
-        ascending=config.rollout.features.ascending,
-    )
-    itemsize = config.rollout.dtype.itemsize
-    seconds = time.perf_counter() - started
-    return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
 
 
 def _plan_schedule(args: list[str]) -> None:
@@ -270,41 +197,6 @@ def _plan_schedule(args: list[str]) -> None:
     for remark in remarks:
         console.print(remark)
     print(json.dumps(record), flush=True)
-
-
-def _plan_memory(config: Config, gpu_gib: int) -> "MemoryPlan":
-    """Of a rank of the planned cluster, whose GPUs have `gpu_gib` GiB (0: those here, else 80)."""
-    from hybridrl.config import Device
-    from hybridrl.controller import memory_plan
-    from hybridrl.controller.preflight import build_recipe, check_attention
-    from hybridrl.models.parallel import check_gen_layout, check_train_layout
-    from hybridrl.models.shape import model_shape
-
-    graph, shape = build_recipe(config.recipe), model_shape(config.model)
-    check_attention(config, shape)
-    check_train_layout(shape, config.trainer.layout)
-    gen = config.rollout.layout
-    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
-    room = None
-    if not gpu_gib:
-        room = memory_plan.local_room(config)
-    elif config.cluster.device is Device.cpu:
-        raise ConfigError("--gpu-gib", gpu_gib, "cluster.device=cuda with it")
-    return memory_plan.plan_run(
-        config, graph, shape, *(room or memory_plan.gpu_room((gpu_gib or 80) * 2**30))
-    )
-
-
-def _number_option(args: list[str], name: str, default: int) -> tuple[int, list[str]]:
-    """The value of the option `name=N`, and the other arguments."""
-    rest = [arg for arg in args if not arg.startswith(f"{name}=")]
-    number = str(default)
-    for arg in args:
-        if arg.startswith(f"{name}="):
-            number = arg.partition("=")[2]
-            if not number.isdecimal() or int(number) < 1:
-                raise ConfigError(name, number, "1 or more")
-    return int(number), rest
 
 
 def _report(args: list[str]) -> None:

@@ -445,7 +445,8 @@ WRONG_LAYOUTS = [
     ("speed", "plan=speed: wanted layout, memory or schedule, then its options"),
     ("layout trainer.layout.x=1", "trainer.layout.x=1: wanted a known key: one of ep, fsdp"),
     ("layout --nodes=2", "option=--nodes=2: wanted key=value, or --gpus-per-node=N"),
-    ("layout --gpus-per-node=0", "--gpus-per-node=0: wanted 1 or more"),
+    ("layout --gpus-per-node=0", "--gpus-per-node=0: wanted a whole number, 1 or more"),
+    ("layout --gpus-per-node=7.5", "--gpus-per-node=7.5: wanted a whole number, 1 or more"),
     (
         f"layout {LLAMA} trainer.layout.tp=3",
         "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = cluster.ranks=8",
@@ -466,7 +467,8 @@ WRONG_LAYOUTS = [
     ("memory model=foo", "model=foo: wanted one of llama3_70b, "),
     ("memory cluster=slurm cluster.nodes=0", "cluster.nodes=0: wanted 1 or more"),
     ("memory cluster=slurm", "cluster.gpus_per_node=0: wanted the GPUs of each node"),
-    ("memory --gpu-gib=x", "--gpu-gib=x: wanted 1 or more"),
+    ("memory --gpu-gib=x", "--gpu-gib=x: wanted a number, 1 or more"),
+    ("memory --gpu-gib=nan", "--gpu-gib=nan: wanted a number, 1 or more"),
     ("memory --gpu-gib=80 cluster.device=cpu", "--gpu-gib=80: wanted cluster.device=cuda with it"),
     ("memory model.attention=flash cluster.device=cpu", "model.attention=flash: wanted torch or"),
     (

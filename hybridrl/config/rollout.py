@@ -42,6 +42,8 @@ class EngineFeatures:
     """Whether it does so where an instance has several pipeline stages."""
     whole_experts: bool = False
     """Whether its tp ranks can have whole experts (`rollout.layout.ep`)."""
+    takes_share: bool = False
+    """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -63,6 +65,7 @@ ENGINES = {
         deterministic=False,  # the other samples of a batch change a sample's last bits
         shares_weights=False,  # they are packed for itself
         caches_last_token=True,
+        takes_share=True,
         ascending=True,
         records_experts=True,
         records_experts_under_pp=False,
@@ -98,7 +101,7 @@ class RolloutConfig:
     """Tokens per block of the paged KV cache."""
     kv_cache_tokens: int = bounded(0, least=0)
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples. A
-    GPU may hold fewer."""
+    GPU may hold fewer; on one, vLLM takes all that is left."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)

@@ -1,16 +1,29 @@
 """The memory plan of a run, and the refusal of one that no rank can hold."""
 
+import copy
 import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hybridrl.config import VALUE_MODELS, ClusterKind, Config, ConfigError, Device, MemoryCheck
+from hybridrl.config import (
+    VALUE_MODELS,
+    Attention,
+    ClusterKind,
+    Config,
+    ConfigError,
+    Device,
+    MemoryCheck,
+)
+from hybridrl.controller.placement import HOME
 from hybridrl.flow import Graph
-from hybridrl.planner.memory import MemoryPlan, RunSizes, TrainSizes, plan_memory
+from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, plan_memory
+from hybridrl.planner.memory_advice import advice
+from hybridrl.planner.train_memory import TrainSizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hybridrl.controller.memory_sizes import PackedRow
+    from hybridrl.controller.memory_inputs import LongestInputs
 
 logger = logging.getLogger(__name__)
 
@@ -18,102 +31,170 @@ CPU_RESERVED = 700 * 2**20
 """Python and the libraries of a rank on CPUs, before it loads anything."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of a rank's device, or of its share of a node; `reserved` of them are for others."""
+
+    capacity: int
+    reserved: int
+
+
 def plan_run(
     config: Config,
     graph: Graph,
     shape: "PretrainedConfig",
-    capacity: int,
-    reserved: int,
-    row: "PackedRow | None" = None,
-    stage: int | None = None,
-) -> MemoryPlan:
-    """The plan of the rank that has most, for an actor of this `shape`.
+    room: Room,
+    inputs: "LongestInputs | None" = None,
+    stages: tuple[int, int] | None = None,
+) -> RunPlan:
+    """The plan of the rank of each pool that has most, for an actor of this `shape`.
 
-    `capacity` bytes are a GPU's, or a rank's share of its node; `reserved` of them are for other
-    users. The device and the layouts of the config are known. A role's model is as large as the
-    actor's unless its directory says otherwise. `row` is the longest of an update, `stage`
-    the pipeline stage; by default that which needs most.
+    The device and the layouts of the config are known. A role's model is as large as the actor's
+    unless its directory says otherwise. `inputs` is what a rank computes at once, `stages` its
+    pipeline stages in training and in generation; by default those that need most.
     """
-    from hybridrl.controller.memory_sizes import (
-        PackedRow,
+    from hybridrl.controller.memory_inputs import LongestInputs
+
+    inputs = inputs or LongestInputs.of(config, graph)
+    attention, reason = assumed_attention(config, shape)
+    config = copy.copy(config)
+    config.model = replace(config.model, attention=attention)
+    pools = {}
+    for pool in config.cluster.pool_ranks:
+        sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
+        plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
+        pools[pool] = _advised(plan, config, pool)
+    return RunPlan(pools, attention.value, reason)
+
+
+def _pool_sizes(
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    pool: str,
+    inputs: "LongestInputs",
+    stages: tuple[int, int] | None,
+) -> PoolSizes:
+    """The models on a rank of the pool."""
+    from hybridrl.controller.generation_sizes import (
         generation_sizes,
         model_shape_at,
-        scoring_activations,
-        scoring_weights,
-        train_sizes,
+        scoring_sizes,
     )
+    from hybridrl.controller.train_sizes import train_sizes
 
-    row = row or PackedRow.of(config, graph)
-    layout, optim = config.trainer.layout, config.trainer.optim
-    actor = train_sizes(config, shape, layout, config.actor.lora, row, optim)
-    trained, from_actor = {"actor": _stage(actor, stage)}, set()
+    train_stage, gen_stage = stages or (None, None)
+    trained, from_actor = {}, set()
+    if pool == HOME:
+        layout, optim = config.trainer.layout, config.trainer.optim
+        row = inputs.row(layout, config.ranks_of(pool))
+        sizes = train_sizes(config, shape, layout, config.actor.lora, row, optim)
+        trained["actor"] = _stage(sizes, train_stage)
     for role in VALUE_MODELS:
-        if role in graph.learned and not config.split:
+        if role in graph.learned and pool == config.value_pool:
             own = config.value_model_of(role)
             own_shape = model_shape_at(own.path) or shape
-            stages = train_sizes(
+            row = inputs.row(own.layout, config.ranks_of(pool))
+            sizes = train_sizes(
                 config, own_shape, own.layout, own.lora, row, own.optim, classifier=True
             )
-            trained[role] = _stage(stages, stage)
+            trained[role] = _stage(sizes, train_stage)
             from_actor |= set() if own.path else {role}
-    run = RunSizes(
+    return PoolSizes(
         trained=trained,
-        scoring=scoring_weights(config, graph, shape),
-        scoring_activations=scoring_activations(config, shape, row),
-        generation=generation_sizes(config, shape),
+        scoring=scoring_sizes(config, graph, shape, pool, inputs, gen_stage),
+        generation=generation_sizes(config, shape, inputs, gen_stage) if pool == HOME else None,
         from_actor=from_actor,
     )
-    return plan_memory(run, config.cluster.device.value, capacity, reserved)
+
+
+def _advised(plan: MemoryPlan, config: Config, pool: str) -> MemoryPlan:
+    """With advice where it does not fit."""
+    return plan if plan.fits else replace(plan, advice=advice(config, plan.peak, pool))
+
+
+def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attention, str]:
+    """The attention of ranks like this process, and why; of a GPU where this node has one."""
+    import torch
+
+    from hybridrl.models.attention_shape import attention_shape
+    from hybridrl.models.load import TORCH_DTYPES
+    from hybridrl.models.packed_attention import flash_import_obstacle, flash_obstacle
+    from hybridrl.system.devices import local_gpus
+
+    wanted = config.model.attention
+    if config.cluster.device is Device.cpu:
+        return Attention.torch, "on CPUs"
+    if wanted is not Attention.auto:
+        return wanted, f"by model.attention={wanted.value}"
+    gpu = torch.device("cuda") if local_gpus() else None
+    dtype = TORCH_DTYPES[config.model.compute_dtype]
+    if obstacle := flash_obstacle(dtype, attention_shape(shape), gpu):
+        return Attention.torch, f"as ranks like this node would choose: {obstacle}"
+    if obstacle := flash_import_obstacle():
+        elsewhere = "model.attention=flash plans for ranks that have it"
+        return Attention.torch, f"as ranks like this node would choose: {obstacle}; {elsewhere}"
+    return Attention.flash, "which this node has; model.attention=torch plans without"
 
 
 def check_memory(config: Config, graph: Graph, model_path: str) -> None:
     """Raise ConfigError for a run that a rank cannot hold, unless `cluster.memory_check` is warn.
 
-    Only where the ranks' nodes are like this one: the memory of others is unknown. A run that
-    leaves less than others need gets a warning.
+    Only where the ranks' nodes are like this one, which the log says otherwise. A run that leaves
+    less than others need gets a warning.
     """
     from hybridrl.models.load import load_config
 
-    room = local_room(config)
-    if room is None:
+    if reason := unknown_room(config):
+        logger.info("memory plan: not checked, %s", reason)
         return
-    capacity, reserved = room
     try:
-        plan = plan_run(config, graph, load_config(model_path), capacity, reserved)
+        plan = plan_run(config, graph, load_config(model_path), local_room(config))
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
         return
     if plan.impossible and config.cluster.memory_check is MemoryCheck.refuse:
-        allowed = f"warn, or a run that fits: it {plan.verdict()}"
+        subject = "it " if len(plan.pools) == 1 else ""
+        allowed = f"warn, or a run that fits: {subject}{plan.verdict()}"
         raise ConfigError("cluster.memory_check", "refuse", allowed)
     logger.log(logging.INFO if plan.fits else logging.WARNING, "memory plan: %s", plan.verdict())
 
 
-def local_room(config: Config) -> tuple[int, int] | None:
-    """Bytes of a rank's device, and those of them for other users; None where it is elsewhere.
+def unknown_room(config: Config) -> str | None:
+    """Why the memory of the ranks' devices is not that of this node's; None where it is."""
+    cluster = config.cluster
+    if cluster.kind is ClusterKind.ray:
+        return "since the memory of the nodes of cluster=ray is not known here"
+    if cluster.address is not None:
+        return f"since the memory of the nodes of cluster.address={cluster.address} is not known"
+    from hybridrl.system.devices import local_gpus
+
+    if cluster.device is Device.cuda and not local_gpus():
+        return "since the driver's node has no GPU whose memory could be read"
+    return None
+
+
+def local_room(config: Config) -> Room:
+    """The room of a rank on a node like this one.
 
     On CPUs it is the rank's share of this node's memory, or of its container's limit.
     """
     cluster = config.cluster
-    if cluster.address is not None or cluster.kind is ClusterKind.ray:
-        return None
     if cluster.device is Device.cuda:
         import torch
 
-        if not torch.cuda.is_available():  # the driver's node has none
-            return None
         return gpu_room(torch.cuda.get_device_properties(0).total_memory)
     from hybridrl.system.node_info import usable_memory
 
     ranks_here = -(-cluster.ranks // cluster.nodes)
-    return usable_memory() // ranks_here, CPU_RESERVED
+    return Room(usable_memory() // ranks_here, CPU_RESERVED)
 
 
-def gpu_room(total: int) -> tuple[int, int]:
-    """Bytes of a GPU of `total`, and those of them that no plan counts."""
+def gpu_room(total: int) -> Room:
+    """A GPU of `total` bytes, less those that no plan counts."""
     from hybridrl.engines.rollout.memory import device_margin
 
-    return total, device_margin(total)
+    return Room(total, device_margin(total))
 
 
 def _stage(stages: list[TrainSizes], stage: int | None) -> TrainSizes:

@@ -22,6 +22,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import capped_attention, with_sink
+from hybridrl.models.paged_attention import PagedGroup, attend_scores
 from hybridrl.models.parallel import head_size
 from hybridrl.models.peak_memory import PeakMemory
 
@@ -110,6 +111,34 @@ def layer_activations(
     )
 
 
+def prefill_activations(
+    config: PretrainedConfig, tokens: int, longest: int, *, dtype: torch.dtype, tp: int = 1
+) -> int:
+    """Bytes of a prefill of `tokens`, in prompts of `longest`, within a decoder layer.
+
+    On one of `tp` ranks, without the layer's input. The masks of prompts stay from the first layer
+    to the last, for each kind of layer one.
+    """
+    model = _narrow_model(config, tp, dtype, None)
+    layer = decoder_layers(model.eval())[0]
+    hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
+    rows = max(1, tokens // longest)
+    positions = torch.empty(rows, longest, dtype=torch.long, device="meta")
+    prompts = PagedGroup(0, rows, longest, longest, positions)
+    keywords = _layer_keywords(model, layer, hidden, prompts)
+    prompts.masks.clear()
+    memory = PeakMemory()
+    present = [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
+    memory.track_external(hidden, layer, positions, *present)
+    before = memory.allocated("meta")
+    with memory, torch.no_grad():
+        shared = config.num_attention_heads // tp // attention_shape(config).local_kv_heads(tp)
+        for kind in range(1, len(set(getattr(config, "layer_types", None) or ()))):
+            prompts.mask(kind, shared, dtype)
+        layer(hidden, **keywords)
+        return memory.peak("meta") - before
+
+
 @_once
 def head_activations(
     config: PretrainedConfig,
@@ -184,8 +213,11 @@ def _counted_attention(
 ) -> tuple[torch.Tensor, None]:
     """`packed_attention`, as far as its tensors go; `packing` is the implementation.
 
-    The row is one sequence: capped scores are then most.
+    The row is one sequence: capped scores are then most. Or `packing` are the prompts of a prefill,
+    as in `paged_attention`.
     """
+    if isinstance(packing, PagedGroup):
+        return _counted_prefill(packing, query, key, value, softcap, s_aux), None
     if packing is Attention.flash:
         return _FusedAttention.apply(query, key, value).transpose(1, 2), None
     if query.shape[1] > key.shape[1]:
@@ -199,6 +231,39 @@ def _counted_attention(
     else:
         out = _FusedAttention.apply(query, key, value)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _counted_prefill(
+    prompts: PagedGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The tensors of `paged_attention`: keys and values to write, those read, and scores or mask.
+
+    query [1, heads, tokens, head_dim], key and value likewise with kv_heads.
+    """
+    (_, heads, tokens, size), value_size = query.shape, value.shape[-1]
+    width = max(size, value_size)
+    if size != value_size:
+        query, key, value = (
+            nn.functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)
+        )
+    new = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), 1)
+    rows, num = prompts.rows, prompts.queries
+    if softcap is None and sinks is None:
+        kept = new.new_empty(2, *key.shape)
+        prompts.mask(None, heads // key.shape[1], query.dtype)
+        out = _FusedAttention.apply(torch.empty_like(query), *kept)
+        out = out.transpose(1, 2).contiguous()
+    else:
+        kept = new.new_empty(2, rows, key.shape[1], num, width)
+        queries = query[0].transpose(0, 1)[: rows * num]
+        read = attend_scores(queries, kept[0], prompts, 1.0, None, kept[1], softcap, sinks)
+        out = read.new_empty(1, tokens, heads, width)
+    return out[..., :value_size]
 
 
 AttentionInterface.register(_NAME, _counted_attention)
@@ -229,7 +294,7 @@ def _narrow_model(
 
 
 def _layer_keywords(
-    model: Any, layer: nn.Module, hidden: torch.Tensor, attention: Attention
+    model: Any, layer: nn.Module, hidden: torch.Tensor, attention: Attention | PagedGroup
 ) -> dict[str, Any]:
     """What the model passes to its layer besides the hidden states: families differ."""
     passed: dict[str, Any] = {}

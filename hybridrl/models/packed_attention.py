@@ -111,6 +111,11 @@ def flash_obstacle(
         return "flash-attn takes GPUs of compute capability 8.0 and above, not {}.{}".format(
             *capability
         )
+    return flash_import_obstacle()
+
+
+def flash_import_obstacle() -> str | None:
+    """Why flash-attn's function cannot be imported by this process; None where it can be."""
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401
     except Exception as error:  # an undefined symbol is an ImportError, a missing driver another

@@ -235,7 +235,7 @@ class PagedBatch:
                 outs.append(_attend_group(queries, keys, values, group, scaling, window))
             else:
                 scores = queries, keys, group, scaling, window
-                outs.append(_attend_scores(*scores, values, softcap, sinks))
+                outs.append(attend_scores(*scores, values, softcap, sinks))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -274,7 +274,7 @@ def _attend_group(
     return out.reshape(tokens, heads, head_dim)
 
 
-def _attend_scores(
+def attend_scores(
     query: torch.Tensor,
     keys: torch.Tensor,
     group: PagedGroup,
@@ -284,7 +284,10 @@ def _attend_scores(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`_attend_group` with scores as a tensor in float32, which are capped or have a sink."""
+    """`_attend_group` with scores as a tensor in float32, which are capped or have a sink.
+
+    `query` [tokens, heads, head_dim], `keys` and `values` [rows, kv_heads, keys, head_dim].
+    """
     tokens, heads, head_dim = query.shape
     rows, queries, kv_heads = group.rows, group.queries, keys.shape[1]
     shared = heads // kv_heads

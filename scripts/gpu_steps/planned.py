@@ -1,14 +1,15 @@
 """What `hybridrl plan memory` predicts of the run whose peaks the report measures."""
 
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from hybridrl.algorithms import advantages
 from hybridrl.algorithms.losses import ReinforceLoss
 from hybridrl.config import Config
-from hybridrl.controller.memory_plan import plan_run
-from hybridrl.controller.memory_sizes import PackedRow
+from hybridrl.controller.memory_inputs import LongestInputs, PackedRow
+from hybridrl.controller.memory_plan import Room, plan_run
 from hybridrl.flow import Flow, recipe
 from hybridrl.models.load import load_config
 
@@ -40,6 +41,8 @@ def planned_peaks(config: Config, cache_tokens: int, row: tuple[int, int]) -> di
     assert config.model.path is not None
     shape = load_config(config.model.path)
     graph = _update_alone.build(SimpleNamespace())
-    plan = plan_run(config, graph, shape, 2**40, 0, PackedRow(*row, number=1))
-    sizes = {phase.name: phase.total for phase in plan.phases}
+    longest = PackedRow(*row, number=1)
+    inputs = replace(LongestInputs.of(config, graph), row=lambda *_: longest)
+    run = plan_run(config, graph, shape, Room(2**40, 0), inputs)
+    sizes = {phase.name: phase.total for phase in run.pools["actor"].phases}
     return {phase: max(sizes[name] for name in names) for phase, names in PLANNED.items()}

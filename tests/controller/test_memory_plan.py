@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -12,26 +13,44 @@ from transformers import AutoConfig, PretrainedConfig
 
 from hybridrl import cli
 from hybridrl.config import (
+    ActivationMode,
     Attention,
     ClusterConfig,
+    ClusterKind,
     Config,
     ConfigError,
     DataConfig,
+    Deterministic,
     Device,
+    DType,
     LoraConfig,
     MemoryCheck,
     OptimName,
+    Placement,
+    PoolsConfig,
+    RewardConfig,
+    RewardKind,
     RolloutConfig,
+    TrainLayoutConfig,
+    ValueModelConfig,
 )
 from hybridrl.controller import memory_plan
-from hybridrl.controller.memory_plan import check_memory, local_room, plan_run
-from hybridrl.controller.memory_sizes import PackedRow
+from hybridrl.controller.memory_inputs import PackedRow
+from hybridrl.controller.memory_plan import (
+    Room,
+    assumed_attention,
+    check_memory,
+    local_room,
+    plan_run,
+    unknown_room,
+)
 from hybridrl.controller.preflight import build_recipe, prepare
 from hybridrl.flow import Graph
-from hybridrl.models.activations import layer_activations
+from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.memory import MemoryPhase
+from hybridrl.planner.memory import MemoryPhase, MemoryPlan
+from hybridrl.planner.memory_advice import advice
 from hybridrl.system import node_info
 
 GIB = 2**30
@@ -64,12 +83,16 @@ def _config(device: Device = Device.cuda, ranks: int = 4) -> Config:
     return config
 
 
+ROOM = Room(80 * GIB, 0)
+
+
+def _plan(config: Config, graph: Graph) -> MemoryPlan:
+    (plan,) = plan_run(config, graph, _shape(), ROOM).pools.values()
+    return plan
+
+
 def _train_actor(config: Config) -> MemoryPhase:
-    (train,) = (
-        phase
-        for phase in plan_run(config, _graph(), _shape(), 80 * GIB, 0).phases
-        if phase.name == "train actor"
-    )
+    (train,) = (phase for phase in _plan(config, _graph()).phases if phase.name == "train actor")
     return train
 
 
@@ -90,7 +113,7 @@ def test_muon_has_one_moment_of_the_matrices_of_layers() -> None:
 
 
 def test_roles_of_the_recipe_have_their_phases() -> None:
-    names = [p.name for p in plan_run(_config(), _graph("ppo"), _shape(), 80 * GIB, 0).phases]
+    names = [p.name for p in _plan(_config(), _graph("ppo")).phases]
     assert names == [
         "load actor",
         "load critic",
@@ -129,17 +152,27 @@ def test_a_row_is_no_longer_than_the_samples_of_a_step() -> None:
     config = _config()
     config.trainer.prompts_per_step = 4
     config.trainer.max_tokens_per_micro_batch = 10**6
-    row = PackedRow.of(config, _graph())
+    layout, graph = config.trainer.layout, _graph()
+    row = PackedRow.of(config, graph, layout, 4)
     assert (row.tokens, row.scored, row.number) == (1800, 900, 1)
+    assert PackedRow.of(config, graph, layout, 2).tokens == 3400, "of half as many ranks"
     config.trainer.max_tokens_per_micro_batch = 1000
-    row = PackedRow.of(config, _graph())
+    row = PackedRow.of(config, graph, layout, 4)
     assert (row.tokens, row.number) == (1000, 0)
     config.trainer.max_tokens_per_micro_batch = 1
-    assert PackedRow.of(config, _graph()).tokens == 200, "a full sample"
-    config.trainer.layout.cp = 2
-    assert PackedRow.of(config, _graph()).tokens == 100, "half of one"
+    assert PackedRow.of(config, graph, layout, 4).tokens == 200, "a full sample"
+    layout.cp = 2
+    assert PackedRow.of(config, graph, layout, 4).tokens == 100, "half of one"
     config.trainer.max_tokens_per_micro_batch = config.trainer.chunk_tokens = 60
-    assert PackedRow.of(config, _graph()).tokens == 60, "a chunk"
+    assert PackedRow.of(config, graph, layout, 4).tokens == 60, "a chunk"
+
+
+def test_a_strict_run_scores_one_sample_at_a_time() -> None:
+    config = _config()
+    config.trainer.max_tokens_per_micro_batch = 1000
+    config.deterministic = Deterministic.strict
+    assert PackedRow.of(config, _graph(), config.rollout.layout, 4).tokens == 200
+    assert PackedRow.of(config, _graph(), config.trainer.layout, 4).tokens == 1000
 
 
 KEYS = (
@@ -158,7 +191,7 @@ def tiny(tmp_path: Path) -> str:
 def test_a_run_that_cannot_fit_is_refused(tiny: str) -> None:
     config = _config(Device.cpu, 2)
     with (
-        mock.patch.object(memory_plan, "local_room", return_value=(2**20, 0)),
+        mock.patch.object(memory_plan, "local_room", return_value=Room(2**20, 0)),
         pytest.raises(ConfigError) as error,
     ):
         check_memory(config, _graph(), tiny)
@@ -175,7 +208,7 @@ def test_train_asks_the_plan_before_ranks_start(
 ) -> None:
     config = make_config(*tiny_run, "cluster=processes", f"run.dir={tmp_path / 'run'}")
     with (
-        mock.patch.object(memory_plan, "local_room", return_value=(2**20, 0)),
+        mock.patch.object(memory_plan, "local_room", return_value=Room(2**20, 0)),
         pytest.raises(ConfigError, match=r"cluster\.memory_check=refuse"),
     ):
         prepare(config)
@@ -185,7 +218,7 @@ def test_or_gets_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     config = _config(Device.cpu, 2)
     config.cluster.memory_check = MemoryCheck.warn
     with (
-        mock.patch.object(memory_plan, "local_room", return_value=(2**20, 0)),
+        mock.patch.object(memory_plan, "local_room", return_value=Room(2**20, 0)),
         caplog.at_level(logging.WARNING),
     ):
         check_memory(config, _graph(), tiny)
@@ -197,7 +230,7 @@ def test_a_run_that_leaves_others_too_little_gets_a_warning(
 ) -> None:
     config = _config(Device.cpu, 2)
     with (
-        mock.patch.object(memory_plan, "local_room", return_value=(2 * GIB, 2 * GIB - 1)),
+        mock.patch.object(memory_plan, "local_room", return_value=Room(2 * GIB, 2 * GIB - 1)),
         caplog.at_level(logging.WARNING),
     ):
         check_memory(config, _graph(), tiny)
@@ -213,21 +246,231 @@ def test_a_rank_on_cpus_has_its_share_of_the_container(
     groups.write_text("0::/\n")
     monkeypatch.setattr(node_info, "_CGROUP", tmp_path)
     monkeypatch.setattr(node_info, "_OWN_GROUPS", groups)
-    room = local_room(_config(Device.cpu, 2))
-    assert room is not None
-    assert room[0] == 3 * GIB // 2
+    assert local_room(_config(Device.cpu, 2)).capacity == 3 * GIB // 2
 
 
-def test_memory_of_nodes_elsewhere_is_unknown() -> None:
-    config = _config(Device.cpu, 2)
-    config.cluster.address = "10.0.0.1:6379"
-    assert local_room(config) is None
+@pytest.mark.parametrize(
+    ("device", "kind", "address", "reason"),
+    [
+        (Device.cpu, ClusterKind.local, "10.0.0.1:6379", "cluster.address=10.0.0.1:6379"),
+        (Device.cpu, ClusterKind.ray, "http://head:8265", "nodes of cluster=ray"),
+        (Device.cuda, ClusterKind.local, None, "the driver's node has no GPU"),
+    ],
+)
+def test_memory_of_nodes_elsewhere_is_unknown_and_the_log_says_so(
+    tiny: str,
+    caplog: pytest.LogCaptureFixture,
+    device: Device,
+    kind: ClusterKind,
+    address: str | None,
+    reason: str,
+) -> None:
+    config = _config(device, 2)
+    config.cluster.kind, config.cluster.address = kind, address
+    with caplog.at_level(logging.INFO):
+        check_memory(config, _graph(), tiny)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("memory plan: not checked, since the ")
+    assert reason in line
+
+
+def test_memory_of_this_node_is_known() -> None:
+    assert unknown_room(_config(Device.cpu, 2)) is None
+    with mock.patch("hybridrl.system.devices.local_gpus", return_value=1):
+        assert unknown_room(_config(Device.cuda, 1)) is None
+
+
+def _split(reward_model: str | None = None) -> Config:
+    """Four ranks for the actor, two for its critics, whose layout is tp 2."""
+    config = Config(
+        cluster=ClusterConfig(
+            device=Device.cuda,
+            ranks=6,
+            placement=Placement.split,
+            pools=PoolsConfig(actor=4, critic=2),
+        ),
+        critic=ValueModelConfig(layout=TrainLayoutConfig(tp=2)),
+        reward=RewardConfig(kind=RewardKind.model, model=reward_model)
+        if reward_model
+        else RewardConfig(),
+        data=DataConfig(max_prompt_tokens=100),
+        rollout=RolloutConfig(max_new_tokens=100, max_running=8),
+    )
+    config.resolve_device(6, "this test")
+    return config
+
+
+def test_each_pool_has_its_own_roles(tmp_path: Path) -> None:
+    """A critic and a judge on two ranks, the rest on four."""
+    _shape().save_pretrained(tmp_path)
+    config, graph = _split(str(tmp_path)), _graph("ppo")
+    plan = plan_run(config, graph, _shape(), ROOM)
+    names = {pool: [p.name for p in plan.pools[pool].phases] for pool in plan.pools}
+    assert names["actor"] == [
+        "load actor",
+        "load rollout engine",
+        "switch",
+        "prefill",
+        "decode",
+        "score reference",
+        "train actor",
+    ]
+    assert names["critic"] == ["load critic", "score reward", "train critic"]
+    (train,) = (p for p in plan.pools["critic"].phases if p.name == "train critic")
+    parameters = sum(
+        torch.Size(p.shape).numel() for p in model_parameters(_shape(), classifier=True)
+    )
+    state = train.sizes["float32 weights"] + train.sizes["moments"]
+    assert state == pytest.approx(12 * parameters / 2, rel=0.01)
+
+
+def test_a_pool_that_is_too_small_is_named(tmp_path: Path) -> None:
+    """For a critic of eight times the layers, say."""
+    config, graph = _split(), _graph("ppo")
+    deep = _shape()
+    deep.update({"num_hidden_layers": 24, "layer_types": ["full_attention"] * 24})
+    deep.save_pretrained(tmp_path / "critic")
+    config.critic.path = str(tmp_path / "critic")
+    plan = plan_run(config, graph, _shape(), ROOM)
+    needs = {pool: p.peak.total for pool, p in plan.pools.items()}
+    assert needs["actor"] < needs["critic"]
+    _shape().save_pretrained(tmp_path)
+    between = Room((needs["actor"] + needs["critic"]) // 2, 0)
+    with (
+        mock.patch.object(memory_plan, "unknown_room", return_value=None),
+        mock.patch.object(memory_plan, "local_room", return_value=between),
+        pytest.raises(ConfigError) as error,
+    ):
+        check_memory(config, graph, str(tmp_path))
+    line = str(error.value)
+    assert line.startswith(
+        "cluster.memory_check=refuse: wanted warn, or a run that fits: in pool critic it does not"
+    )
+    assert "pool actor" not in line
+    assert "the largest phase, train critic, needs " in line
+
+
+@pytest.mark.parametrize(
+    ("attention", "importable", "chosen", "reason"),
+    [
+        (Attention.flash, False, Attention.flash, "by model.attention=flash"),
+        (Attention.torch, True, Attention.torch, "by model.attention=torch"),
+        (Attention.auto, True, Attention.flash, "which this node has"),
+        (Attention.auto, False, Attention.torch, "cannot be imported"),
+    ],
+)
+def test_the_plan_says_which_attention_it_assumes(
+    attention: Attention,
+    importable: bool,
+    chosen: Attention,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = _config()
+    config.model.attention = attention
+    module = mock.Mock(flash_attn_varlen_func=None) if importable else None
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assumed, why = assumed_attention(config, _shape())
+    assert (assumed, reason in why) == (chosen, True), why
+    plan = plan_run(config, _graph(), _shape(), ROOM)
+    assert plan.record()["attention"] == chosen.value
+    owner = "flash-attn" if chosen is Attention.flash else "torch"
+    assert plan.rows()[-1][2] == f"attention: {owner}'s, {why}"
+    assert config.model.attention is attention, "the config is the caller's"
+
+
+def test_a_format_that_flash_attn_lacks_is_planned_with_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", mock.Mock())
+    config = _config()
+    config.model.compute_dtype = DType.float32
+    assumed, why = assumed_attention(config, _shape())
+    assert assumed is Attention.torch
+    assert "not float32" in why
+
+
+def test_attention_of_torch_keeps_more() -> None:
+    """It repeats the heads of keys and values that query heads share."""
+    totals = {}
+    for attention in (Attention.flash, Attention.torch):
+        config = _config()
+        config.model.attention = attention
+        totals[attention] = _train_actor(config).sizes["activations"]
+    assert totals[Attention.torch] > totals[Attention.flash]
+
+
+def test_the_masks_of_long_prompts_count() -> None:
+    """Two query heads share a kv head: a mask of 2 x 8192 x 8192 numbers, for all layers."""
+    sizes = {"dtype": torch.bfloat16}
+    short = prefill_activations(_shape(), 8192, 1024, **sizes)
+    long = prefill_activations(_shape(), 8192, 8192, **sizes)
+    assert long - short >= 2 * 2 * (8192 * 8192 - 8 * 1024 * 1024)
+
+
+def _advice(phase: str, *sizes: str, **settings: object) -> str:
+    config = _config()
+    for key, value in settings.items():
+        *path, last = key.split("__")
+        target = config
+        for name in path:
+            target = getattr(target, name)
+        setattr(target, last, value)
+    largest = {size: GIB * (len(sizes) - i) for i, size in enumerate(sizes)}
+    return advice(config, MemoryPhase(phase, largest), "actor")
+
+
+def test_advice_names_a_setting_once() -> None:
+    text = _advice("train actor", "float32 weights", "gradients")
+    assert (
+        text == "adapters (actor.lora.rank); more cluster.ranks; a larger trainer.layout.tp or .pp"
+    )
+
+
+def test_advice_leaves_out_what_is_set() -> None:
+    assert _advice("train actor", "activations") == (
+        "trainer.activations=recompute or offload; a smaller trainer.max_tokens_per_micro_batch"
+    )
+    recomputing = {"trainer__activations": ActivationMode.recompute}
+    assert _advice("train actor", "activations", **recomputing) == (
+        "a smaller trainer.max_tokens_per_micro_batch"
+    )
+    short = recomputing | {"trainer__max_tokens_per_micro_batch": 100}
+    assert _advice("train actor", "activations", **short) == (
+        "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+    )
+    assert "adamw8bit" in _advice("train actor", "moments")
+    eight = {"trainer__optim__name": OptimName.adamw8bit, "actor__lora__rank": 8}
+    assert _advice("train actor", "moments", **eight) == (
+        "more cluster.ranks; a larger trainer.layout.tp or .pp"
+    )
+    assert "rollout.dtype=bfloat16" not in _advice("switch", "generation weights")
+    wide = {"rollout__dtype": DType.float32}
+    assert "rollout.dtype=bfloat16" in _advice("switch", "generation weights", **wide)
+
+
+def test_advice_for_a_pool_names_its_key() -> None:
+    text = advice(_split(), MemoryPhase("train critic", {"gradients": GIB}), "critic")
+    assert text.startswith("adapters (critic.lora.rank); more cluster.pools.critic")
+
+
+def test_advice_is_about_what_is_large() -> None:
+    phase = MemoryPhase("train actor", {"activations": 9 * GIB, "moments": GIB})
+    assert "moments" not in advice(_config(), phase, "actor")
+    assert "adamw8bit" not in advice(_config(), phase, "actor")
+
+
+def test_advice_for_a_critic_names_its_keys() -> None:
+    assert _advice("train critic", "moments", "float32 weights") == (
+        "adapters (critic.lora.rank); critic.optim.name=adamw8bit; more cluster.ranks; "
+        "a larger critic.layout.tp or .pp"
+    )
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     """Qwen3 8B on eight GPUs of 80 GiB: 12 bytes a parameter over eight ranks, 2 in generation."""
     plan = ["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80"]
-    plan.append("rollout.max_new_tokens=4096")
+    plan += ["rollout.max_new_tokens=4096", "model.attention=flash"]
     cli.main(plan)
     *table, last = capfd.readouterr().out.splitlines()
     record = json.loads(last)
@@ -240,3 +483,34 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in "".join(table)
     cli.main([*plan, "trainer.activations=recompute"])
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["fits"] is True
+
+
+def test_the_command_takes_the_gib_of_a_gpu_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    """An H100 has 79.6."""
+    cli.main(["plan", "memory", "cluster.ranks=1", "cluster.device=cuda", "--gpu-gib=79.6"])
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["capacity"] == round(79.6 * GIB)
+
+
+def test_the_command_plans_the_engine_that_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    """vLLM fills the GPU but for what is reserved, and two buckets."""
+    cluster = ["model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80", "rollout.layout.tp=2"]
+    cli.main(["plan", "memory", *cluster, "rollout=vllm"])
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert "decode" not in record["phases"]
+    left = record["capacity"] - record["reserved"] - 2 * 16 * 2**20
+    assert record["totals"]["generate"] == record["totals"]["load rollout engine"] == left
+    cli.main(["plan", "memory", *cluster, "rollout=vllm", "rollout.kv_cache_tokens=100000"])
+    tokens = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert tokens["phases"]["generate"]["KV cache"] == 100_000 * 36 * 2 * 4 * 128 * 2
+    assert tokens["cache_tokens"] == 100_000
+
+
+def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
+    split = ["cluster.placement=split", "cluster.pools.critic=2", "recipe=ppo"]
+    cli.main(["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80", *split])
+    *table, last = capfd.readouterr().out.splitlines()
+    assert [line.split()[1] for line in table if line.startswith("pool ")] == ["actor", "critic"]
+    record = json.loads(last)
+    assert "train critic" in record["pools"]["critic"]["phases"]
+    assert record["fits"] is False, "two ranks are too few for twelve bytes a parameter"

@@ -32,6 +32,11 @@ MICRO_BATCH_TOKENS = 4096
 SAMPLE_TOKENS, PROMPT_TOKENS = 1024, 256
 
 
+def prompt_lengths(rows: int = ROWS) -> list[int]:
+    """Tokens of the prompts that are generated from."""
+    return [256 * (1 + row % 4) for row in range(rows)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model on `ranks` ranks, seen from `rank`.

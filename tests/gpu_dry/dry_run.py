@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoTokenizer
 
-from gpu_dry.case import PROMPT_TOKENS, ROWS, SAMPLE_TOKENS, SAMPLES, Case
+from gpu_dry.case import PROMPT_TOKENS, ROWS, SAMPLE_TOKENS, SAMPLES, Case, prompt_lengths
 from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.fake_files import files_without_values
 from gpu_dry.planned import planned
@@ -23,6 +24,7 @@ from hybridrl.data import Item
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.workers import actor as actor_module
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.ema import MovingAverage
@@ -34,7 +36,10 @@ AVERAGE = "average"
 
 
 class DryRun:
-    """The phases of a step of one case; `counts` has what each did."""
+    """The phases of a step of one case; `counts` has what each did.
+
+    `loads` has the peaks of the parts of the first phase.
+    """
 
     def __init__(self, case: Case, path: Path, device: FakeDevice, cuda: torch.device) -> None:
         self.case, self.device, self.cuda = case, device, cuda
@@ -42,6 +47,7 @@ class DryRun:
         self.config = case.config(path)
         self.path, self.folder = str(path), path
         self.counts: dict[str, Counts] = {}
+        self.loads: dict[str, int] = {}
         self.store = SampleStore()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
 
@@ -80,10 +86,10 @@ class DryRun:
         actor = self.actor
         with self.phase("switch"), self.residency.entering_generation(actor.train_engine) as woken:
             actor.switch_weights(woken)
-        lengths = [256 * (1 + row % 4) for row in range(ROWS)]
         self.device.integer = 3  # a token that ends nothing
         prompts = [
-            Submit((SampleId(i),), _item(length), Sampling(256)) for i, length in enumerate(lengths)
+            Submit((SampleId(i),), _item(length), Sampling(256))
+            for i, length in enumerate(prompt_lengths(ROWS))
         ]
         with self.phase("prefill and first decode"):
             actor.advance(prompts, 1)
@@ -241,9 +247,11 @@ def run_depth(
         path = write_model(Path(folder), case.model, layers)
         run = _run(case, path, device, measured)
         shape = run.actor.train_engine.model.config
-        sizes = planned(case, run.config, shape) if measured else {}
+        gen_stage = run.actor.parallel.pp_rank
+        sizes = planned(case, run.config, shape, gen_stage) if measured else {}
     phases = {name: counts.summary() for name, counts in run.counts.items()}
-    memory = {name: [run.counts[name].peak, size] for name, size in sizes.items()}
+    peaks = {name: counts.peak for name, counts in run.counts.items()} | run.loads
+    memory = {name: [peaks[name], size] for name, size in sizes.items()}
     return {"layers": shape.num_hidden_layers, "phases": phases, "memory": memory}
 
 
@@ -263,5 +271,22 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
         if measured:
             stack.enter_context(device.memory)
         run = DryRun(case, path, device, cuda)
+        stack.enter_context(_noted_loads(device, run.loads))
         run.run()
     return run
+
+
+@contextmanager
+def _noted_loads(device: FakeDevice, peaks: dict[str, int]) -> Iterator[None]:
+    """While an actor is built: what its weights take, then what its rollout engine takes."""
+    make = actor_module.make_rollout_engine
+
+    def noted(*args: Any) -> Any:
+        peaks["load actor"] = device.memory.peak("cuda")
+        device.memory.restart()
+        engine = make(*args)
+        peaks["load rollout engine"] = device.memory.peak("cuda")
+        return engine
+
+    with mock.patch.object(actor_module, "make_rollout_engine", noted):
+        yield

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig
 
 from gpu_dry import dry_run
-from gpu_dry.case import Case
+from gpu_dry.case import Case, prompt_lengths
 from gpu_dry.dry_run import DryRun
 from hybridrl.config import ClusterConfig, Config, DataConfig, Device, DType, RewardConfig
-from hybridrl.controller.memory_plan import plan_run
-from hybridrl.controller.memory_sizes import PackedRow
+from hybridrl.controller.memory_inputs import LongestInputs, PackedRow
+from hybridrl.controller.memory_plan import Room, plan_run
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
@@ -142,8 +142,9 @@ def main() -> None:
     graph = build_recipe({"target": "hybridrl.recipes.grpo:grpo", "kl_coef": 0.1})
     tokens = dry_run.SAMPLES * SAMPLE_TOKENS
     row = PackedRow(tokens, tokens * 3 // 4, 1)
-    plan = plan_run(run.config, graph, model_config(), 2**40, 0, row)
-    planned = {phase.name: phase.total for phase in plan.phases}
+    inputs = LongestInputs(row=lambda layout, ranks: row, prompt=max(prompt_lengths(ROWS)))
+    plan = plan_run(run.config, graph, model_config(), Room(2**40, 0), inputs)
+    planned = {phase.name: phase.total for phase in plan.pools["actor"].phases}
     compared = {name: [memory.peaks[name], planned[of]] for name, of in COMPARED.items()}
     Path(out).write_text(json.dumps(compared))
     dist.barrier()

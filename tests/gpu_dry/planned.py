@@ -2,15 +2,32 @@
 
 from transformers import PretrainedConfig
 
-from gpu_dry.case import MICRO_BATCH_TOKENS, PROMPT_TOKENS, SAMPLE_TOKENS, SAMPLES, Case
-from hybridrl.config import Attention, Config, RewardKind
-from hybridrl.controller.memory_plan import plan_run
-from hybridrl.controller.memory_sizes import PackedRow
+from gpu_dry.case import (
+    MICRO_BATCH_TOKENS,
+    PROMPT_TOKENS,
+    ROWS,
+    SAMPLE_TOKENS,
+    SAMPLES,
+    Case,
+    prompt_lengths,
+)
+from hybridrl.config import (
+    Attention,
+    Config,
+    RewardKind,
+    RolloutLayoutConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.controller.memory_inputs import LongestInputs, PackedRow
+from hybridrl.controller.memory_plan import Room, plan_run
 from hybridrl.controller.preflight import build_recipe
 
 PLANNED = {
+    "load actor": "load actor",
+    "load rollout engine": "load rollout engine",
     "switch after updates": "switch",
     "prefill and first decode": "prefill",
+    "decode": "decode",
     "reference": "score reference",
     "judge": "score reward",
     "update": "train actor",
@@ -20,36 +37,36 @@ PLANNED = {
 """Phases of a dry run, and the plan's names for them."""
 
 
-def planned(case: Case, config: Config, shape: PretrainedConfig) -> dict[str, int]:
-    """Bytes of the phases of `PLANNED` that the case has, on the case's pipeline stage.
-
-    A pipeline's row is longer than any that is scored, so its scoring phases are not compared. A
-    strict engine reads one prompt at a time, where the plan has 4,096 tokens.
-    """
+def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int) -> dict[str, int]:
+    """Bytes of the phases of `PLANNED` that the case has, on the pipeline stages of its rank."""
     recipe = "hybridrl.recipes.ppo:ppo" if case.critic else "hybridrl.recipes.grpo:grpo"
     graph = build_recipe({"target": recipe, "kl_coef": 0.1})
     config.reward.kind = RewardKind.model
-    layout = config.trainer.layout
-    if not case.flash:
-        config.model.attention = Attention.torch
-    row = _longest_row(layout.pp, layout.tp)
-    stage = case.rank // (case.ranks // layout.pp)
-    plan = plan_run(config, graph, shape, 80 * 2**30, 0, row, stage)
-    sizes = {phase.name: phase.total for phase in plan.phases}
-    compared = {phase: sizes[name] for phase, name in PLANNED.items() if name in sizes}
-    if layout.pp > 1:
-        del compared["reference"], compared["judge"]
-    if case.strict:
-        del compared["prefill and first decode"]
-    return compared
+    config.model.attention = Attention.flash if case.flash else Attention.torch
+    # Rows that decode together are padded to the longest, which has its first tokens.
+    inputs = LongestInputs(
+        row=lambda layout, ranks: _longest_row(layout, case.strict),
+        prompt=max(prompt_lengths()),
+        copied=(1 if case.strict else ROWS) * (max(prompt_lengths()) + 1),
+    )
+    stage = case.rank // (case.ranks // config.trainer.layout.pp)
+    run = plan_run(config, graph, shape, Room(80 * 2**30, 0), inputs, (stage, gen_stage))
+    sizes = {phase.name: phase.total for phase in run.pools["actor"].phases}
+    return {phase: sizes[name] for phase, name in PLANNED.items() if name in sizes}
 
 
-def _longest_row(pp: int, tp: int) -> PackedRow:
-    """The rows of an update over the samples that the ranks of a replica share.
+def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, strict: bool) -> PackedRow:
+    """The rows of an update, or of scoring, over the samples that the ranks of a replica share.
 
-    Numbers gathered from other ranks are made up, so a pipeline has the fewest rows that it takes.
+    Numbers gathered from other ranks are made up, so a pipeline in training has the fewest rows
+    that it takes.
     """
-    tokens = SAMPLES * pp * tp * SAMPLE_TOKENS
-    rows = pp if pp > 1 else max(1, -(-tokens // MICRO_BATCH_TOKENS))
+    tokens = SAMPLES * layout.pp * layout.tp * SAMPLE_TOKENS
+    rows = max(1, -(-tokens // MICRO_BATCH_TOKENS))
+    if isinstance(layout, RolloutLayoutConfig):
+        tokens = SAMPLE_TOKENS if strict else min(tokens, MICRO_BATCH_TOKENS)
+        rows = 1
+    elif layout.pp > 1:
+        rows = layout.pp
     scored = tokens * (SAMPLE_TOKENS - PROMPT_TOKENS) // SAMPLE_TOKENS
     return PackedRow(tokens // rows, scored // rows, rows)

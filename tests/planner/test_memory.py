@@ -2,16 +2,11 @@
 
 from dataclasses import replace
 
-from hybridrl.planner.memory import (
-    EIGHT_BIT_MOMENT,
-    ActivationSizes,
-    GenerationSizes,
-    RunSizes,
-    TrainSizes,
-    plan_memory,
-)
+from hybridrl.planner.generation_memory import NativeSizes, VLLMSizes
+from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, ScoringSizes, plan_memory
+from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, ActivationSizes, TrainSizes
 
-NOTHING = ActivationSizes(0, 0, 0)
+NOTHING = ActivationSizes(0, 0)
 # Two layers of 100 elements and a root group of 1,000, over two FSDP ranks, in bfloat16.
 SIZES = TrainSizes(
     trained=600,
@@ -30,25 +25,36 @@ SIZES = TrainSizes(
     head=500,
     several_rows=False,
     earlier_gradients=False,
-    layer_activations=ActivationSizes(kept=50_000, backward=70_000, scoring=9_000),
-    ends=ActivationSizes(kept=1_000, backward=5_000, scoring=0),
+    layer_activations=ActivationSizes(kept=50_000, backward=70_000),
+    ends=ActivationSizes(kept=1_000, backward=5_000),
 )
-GENERATION = GenerationSizes(
+GENERATION = NativeSizes(
     weights=2400,
     token=10,
     gathered=5,
     prefill=700,
     logits=300,
+    sampling=200,
     joined=200,
     buckets=64,
     longest=16,
     most=160,
     wanted=0,
 )
-RUN = RunSizes(
+VLLM = VLLMSizes(
+    weights=2400,
+    token=10,
+    prefill=700,
+    logits=300,
+    joined=0,
+    buckets=64,
+    longest=16,
+    most=160,
+    wanted=0,
+)
+RUN = PoolSizes(
     trained={"actor": SIZES},
-    scoring={"reference": 2400},
-    scoring_activations=9_000,
+    scoring={"reference": ScoringSizes(weights=2400, activations=9_000)},
     generation=GENERATION,
 )
 
@@ -125,7 +131,7 @@ def test_gpus_offload_what_a_phase_does_not_need() -> None:
     }
     cache = {"generation weights": 2400, "KV cache": 1600}
     assert sizes["prefill"] == {**cache, "activations": 700}
-    assert sizes["decode"] == {**cache, "logits": 300, "copied keys and values": 800}
+    assert sizes["decode"] == {**cache, "copied keys and values": 800}
     assert sizes["score reference"] == {
         "generation weights": 2400,
         "scoring weights": 2400,
@@ -155,15 +161,77 @@ def test_cpus_keep_everything() -> None:
     assert plan.cache_tokens == 160
 
 
-def test_what_does_not_fit_names_the_keys_of_its_largest_sizes() -> None:
+def test_a_decode_step_copies_keys_then_samples() -> None:
+    """One after the other: the larger of both counts."""
+    few = replace(RUN, generation=replace(GENERATION, copied=30))
+    (decode,) = (p for p in _plan(few).phases if p.name == "decode")
+    assert decode.sizes == {"generation weights": 2400, "KV cache": 1600, "logits": 200}
+
+
+def _plan(run: PoolSizes, room: int = 400_000) -> MemoryPlan:
+    return plan_memory(run, "cuda", capacity=room, reserved=1_000)
+
+
+def test_vllm_takes_what_is_left() -> None:
+    """All but the buckets, for weights, cache and arrays; one sample's cache at the least."""
+    run = replace(RUN, generation=VLLM)
+    plan = _plan(run)
+    sizes = {phase.name: phase.sizes for phase in plan.phases}
+    rest = 400_000 - 1_000 - 64 - 2400
+    share = {"generation weights": 2400, "KV cache and arrays of vLLM": rest}
+    assert sizes["load rollout engine"] == sizes["generate"] == share
+    assert "decode" not in sizes
+    assert sizes["switch"]["buckets"] == 64
+    assert plan.cache_tokens == rest // 10
+    (tight,) = (p for p in _plan(run, 3_000).phases if p.name == "generate")
+    assert tight.sizes == {"generation weights": 2400, "KV cache and arrays of vLLM": 160}
+
+
+def test_vllm_has_the_cache_that_is_asked_for() -> None:
+    """And on CPUs, which it does not fill, that of all samples."""
+    wanted = replace(RUN, generation=replace(VLLM, wanted=40))
+    (generate,) = (p for p in _plan(wanted).phases if p.name == "generate")
+    assert generate.sizes == {"generation weights": 2400, "KV cache": 400, "activations": 700}
+    on_cpus = plan_memory(replace(RUN, generation=VLLM), "cpu", capacity=10**9, reserved=0)
+    assert on_cpus.cache_tokens == 160
+
+
+def test_a_pool_without_the_actor_does_not_generate() -> None:
+    plan = _plan(replace(RUN, trained={"critic": SIZES}, generation=None))
+    assert [p.name for p in plan.phases] == ["load critic", "score reference", "train critic"]
+    assert plan.cache_tokens is None
+
+
+def test_a_run_of_two_pools_fits_where_both_do() -> None:
+    critics = replace(RUN, trained={"critic": SIZES}, generation=None)
+    plans = {"actor": _plan(RUN), "critic": _plan(critics)}
+    both = RunPlan(plans, "torch", "by model.attention=torch")
+    assert both.fits
+    assert both.verdict().startswith("in pool actor it fits: ")
+    assert "; in pool critic it fits: " in both.verdict()
+    assert [row[0] for row in both.rows() if row[0].startswith("pool")] == [
+        "pool actor",
+        "pool critic",
+    ]
+    record = both.record()
+    assert record["fits"] is True
+    assert record["pools"] == {name: plan.record() for name, plan in plans.items()}
+    tight = replace(both, pools=plans | {"critic": _plan(critics, 10_000)})
+    assert tight.impossible
+    assert tight.verdict().startswith("in pool critic it does not fit: ")
+
+
+def test_what_does_not_fit() -> None:
     plan = plan_memory(RUN, "cuda", capacity=100_000, reserved=1_000)
     assert plan.impossible
     assert not plan.fits
-    assert plan.verdict() == (
+    needs = (
         "does not fit: a rank has 0.1 MiB of 0.1 MiB for it, and the largest phase, train actor, "
-        "needs 0.1 MiB; less with trainer.activations=recompute or offload, or a smaller "
-        "trainer.max_tokens_per_micro_batch or rollout.max_new_tokens; more cluster.ranks, "
-        "trainer.layout.tp or .pp, or adapters (actor.lora.rank)"
+        "needs 0.1 MiB"
+    )
+    assert plan.verdict() == needs
+    assert replace(plan, advice="more cluster.ranks").verdict() == (
+        f"{needs}; less with more cluster.ranks"
     )
     tight = plan_memory(RUN, "cuda", plan.peak.total, 1_000)
     assert not tight.fits

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from hybridrl.config import Attention, ConfigError
+from hybridrl.config import ConfigError, RolloutConfig
 from hybridrl.engines.rollout.batch import PREFILL_TOKENS
 from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import Mesh
-from hybridrl.models.activations import layer_activations
+from hybridrl.models.activations import prefill_activations
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.parallel import kv_heads_of_rank
 
@@ -24,6 +24,7 @@ GIB = 2**30
 _MARGIN = 0.04  # of the device
 _MIN_MARGIN = 3 * 10**9
 _LOGITS_COPIES = 8  # of a step's logits in float32, while it samples
+_PLAIN_COPIES = 3  # where all tokens are drawn from: of tp ranks, joined, exponentiated
 _DIGITS = 4  # of the share; it is rounded down
 _MORE_TP = "more ranks in rollout.layout.tp need less on each"
 
@@ -110,16 +111,30 @@ def layer_token_bytes(config: PretrainedConfig, tp: int, dtype: torch.dtype) -> 
 def native_step_bytes(
     config: PretrainedConfig,
     max_running: int,
-    max_sequence: int,
+    longest: int,
     dtype: torch.dtype,
     tp: int,
-    attention: Attention = Attention.torch,
+    *,
+    strict: bool = False,
+    sent: int = 0,
 ) -> tuple[int, int]:
-    """Bytes of a prefill's activations, and of a decode step's logits while it samples."""
-    tokens = max(PREFILL_TOKENS, max_sequence)
-    layer = layer_activations(config, tokens, dtype=dtype, attention=attention, tp=tp)
+    """Bytes of a prefill's activations, and of a decode step's logits, however it samples.
+
+    A prefill reads prompts of `longest` tokens; a `strict` engine reads one alone. Hidden states
+    of `sent` prefills are kept until the next pipeline stage has them.
+    """
+    tokens = longest if strict else max(PREFILL_TOKENS, longest)
+    layer = prefill_activations(config, tokens, longest, dtype=dtype, tp=tp)
     hidden = tokens * config.hidden_size * dtype.itemsize
-    return layer.scoring + 3 * hidden, _LOGITS_COPIES * 4 * max_running * config.vocab_size
+    return layer + (2 + sent) * hidden, _LOGITS_COPIES * 4 * max_running * config.vocab_size
+
+
+def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
+    """Bytes of a decode step's logits, as this config samples."""
+    narrow = (
+        rollout.top_p < 1 or 0 < rollout.top_k < vocab_size or rollout.temperature not in (0, 1)
+    )
+    return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.max_running * vocab_size
 
 
 def native_cache(parts: EngineParts) -> int:
@@ -129,7 +144,13 @@ def native_cache(parts: EngineParts) -> int:
     """
     config, rollout = parts.model_config, parts.rollout
     prefill, logits = native_step_bytes(
-        config, rollout.max_running, parts.max_sequence, parts.dtype, parts.parallel.tp
+        config,
+        rollout.max_running,
+        parts.max_sequence,
+        parts.dtype,
+        parts.parallel.tp,
+        strict=parts.deterministic,
+        sent=0 if parts.parallel.last else parts.parallel.pp,
     )
     token = rank_token_bytes(parts)
     tokens = native_cache_tokens(

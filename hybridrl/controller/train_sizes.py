@@ -1,15 +1,13 @@
-"""Sizes of a run's models on the rank that has most of each: what the memory plan adds up."""
+"""Sizes of a trained model on the rank that has most, by pipeline stage."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PretrainedConfig
 
 from hybridrl.config import (
     ActivationMode,
-    Attention,
     Config,
     Device,
     LoraConfig,
@@ -18,72 +16,18 @@ from hybridrl.config import (
     PipelineSchedule,
     TrainLayoutConfig,
 )
-from hybridrl.controller.preflight_models import judges_of
-from hybridrl.engines.rollout.memory import (
-    kv_bytes_per_token,
-    layer_token_bytes,
-    native_step_bytes,
-)
+from hybridrl.controller.memory_inputs import PackedRow, attention_of, has_triton, itemsize_of
 from hybridrl.engines.train.build import ONE_GROUP_PARAMETERS
 from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
-from hybridrl.flow import Graph
-from hybridrl.flow.graph import SourceStage
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
-from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.owners import matrices_of, owner_layouts
-from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
+from hybridrl.layout.parameters import Parameter, train_layout
 from hybridrl.models.activations import Activations, head_activations, layer_activations
 from hybridrl.models.adapters import adapter_parameters, add_adapters
-from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.load import SCORE, TORCH_DTYPES, load_config
-from hybridrl.models.parallel import meta_model, model_parameters, num_experts
-from hybridrl.planner.memory import (
-    EIGHT_BIT_MOMENT,
-    MASTER,
-    ActivationSizes,
-    GenerationSizes,
-    TrainSizes,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRow:
-    """The longest row of tokens: `scored` of them have a log-probability, or a value.
-
-    `number` is how many rows an update has on a rank; 0 is unknown, and more than one.
-    """
-
-    tokens: int
-    scored: int
-    number: int = 0
-
-    @classmethod
-    def of(cls, config: Config, graph: Graph) -> "PackedRow":
-        """The longest that the config allows: a micro-batch, or a full sample.
-
-        It is not longer than what a replica gets of a step, of full samples. Ranks are balanced, so
-        one has at most a sample more than its share.
-        """
-        layout, rollout = config.trainer.layout, config.rollout
-        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-        most = config.trainer.max_tokens_per_micro_batch
-        sources = [s for s in graph.stages.values() if isinstance(s, SourceStage)]
-        number = 0
-        if all(source.num_samples is not None for source in sources):
-            samples = sum(source.num_samples or 0 for source in sources)
-            samples *= config.trainer.prompts_per_step
-            replicas = config.ranks_of("actor") // (layout.pp * layout.tp)
-            share = -(-samples * longest // replicas) + longest
-            number = 1 if share <= most and layout.pp == 1 else 0
-            most = min(most, share)
-        # Ranks of cp share a longer sample; of chunks each has at most a micro-batch.
-        of_rank = min(-(-longest // layout.cp), most if config.trainer.chunk_tokens else longest)
-        tokens = max(most, of_rank)
-        return cls(tokens, -(-tokens * rollout.max_new_tokens // longest), number)
-
-
-# Trained models
+from hybridrl.models.load import SCORE, TORCH_DTYPES
+from hybridrl.models.parallel import meta_model, model_parameters
+from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, MASTER, ActivationSizes, TrainSizes
 
 
 def train_sizes(
@@ -106,7 +50,7 @@ def train_sizes(
     gen = config.rollout.layout
     placed = train_layout([*parameters, *adapters], axes, stages, gen.tp, gen.ep)
     total = sum(math.prod(p.shape) for p in parameters)
-    layer = ActivationSizes(*_layer(config, shape, layout, lora, row))
+    layer = _layer(config, shape, layout, lora, row)
     has_head = not classifier and not lora.rank
     head = -(-shape.vocab_size // layout.tp) * shape.hidden_size * has_head
     names = matrices_of(adapters if lora.rank else parameters)
@@ -131,14 +75,14 @@ def train_sizes(
                 trained_root=_gathered(placed, trained[0]),
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
                 read=_read(placed, parameters, stage),
-                itemsize=_itemsize(config),
+                itemsize=itemsize_of(config),
                 fsdp=layout.fsdp,
                 tp=layout.tp,
                 keep_unsharded=total <= KEEP_UNSHARDED_PARAMETERS or layout.pp > 1,
                 head=head * (stage == stages[-1]),
                 several_rows=row.number != 1,
                 earlier_gradients=not row.number or row.number > in_flight,
-                layer_activations=layer,
+                layer_activations=ActivationSizes(layer.kept, layer.backward),
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
                 offloads=_offloads(config),
@@ -228,7 +172,7 @@ def _layer(
         shape,
         row.tokens,
         dtype=TORCH_DTYPES[config.model.compute_dtype],
-        attention=_attention(config, shape),
+        attention=attention_of(config, shape),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         checkpointing=config.trainer.activations is ActivationMode.recompute,
@@ -247,20 +191,20 @@ def _ends(
     classifier: bool,
 ) -> ActivationSizes:
     """Of the embedding, or what the stage before sends; on the `last` one of norm and head."""
-    hidden = row.tokens * shape.hidden_size * _itemsize(config)
+    hidden = row.tokens * shape.hidden_size * itemsize_of(config)
     hidden //= layout.tp if layout.sequence_parallel else 1
     if not last or classifier:
-        return ActivationSizes(hidden * (1 + last), 0, 0)
+        return ActivationSizes(hidden * (1 + last), 0)
     head = head_activations(
         shape,
         row.scored,
         dtype=TORCH_DTYPES[config.model.compute_dtype],
-        triton=_has_triton(config),
+        triton=has_triton(config),
         tp=layout.tp,
         trained=not lora.rank,
     )
-    selected = row.scored * shape.hidden_size * _itemsize(config)
-    return ActivationSizes(*head._replace(kept=head.kept + 2 * hidden + selected))
+    selected = row.scored * shape.hidden_size * itemsize_of(config)
+    return ActivationSizes(head.kept + 2 * hidden + selected, head.backward)
 
 
 def _rows_in_flight(layout: TrainLayoutConfig, stage: int, rows: int) -> float:
@@ -278,109 +222,7 @@ def _rows_in_flight(layout: TrainLayoutConfig, stage: int, rows: int) -> float:
     return min(most, rows or most)
 
 
-# Generation, and roles that only score
-
-
-def generation_sizes(config: Config, shape: PretrainedConfig) -> GenerationSizes:
-    """The rollout engine's sizes, of the pipeline stage that has most."""
-    rollout, dtype = config.rollout, TORCH_DTYPES[config.rollout.dtype]
-    pp, tp = rollout.layout.pp, rollout.layout.tp
-    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    prefill, logits = native_step_bytes(
-        shape, rollout.max_running, longest, dtype, tp, _attention(config, shape)
-    )
-    width = getattr(shape, "intermediate_size", 4 * shape.hidden_size)  # GPT-2 has no name for it
-    joined = 2 * width * shape.hidden_size // tp * dtype.itemsize
-    return GenerationSizes(
-        weights=dtype.itemsize
-        * _generation_elements(config, shape, vocab_multiple=rollout.features.vocab_multiple),
-        token=max(kv_bytes_per_token(shape, mesh, stage, dtype) for stage in range(pp)),
-        gathered=layer_token_bytes(shape, tp, dtype),
-        prefill=prefill,
-        logits=logits,
-        joined=joined * (2 if config.actor.lora.rank else 1),  # a product is added to a weight
-        buckets=2 * round(rollout.layout.bucket_mb * 2**20),
-        longest=longest,
-        most=rollout.max_running * longest,
-        wanted=rollout.kv_cache_tokens,
-    )
-
-
-def scoring_weights(config: Config, graph: Graph, shape: PretrainedConfig) -> dict[str, int]:
-    """Bytes of the weights of each role that only scores; they have the layout of generation."""
-    itemsize = _itemsize(config)
-    return {
-        role: itemsize * _generation_elements(config, own or shape, classifier)
-        for role, own, classifier in _scorers(config, graph)
-    }
-
-
-def scoring_activations(config: Config, shape: PretrainedConfig, row: PackedRow) -> int:
-    """Bytes of a row's forward pass without gradients, in the layout of generation."""
-    dtype, tp = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout.tp
-    layer = layer_activations(
-        shape, row.tokens, dtype=dtype, attention=_attention(config, shape), tp=tp
-    )
-    head = head_activations(shape, row.scored, dtype=dtype, triton=_has_triton(config), tp=tp)
-    hidden = row.tokens * shape.hidden_size * dtype.itemsize
-    return max(layer.scoring, head.scoring) + 2 * hidden
-
-
-def model_shape_at(path: str | None) -> PretrainedConfig | None:
-    """The config of a role's own model; None without one."""
-    return load_config(path) if path is not None else None
-
-
-def _scorers(config: Config, graph: Graph) -> Iterator[tuple[str, PretrainedConfig | None, bool]]:
-    """Roles that only score: name, shape unless it is the actor's, whether it is a classifier."""
-    for name in dict.fromkeys([*graph.copies, *graph.roles]):
-        if name == "reference" or name in graph.copies:
-            yield name, None, False
-        elif name == "teacher":
-            yield name, model_shape_at(config.teacher.path), False
-    if config.split:
-        return
-    for role in judges_of(config, graph):
-        if config.is_neural(role):
-            yield role, model_shape_at(config.judge_of(role).model), True
-
-
-def _generation_elements(
-    config: Config, shape: PretrainedConfig, classifier: bool = False, vocab_multiple: int = 1
-) -> int:
-    """Elements of the weights on the rank of an instance that has most."""
-    pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
-    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
-    parameters = model_parameters(shape, classifier)
-    ep = config.rollout.layout.ep if num_experts(shape) else 1
-    placed = gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple, ep)
-    return max(
-        sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
-        for stage in range(pp)
-    )
-
-
-# Choices that ranks make
-
-
 def _offloads(config: Config) -> bool:
     """Whether activations leave the device; a CPU's are in host memory either way."""
     offload = config.trainer.activations is ActivationMode.offload
     return offload and config.cluster.device is not Device.cpu
-
-
-def _itemsize(config: Config) -> int:
-    return TORCH_DTYPES[config.model.compute_dtype].itemsize
-
-
-def _attention(config: Config, shape: PretrainedConfig) -> Attention:
-    """What `choose_attention` chooses where flash-attn is installed on every GPU."""
-    torch_alone = config.model.attention is Attention.torch or config.cluster.device is Device.cpu
-    sinks = attention_shape(shape).sinks
-    return Attention.torch if torch_alone or sinks else Attention.flash
-
-
-def _has_triton(config: Config) -> bool:
-    """Whether the head's kernels are Triton's."""
-    return config.cluster.device is Device.cuda and _itemsize(config) == 2

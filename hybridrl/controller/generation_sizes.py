@@ -1,0 +1,159 @@
+"""Sizes of a rollout engine, and of roles that only score, on the rank that has most."""
+
+from collections.abc import Iterator, Sequence
+
+from transformers import PretrainedConfig
+
+from hybridrl.config import Config, Device
+from hybridrl.controller.memory_inputs import (
+    LongestInputs,
+    attention_of,
+    has_triton,
+    longest_sample,
+)
+from hybridrl.controller.placement import HOME
+from hybridrl.controller.preflight_models import judges_of
+from hybridrl.engines.rollout.memory import (
+    kv_bytes_per_token,
+    layer_token_bytes,
+    native_step_bytes,
+    sampling_bytes,
+)
+from hybridrl.flow import Graph
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import gen_layout
+from hybridrl.models.activations import head_activations, layer_activations
+from hybridrl.models.load import TORCH_DTYPES, load_config
+from hybridrl.models.parallel import model_parameters, num_experts
+from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
+from hybridrl.planner.memory import ScoringSizes
+
+
+def generation_sizes(
+    config: Config, shape: PretrainedConfig, inputs: LongestInputs, stage: int | None
+) -> GenerationSizes:
+    """The rollout engine's sizes on a pipeline stage; None: each of the stage that has most."""
+    rollout, dtype = config.rollout, TORCH_DTYPES[config.rollout.dtype]
+    pp, tp = rollout.layout.pp, rollout.layout.tp
+    stages = range(pp) if stage is None else [stage]
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    longest = min(longest_sample(config), shape.max_position_embeddings)
+    vocab_multiple = rollout.features.vocab_multiple
+    prefill, logits = native_step_bytes(
+        shape,
+        rollout.max_running,
+        min(inputs.prompt, longest),
+        dtype,
+        tp,
+        strict=config.strict,
+        sent=_sent(pp, stages),
+    )
+    merged = 0
+    if config.actor.lora.rank:  # a product is added to a weight, in float32
+        merged = 2 * 4 * _widest(shape) // tp
+    token = max(kv_bytes_per_token(shape, mesh, index, dtype) for index in stages)
+    weights = _generation_elements(config, shape, stages, vocab_multiple=vocab_multiple)
+    common = {
+        "weights": dtype.itemsize * weights,
+        "token": token,
+        "prefill": prefill,
+        "logits": logits,
+        "buckets": 2 * round(rollout.layout.bucket_mb * 2**20),
+        "longest": longest,
+        "most": rollout.max_running * longest,
+        "wanted": rollout.kv_cache_tokens,
+    }
+    if rollout.features.takes_share:
+        return VLLMSizes(**common, joined=merged)
+    keeps = config.cluster.device is Device.cpu and not config.strict
+    return NativeSizes(
+        **common,
+        joined=max(merged, 2 * _widest(shape) // tp * dtype.itemsize),
+        # On CPUs those of all layers are kept from step to step.
+        gathered=token if keeps else layer_token_bytes(shape, tp, dtype),
+        copied=inputs.copied,
+        sampling=sampling_bytes(rollout, shape.vocab_size),
+    )
+
+
+def _sent(pp: int, stages: Sequence[int]) -> int:
+    """Rows of hidden states that a stage keeps until they have reached the next one."""
+    return pp if min(stages) < pp - 1 else 0
+
+
+def _widest(shape: PretrainedConfig) -> int:
+    """Elements of the largest weight of a layer."""
+    width: int = getattr(shape, "intermediate_size", 4 * shape.hidden_size)  # GPT-2 has none
+    return width * int(shape.hidden_size)
+
+
+def scoring_sizes(
+    config: Config,
+    graph: Graph,
+    shape: PretrainedConfig,
+    pool: str,
+    inputs: LongestInputs,
+    stage: int | None,
+) -> dict[str, ScoringSizes]:
+    """Each role of the pool that only scores; it has the layout of generation.
+
+    On a pipeline stage, or on that which has most.
+    """
+    dtype, layout = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout
+    stages = range(layout.pp) if stage is None else [stage]
+    row = inputs.row(layout, config.ranks_of(pool))
+    sizes = {}
+    for role, own, classifier in _scorers(config, graph, pool):
+        its = own or shape
+        layer = layer_activations(
+            its, row.tokens, dtype=dtype, attention=attention_of(config, its), tp=layout.tp
+        )
+        most = layer.scoring
+        if not classifier:
+            triton = has_triton(config)
+            head = head_activations(its, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
+            most = max(most, head.scoring)
+        hidden = row.tokens * its.hidden_size * dtype.itemsize
+        weights = dtype.itemsize * _generation_elements(config, its, stages, classifier)
+        sizes[role] = ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
+    return sizes
+
+
+def model_shape_at(path: str | None) -> PretrainedConfig | None:
+    """The config of a role's own model; None without one."""
+    return load_config(path) if path is not None else None
+
+
+def _scorers(
+    config: Config, graph: Graph, pool: str
+) -> Iterator[tuple[str, PretrainedConfig | None, bool]]:
+    """Roles of the pool that only score: name, shape unless the actor's, whether a classifier."""
+    if pool == HOME:
+        for name in dict.fromkeys([*graph.copies, *graph.roles]):
+            if name == "reference" or name in graph.copies:
+                yield name, None, False
+            elif name == "teacher":
+                yield name, model_shape_at(config.teacher.path), False
+    if pool == config.value_pool:
+        for role in judges_of(config, graph):
+            if config.is_neural(role):
+                yield role, model_shape_at(config.judge_of(role).model), True
+
+
+def _generation_elements(
+    config: Config,
+    shape: PretrainedConfig,
+    stages: Sequence[int],
+    classifier: bool = False,
+    vocab_multiple: int = 1,
+) -> int:
+    """Elements of the weights on the rank of an instance that has most, of these stages."""
+    pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    parameters = model_parameters(shape, classifier)
+    ep = config.rollout.layout.ep if num_experts(shape) else 1
+    placed = gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple, ep)
+    return max(
+        sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
+        for stage in stages
+    )

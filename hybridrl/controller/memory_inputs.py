@@ -1,0 +1,107 @@
+"""What the memory plan's sizes depend on: the longest rows, and choices that ranks make."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from hybridrl.config import Attention, Config, Device, RolloutLayoutConfig, TrainLayoutConfig
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
+from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.packed_attention import flash_obstacle
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """The longest row of tokens: `scored` of them have a log-probability, or a value.
+
+    `number` is how many rows an update has on a rank; 0 is unknown, and more than one.
+    """
+
+    tokens: int
+    scored: int
+    number: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        graph: Graph,
+        layout: TrainLayoutConfig | RolloutLayoutConfig,
+        ranks: int,
+    ) -> "PackedRow":
+        """The longest that the config allows: a micro-batch, or a full sample.
+
+        It is not longer than what a replica of this `layout`, on so many `ranks`, gets of a step,
+        of full samples. Ranks are balanced by tokens, so one has at most a sample more than its
+        share.
+        """
+        longest = longest_sample(config)
+        most = config.trainer.max_tokens_per_micro_batch
+        sources = [s for s in graph.stages.values() if isinstance(s, SourceStage)]
+        number = 0
+        if all(source.num_samples is not None for source in sources):
+            samples = sum(source.num_samples or 0 for source in sources)
+            samples *= config.trainer.prompts_per_step
+            replicas = ranks // (layout.pp * layout.tp)
+            share = -(-samples * longest // replicas) + longest
+            number = 1 if share <= most and layout.pp == 1 else 0
+            most = min(most, share)
+        if isinstance(layout, RolloutLayoutConfig) and config.strict:  # it scores one by one
+            most = longest
+        # Ranks of cp share a longer sample; of chunks each has at most a micro-batch.
+        of_rank = longest
+        if isinstance(layout, TrainLayoutConfig):
+            chunks = config.trainer.chunk_tokens
+            of_rank = min(-(-longest // layout.cp), most if chunks else longest)
+        tokens = max(most, of_rank)
+        return cls(tokens, -(-tokens * config.rollout.max_new_tokens // longest), number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongestInputs:
+    """What a rank computes at once, at most.
+
+    `row` gives that of a layout on a number of ranks, in training or in scoring. `prompt` are the
+    tokens that a prefill reads of one sample. A decode step copies the keys and values of `copied`
+    tokens; 0: of the whole cache.
+    """
+
+    row: Callable[[TrainLayoutConfig | RolloutLayoutConfig, int], PackedRow]
+    prompt: int
+    copied: int = 0
+
+    @classmethod
+    def of(cls, config: Config, graph: Graph) -> "LongestInputs":
+        """What the config allows. A sample that is resumed is read whole; a strict one's prompt."""
+        longest = longest_sample(config)
+        return cls(
+            row=lambda layout, ranks: PackedRow.of(config, graph, layout, ranks),
+            prompt=config.data.max_prompt_tokens if config.strict else longest,
+            copied=longest if config.strict else 0,  # each sample decodes alone
+        )
+
+
+def longest_sample(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def itemsize_of(config: Config) -> int:
+    """Bytes of an element in the compute format."""
+    return TORCH_DTYPES[config.model.compute_dtype].itemsize
+
+
+def attention_of(config: Config, shape: PretrainedConfig) -> Attention:
+    """What `choose_attention` chooses for this shape, where the run's is not `auto` any more."""
+    dtype = TORCH_DTYPES[config.model.compute_dtype]
+    if flash_obstacle(dtype, attention_shape(shape)):
+        return Attention.torch
+    return config.model.attention
+
+
+def has_triton(config: Config) -> bool:
+    """Whether the head's kernels are Triton's."""
+    return config.cluster.device is Device.cuda and itemsize_of(config) == 2

@@ -1,0 +1,138 @@
+"""`hybridrl plan layout` and `hybridrl plan memory`: their arguments and their results."""
+
+import time
+from typing import TYPE_CHECKING
+
+from hybridrl.config import ClusterKind, Config, ConfigError, Device, PipelineSchedule
+from hybridrl.controller import memory_plan
+from hybridrl.controller.placement import check_placement
+from hybridrl.controller.preflight import build_recipe, check_attention
+from hybridrl.telemetry.log import command_log
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.planner.layout import LayoutReport
+    from hybridrl.planner.memory import RunPlan
+
+USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
+       hybridrl plan memory [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
+       hybridrl plan schedule --lengths=... [OPTIONS]     see hybridrl plan schedule --help
+
+`layout` prints what each rank holds, receives and sends at the switch from training to generation.
+`memory` prints what a rank of each pool holds in each phase of a step, and whether it fits a GPU of
+N GiB (80, or 79.6; that of this node, else 80), or with cluster.device=cpu this node's memory.
+
+  the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b, model.path=DIR
+                 (where a config.json is enough), or model.shape={model_type: ..., ...}
+  the ranks      cluster.ranks=128
+  in training    trainer.layout.pp, .replicas, .fsdp, .tp, .schedule
+  in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb; rollout=vllm
+  attention      model.attention=flash plans with flash-attn, =torch without (auto: as on this node)
+
+  hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
+      trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8
+  hybridrl plan memory model=qwen3_8b cluster.ranks=8 recipe=ppo rollout.max_new_tokens=8192"""
+
+_GPUS, _GIB = "--gpus-per-node", "--gpu-gib"
+_USUAL_GPUS, _USUAL_GIB = 8, 80  # of a node, and of its GPUs, where this one has none
+
+
+def run(args: list[str]) -> "LayoutReport | RunPlan":
+    """The plan that `args` ask for: `layout` or `memory`, then options and overrides.
+
+    Raises ConfigError.
+    """
+    from hybridrl.config import compose
+    from hybridrl.system.devices import local_gpus
+
+    what = args[0] if args else ""
+    if what not in ("layout", "memory"):
+        raise ConfigError("plan", what, "layout, memory or schedule, then its options")
+    compose.register()
+    gpus, rest = _number_option(args[1:], _GPUS, whole=True)
+    gpus_per_node = int(gpus) or local_gpus() or _USUAL_GPUS
+    gpu_gib, rest = _number_option(rest, _GIB)
+    options = f"{_GPUS}=N" + (f" or {_GIB}=N" if what == "memory" else "")
+    wrong = next((arg for arg in rest if arg.startswith("-")), None)
+    if wrong or (gpu_gib and what == "layout"):
+        raise ConfigError("option", wrong or _GIB, f"key=value, or {options}")
+    config = compose.check(rest)
+    with command_log(config.log.level):
+        if config.cluster.kind is not ClusterKind.slurm:
+            config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
+        if what == "layout":
+            return _plan_layout(config, gpus_per_node)
+        return _plan_memory(config, gpu_gib)
+
+
+def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
+    from hybridrl.layout.grouping import TrainAxes
+    from hybridrl.layout.layout import stages_of_layers
+    from hybridrl.layout.switching import plan_switch
+    from hybridrl.models.parallel import model_parameters
+    from hybridrl.planner.layout import report
+
+    train, gen = config.trainer.layout, config.rollout.layout
+    shape = _checked_shape(config)
+    parameters = model_parameters(shape)
+    zigzag = train.schedule is PipelineSchedule.zero_bubble
+    started = time.perf_counter()
+    switch = plan_switch(
+        parameters,
+        TrainAxes.of(train),
+        gen.pp,
+        gen.tp,
+        gen.grouping,
+        stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
+        gen_ep=gen.ep,
+        ascending=config.rollout.features.ascending,
+    )
+    itemsize = config.rollout.dtype.itemsize
+    seconds = time.perf_counter() - started
+    return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
+
+
+def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
+    """Of a rank of the planned cluster, whose GPUs have `gpu_gib` GiB (0: those here, else 80)."""
+    from hybridrl.system.devices import local_gpus
+
+    graph, shape = build_recipe(config.recipe), _checked_shape(config)
+    check_placement(config, graph)
+    check_attention(config, shape)
+    on_gpus = config.cluster.device is Device.cuda
+    if gpu_gib and not on_gpus:
+        raise ConfigError(_GIB, f"{gpu_gib:g}", "cluster.device=cuda with it")
+    if on_gpus and (gpu_gib or not local_gpus()):
+        room = memory_plan.gpu_room(round((gpu_gib or _USUAL_GIB) * 2**30))
+    else:
+        room = memory_plan.local_room(config)
+    return memory_plan.plan_run(config, graph, shape, room)
+
+
+def _checked_shape(config: Config) -> "PretrainedConfig":
+    """The model's config, which the layouts can take."""
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.shape import model_shape
+
+    shape, gen = model_shape(config.model), config.rollout.layout
+    check_train_layout(shape, config.trainer.layout)
+    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
+    return shape
+
+
+def _number_option(args: list[str], name: str, whole: bool = False) -> tuple[float, list[str]]:
+    """The value of the option `name=N`, 0 if it is left out, and the other arguments."""
+    rest = [arg for arg in args if not arg.startswith(f"{name}=")]
+    number = 0.0
+    for arg in args:
+        if arg.startswith(f"{name}="):
+            text = arg.partition("=")[2]
+            try:
+                number = int(text) if whole else float(text)
+            except ValueError:
+                number = 0.0
+            if not 1 <= number < 2**20:
+                kind = "a whole number" if whole else "a number"
+                raise ConfigError(name, text, f"{kind}, 1 or more")
+    return number, rest

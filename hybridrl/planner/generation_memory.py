@@ -1,0 +1,102 @@
+"""The memory of a rollout engine on a rank, while it generates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationSizes:
+    """A rollout engine; bytes besides the numbers of tokens."""
+
+    weights: int
+    token: int
+    """Keys and values of a token."""
+    prefill: int
+    """Activations of a prefill."""
+    logits: int
+    """Of a decode step, while it samples in whatever way: what the cache leaves free."""
+    joined: int
+    """The largest tensor that is joined of several while weights are allocated or merged."""
+    buckets: int
+    """Of the weight switch."""
+    longest: int
+    """Tokens of a full sample."""
+    most: int
+    """Tokens of `rollout.max_running` full samples."""
+    wanted: int
+    """`rollout.kv_cache_tokens`."""
+
+    def cache_tokens(self, left: int | None) -> int:
+        """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit."""
+        raise NotImplementedError
+
+    def at_start(self, left: int | None) -> Sizes:
+        """Besides the weights, once the engine is built."""
+        return {"KV cache": self.cache_tokens(left) * self.token}
+
+    def phases(self, left: int | None) -> dict[str, Sizes]:
+        """Besides the weights, what each phase of generation holds, by its name."""
+        raise NotImplementedError
+
+    @property
+    def moving(self) -> int:
+        """Bytes besides both layouts of the weights, while they move."""
+        return max(self.buckets, self.joined)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeSizes(GenerationSizes):
+    """The native engine: its cache takes what is left, up to `most` tokens."""
+
+    gathered: int
+    """Keys and values of a token in one layer, which decoding copies."""
+    sampling: int
+    """Of `logits`, what the run's way of sampling takes."""
+    copied: int = 0
+    """Tokens whose keys and values a decode step copies; 0: those of the whole cache."""
+
+    def cache_tokens(self, left: int | None) -> int:
+        """See `GenerationSizes`; a full sample at least."""
+        if left is None:
+            return self.wanted or self.most
+        fits = max(left - self.logits - self.prefill, 0) // (self.token + self.gathered)
+        return self.wanted or max(self.longest, min(self.most, fits))
+
+    def phases(self, left: int | None) -> dict[str, Sizes]:
+        """Prompts are read, then tokens decode.
+
+        A decode step copies one layer's keys and values after the other, then it samples.
+        """
+        cache = self.at_start(left)
+        copied = (self.copied or self.cache_tokens(left)) * self.gathered
+        decoding = {"logits": self.sampling}
+        if copied > self.sampling:
+            decoding = {"copied keys and values": copied}
+        return {
+            "prefill": {**cache, "activations": self.prefill},
+            "decode": {**cache, **decoding},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMSizes(GenerationSizes):
+    """vLLM. On a GPU it takes all that is left, and divides it by a pass that it measures."""
+
+    def cache_tokens(self, left: int | None) -> int:
+        """See `GenerationSizes`; a full sample at least. On a GPU vLLM's arrays are not counted."""
+        if left is None:
+            return self.wanted or self.most
+        return self.wanted or max(self.longest, left // self.token)
+
+    def at_start(self, left: int | None) -> Sizes:
+        """See `GenerationSizes`. With `wanted` the cache has that size, else vLLM chooses it."""
+        if left is None or self.wanted:
+            cache = {"KV cache": self.cache_tokens(left) * self.token}
+            return {**cache, "activations": max(self.prefill, self.logits)}
+        return {"KV cache and arrays of vLLM": max(left, self.longest * self.token)}
+
+    def phases(self, left: int | None) -> dict[str, Sizes]:
+        """Prompts are read in parts, while other samples decode."""
+        return {"generate": self.at_start(left)}

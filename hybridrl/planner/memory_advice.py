@@ -1,0 +1,83 @@
+"""Settings that make a phase of a memory plan smaller, of those that are not made already."""
+
+from hybridrl.config import VALUE_MODELS, ActivationMode, Config, DType, OptimName
+from hybridrl.planner.memory import MemoryPhase
+
+_LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
+
+
+def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
+    """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty."""
+    work, _, role = phase.name.partition(" ")
+    if work in ("load", "train") and (role == "actor" or role in VALUE_MODELS):
+        settings = _of_training(config, role, pool)
+    else:
+        settings = _of_generation(config, work, pool)
+    sizes = phase.sizes
+    first, *others = sorted(sizes, key=lambda name: sizes[name], reverse=True)
+    second = [name for name in others[:1] if sizes[name] >= _LARGE * phase.total]
+    texts = [text for name in (first, *second) for text in settings.get(name, ())]
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
+    """Settings of a trained model, by the size that they reduce."""
+    place = VALUE_MODELS.get(role, "trainer")
+    model = config.trainer if role == "actor" else config.value_model_of(role)
+    lora, lora_key = config.actor.lora, "actor.lora.rank"
+    if role != "actor":
+        lora, lora_key = config.value_model_of(role).lora, f"{place}.lora.rank"
+    layout, ranks = model.layout, config.ranks_of(pool)
+    more = [f"more {config.cluster.pool_key(pool)}"]
+    narrower = [f"a larger {place}.layout.tp"] if layout.tp < ranks else []
+    thinner = [f"a larger {place}.layout.tp or .pp"] if layout.tp * layout.pp < ranks else []
+    adapters = [] if lora.rank else [f"adapters ({lora_key})"]
+    small = "adamw8bit"
+    moments = [] if model.optim.name is OptimName.adamw8bit else [f"{place}.optim.name={small}"]
+    keeps = config.trainer.activations is ActivationMode.keep
+    other_mode = ["trainer.activations=recompute or offload"] if keeps else []
+    return {
+        "float32 weights": [*adapters, *more, *thinner],
+        "frozen weights": thinner or more,
+        "moments": [*adapters, *moments, *more, *thinner],
+        "whole matrices": more,
+        "gathered weights": thinner or more,
+        "activations": [*other_mode, *_shorter_rows(config)],
+        "gradients": [*adapters, *more, *thinner],
+        "shards": [*more, *thinner],
+        "whole parameters": narrower or more,
+        "weights file": [*more, *thinner],
+    }
+
+
+def _of_generation(config: Config, work: str, pool: str) -> dict[str, list[str]]:
+    """Settings of the rollout engine and of roles that only score, by the size that they reduce."""
+    rollout, ranks = config.rollout, config.ranks_of(pool)
+    more = [f"more {config.cluster.pool_key(pool)} and a larger rollout.layout.tp"]
+    fewer = ["a smaller rollout.max_running"] if rollout.max_running > 1 else []
+    shorter = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+    if rollout.layout.tp * rollout.layout.pp < ranks:
+        more = ["a larger rollout.layout.tp or .pp"]
+    half = [*more, "rollout.dtype=bfloat16"] if rollout.dtype is DType.float32 else more
+    cache = ["a smaller rollout.kv_cache_tokens"] if rollout.kv_cache_tokens else [*fewer, shorter]
+    wide = config.model.compute_dtype is DType.float32
+    return {
+        "generation weights": half,
+        "KV cache": [*cache, *more],
+        "KV cache and arrays of vLLM": [shorter, *more],
+        "activations": _shorter_rows(config) if work == "score" else [shorter, *more],
+        "logits": fewer or more,
+        "copied keys and values": cache,
+        "scoring weights": [*more, "model.compute_dtype=bfloat16"] if wide else more,
+        "buckets": ["a smaller rollout.layout.bucket_mb"],
+        "float32 weights": ["more cluster.ranks"],
+        "moments": ["more cluster.ranks"],
+    }
+
+
+def _shorter_rows(config: Config) -> list[str]:
+    """A row has the tokens of a micro-batch, or of a full sample where that is longer."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.trainer.max_tokens_per_micro_batch > longest:
+        return ["a smaller trainer.max_tokens_per_micro_batch"]
+    return ["a smaller rollout.max_new_tokens or data.max_prompt_tokens"]

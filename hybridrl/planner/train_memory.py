@@ -1,0 +1,169 @@
+"""The memory of a trained model on a rank: what stays, and the largest moment of an update.
+
+Training has three moments, by FSDP2's order of work (torch 2.13). When the forward pass ends, all
+activations are kept. Then the head or the last layer computes its gradients, or the root group is
+gathered again. When the backward pass ends, the layers' gradients are reduced, and those of the
+root group (embedding and head) are copied for their reduction. In the optimizer's step every
+parameter has its gradient.
+"""
+
+from dataclasses import dataclass
+
+MASTER = 4
+"""Bytes of a trained parameter in float32, and of each of AdamW's two moments."""
+EIGHT_BIT_MOMENT = 1 + 4 / 256
+"""Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSizes:
+    """Bytes of a row's activations on a rank, without weights and the module's input.
+
+    `kept` from forward to backward, with the result. `backward` is the most within backward, with
+    the gradients of the module's weights.
+    """
+
+    kept: int
+    backward: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSizes:
+    """A trained model on one pipeline stage, on the rank that has most of it. In elements:
+
+    `trained` and `frozen` are the rank's shards. `layer` and `root` are gathered over FSDP: one of
+    `layers` layers, and the root group. `trained_layer` and `trained_root` of them get gradients.
+    `largest` is the largest parameter on this stage. `read` is what the rank reads of the weights'
+    file: whole rows, since pages are larger than a rank's columns.
+    """
+
+    trained: int
+    frozen: int
+    layer: int
+    layers: int
+    root: int
+    trained_layer: int
+    trained_root: int
+    largest: int
+    read: int
+    itemsize: int
+    """Bytes of an element in the compute format."""
+    fsdp: int
+    tp: int
+    keep_unsharded: bool
+    """Whether weights and gradients stay gathered from the first row of an update to the last."""
+    head: int
+    """Elements of the vocabulary's head, where it gets a gradient on this stage."""
+    several_rows: bool
+    """Whether gradients of rows add up."""
+    earlier_gradients: bool
+    """Whether some are there when most activations are kept."""
+    layer_activations: ActivationSizes
+    ends: ActivationSizes
+    """Of embedding, last norm and head, where this stage has them."""
+    in_flight: float = 1
+    """Rows whose activations a stage of a pipeline keeps."""
+    offloads: bool = False
+    """Whether activations of layers are on the host, but for the layer that computes last or next.
+    """
+    moment: float = MASTER
+    """Bytes of an element of each of AdamW's two moments."""
+    matrices: int = 0
+    """Elements of `trained` that Muon trains, which has one moment of them."""
+    owned_matrices: int = 0
+    """Elements that Muon makes orthogonal on a rank, whole matrices."""
+    largest_matrix: int = 0
+    """The largest of them, or of their batches."""
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What stays between updates."""
+        return {
+            "float32 weights": MASTER * self.trained,
+            "frozen weights": self.itemsize * self.frozen,
+            "moments": round(2 * self.moment * self.trained) - MASTER * self.matrices,
+        }
+
+    def update(self) -> dict[str, int]:
+        """Besides the state, the largest moment of an update."""
+        moments = [
+            self._at_head(),
+            self._at_root(),
+            self._at_last_layer(),
+            self._backward_ends(),
+            self._step(),
+        ]
+        return max(moments, key=lambda sizes: sum(sizes.values()))
+
+    def loading(self, from_actor: bool = False) -> dict[str, int]:
+        """On a GPU while the model is built, which each rank gets its own boxes of.
+
+        A model that begins as the actor gets each of the actor's parameters whole, one after the
+        other.
+        """
+        shards = {"shards": MASTER * self.trained + self.itemsize * self.frozen}
+        return shards | ({"whole parameters": MASTER * self.largest} if from_actor else {})
+
+    def _at_head(self) -> dict[str, int]:
+        kept = self._kept_layers(1) * self.layer_activations.kept + self.ends.backward
+        return self._forward_ends(self._gathered(0), round(kept))
+
+    def _at_root(self) -> dict[str, int]:
+        """Backward gathers the root group again: in one buffer first, then by parameter.
+
+        The shard of it that is trained is converted before.
+        """
+        kept = round(self._kept_layers(1) * self.layer_activations.kept)
+        if self.keep_unsharded or self.fsdp == 1:
+            return self._forward_ends(self._gathered(0), kept)
+        converted = self.trained_root // self.fsdp
+        return self._forward_ends(self.itemsize * (2 * self.root + converted), kept)
+
+    def _at_last_layer(self) -> dict[str, int]:
+        layer = self.layer_activations
+        kept = (self._kept_layers(2) - 1) * layer.kept + layer.backward
+        head = self.itemsize * self.head - self.ends.kept  # the head's own are gone
+        return self._forward_ends(self._gathered(2), round(kept) + head)
+
+    def _kept_layers(self, offloading: int) -> float:
+        """Layers, of all rows in flight, whose activations are there; so many while they leave."""
+        return min(offloading, self.layers) if self.offloads else self.in_flight * self.layers
+
+    def _forward_ends(self, gathered: int, activations: int) -> dict[str, int]:
+        return {
+            "gathered weights": gathered,
+            "activations": activations + self.ends.kept,
+            "gradients": self._earlier_gradients(),
+        }
+
+    def _gathered(self, layers: int) -> int:
+        """In the compute format: all, or the root group and `layers`, one being prefetched."""
+        layers = self.layers if self.keep_unsharded else min(layers, self.layers + 1)
+        return self.itemsize * (self.root + layers * self.layer)
+
+    def _earlier_gradients(self) -> int:
+        """Gradients of the rows before."""
+        if not self.earlier_gradients:
+            return 0
+        if self.keep_unsharded:
+            return MASTER * (self.trained_root + self.layers * self.trained_layer)
+        return MASTER * self.trained
+
+    def _backward_ends(self) -> dict[str, int]:
+        copied, own = MASTER * self.trained_root, self.itemsize * self.trained_root
+        previous = MASTER * self.trained_layer
+        layers = MASTER * self.layers * self.trained_layer // self.fsdp
+        if self.keep_unsharded and self.several_rows:  # sums, which are reduced one by one
+            own = copied
+        # A vocabulary's gradient under tp is whole before it is cut.
+        whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
+        arriving = self.itemsize * self.root + own + previous + whole
+        return {"gradients": layers + max(arriving, own + copied, copied + copied // self.fsdp)}
+
+    def _step(self) -> dict[str, int]:
+        """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""
+        gradients = {"gradients": MASTER * self.trained}
+        if not self.matrices:
+            return gradients
+        elements = self.matrices + self.owned_matrices + 4 * self.largest_matrix
+        return gradients | {"whole matrices": self.itemsize * elements}
