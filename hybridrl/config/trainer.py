@@ -115,8 +115,8 @@ class TrainerConfig:
     def check(self) -> None:
         """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer.
 
-        Also for chunks that are larger than a micro-batch, and for a replay that would record
-        experts of a sequence of which no pass sees all tokens.
+        Also for chunks that are larger than a micro-batch. A replay cannot record experts of a
+        sequence of which no pass sees all tokens.
         """
         cut = {"layout.cp": self.layout.cp - 1, "chunk_tokens": self.chunk_tokens}
         for key in [key for key, above in cut.items() if above]:

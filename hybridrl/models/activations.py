@@ -7,7 +7,7 @@ head's follow `linear_log_probs`, where Triton computes it; else that runs, too.
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -43,18 +43,19 @@ class Activations(NamedTuple):
 
 
 _P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 
 def _once(
-    count: Callable[Concatenate[PretrainedConfig, int, _P], Activations],
-) -> Callable[Concatenate[PretrainedConfig, int, _P], Activations]:
+    count: Callable[Concatenate[PretrainedConfig, int, _P], _Result],
+) -> Callable[Concatenate[PretrainedConfig, int, _P], _Result]:
     """The same function, which counts anew only for arguments that this process has not had."""
-    known: dict[tuple[object, ...], Activations] = {}
+    known: dict[tuple[object, ...], _Result] = {}
 
     @functools.wraps(count)
     def call(
         config: PretrainedConfig, tokens: int, *options: _P.args, **settings: _P.kwargs
-    ) -> Activations:
+    ) -> _Result:
         named = sorted((name, repr(value)) for name, value in settings.items())
         arguments = config.to_json_string(use_diff=False), tokens, repr(options), *named
         if arguments not in known:
@@ -111,6 +112,7 @@ def layer_activations(
     )
 
 
+@_once
 def prefill_activations(
     config: PretrainedConfig, tokens: int, longest: int, *, dtype: torch.dtype, tp: int = 1
 ) -> int:
