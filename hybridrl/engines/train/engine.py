@@ -391,7 +391,13 @@ class TrainEngine(ModelShards):
             metrics["lr_scale"] = lr_scale
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
-        metrics |= self._expert_load.metrics()
+        return metrics | self._expert_load.metrics() | self._of_sequences(pooled, batches)
+
+    def _of_sequences(
+        self, pooled: Sequence[TrainSequence], batches: Sequence[PackedBatch]
+    ) -> dict[str, float]:
+        """Metrics of what an update gets: bytes of its recorded experts, its rows' padding."""
+        metrics = {}
         if self._experts is not None:
             records = (s.routed_experts for s in pooled if s.routed_experts is not None)
             (total,) = self._reduce([sum(r.nbytes for r in records)], dist.ReduceOp.SUM)
