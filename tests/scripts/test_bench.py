@@ -175,6 +175,7 @@ def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
     assert record["baseline_response_tokens_mean"] > 0
 
 
+@pytest.mark.slow  # most of a minute
 def test_the_longest_sequence_at_a_fixed_memory() -> None:
     """Counted, not timed: cp 2 holds nearly twice as many tokens, and chunks more of them, too."""
     small = ("--mib", "4", "--chunk", "64", "--start", "128", "--hidden", "32")
