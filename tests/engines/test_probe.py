@@ -50,7 +50,7 @@ def test_families_that_are_right(config: PretrainedConfig) -> None:
     assert probe(config) == Verdict(None, None)
 
 
-def whole_row(lengths, implementation, device):
+def whole_row(lengths, implementation, device, group=None):
     """A packing that forgets where sequences begin."""
     return packed_attention.make_packing([sum(lengths)], implementation, device)
 
