@@ -140,13 +140,16 @@ class _Prefix:
         allocator.release(self.blocks or [])
         self.blocks, self.record = None, ExpertRecord()
 
-    def suits(self, record: ExpertRecord | None) -> bool:
+    def suits(self, record: ExpertRecord | None, whole: bool) -> bool:
         """Whether a sequence with this record may read the cached tokens.
 
-        Parked sequences may have computed the prompt with other experts, under older weights.
+        Parked sequences may have computed the prompt with other experts, under older weights. That
+        is seen where records are `whole`; else they share nothing that is cached already.
         """
         if not record or self.blocks is None:
             return True
+        if not whole:
+            return False
         tokens = len(self.prompt_ids) - 1
         known = len(self.record) == tokens
         return known and np.array_equal(self.record.whole(), record.rows(0, tokens))
@@ -181,7 +184,8 @@ class Admission:
     the blocks of running entries. A block is held once by each entry and each prefix that uses it.
 
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
-    `records` every request has a record of its tokens' experts.
+    `records` every request has a record of its tokens' experts. Without `whole_records` these lack
+    the layers of other stages, and must decide nothing: all ranks of an instance decide alike.
     """
 
     def __init__(
@@ -195,6 +199,7 @@ class Admission:
         vocab_size: int,
         replays: bool = False,
         records: bool = False,
+        whole_records: bool = True,
     ) -> None:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
@@ -207,7 +212,7 @@ class Admission:
             block_size=block_size,
             num_blocks=num_blocks,
         )
-        self._replays, self._records = replays, records
+        self._replays, self._records, self._whole_records = replays, records, whole_records
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self._waiting: deque[Entry] = deque()
@@ -314,8 +319,9 @@ class Admission:
         prefix = self._prefixes.get(entry.request.prefix)
         if entry.request.kv is not None:
             prefix = None  # it has all keys and values itself, perhaps of other weights
-        elif prefix is not None and not prefix.suits(entry.request.routed_experts):
-            prefix = None
+        elif prefix is not None:
+            record = entry.request.routed_experts
+            prefix = prefix if prefix.suits(record, self._whole_records) else None
         need = -(-entry.length // self._block_size)
         free = self.allocator.num_free - self.num_running - 1
         if prefix is not None and len(prefix.prompt_ids) > 1:

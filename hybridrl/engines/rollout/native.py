@@ -119,6 +119,7 @@ class NativeEngine:
             vocab_size=self._vocab_size,
             replays=deterministic,
             records=self._recorder is not None,
+            whole_records=self._parallel.pp == 1,
         )
         self._uniforms = UniformTable(max_running)
         self._finished: list[Output] = []
@@ -355,7 +356,8 @@ class NativeEngine:
         assert lane.batch is not None
         tokens, log_probs = lane.drawn.wait()
         lane.drawn = None
-        self._keep(lane.batch.spans(), lane.routing)
+        if lane.routing is not None:
+            self._keep(lane.batch.spans(), lane.routing)
         lane.batch.advance(tokens.to(self._device))
         outputs = []
         for request, token, log_prob in zip(
