@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu_dry_full, pytest.mark.timeout(900)]
 
 
 CODE = 56 * 2**20
-"""What building takes besides tensors, 12 MiB on one rank and 49 on two: more than a tenth of it."""
+"""What building takes besides tensors: 12 MiB were measured on one rank, 49 on two."""
 
 
 @pytest.fixture(scope="module")
