@@ -201,8 +201,11 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
 @pytest.mark.parametrize(
     ("layouts_of", "size"),
     [
-        *((plans, size) for size in (2, 4, 8)),
-        *((expert_plans, size) for size in (2, 4)),
+        (plans, 2),
+        (plans, 4),
+        (expert_plans, 2),
+        pytest.param(plans, 8, marks=pytest.mark.gpu_dry),
+        pytest.param(expert_plans, 4, marks=pytest.mark.gpu_dry),
         pytest.param(plans, 16, marks=LONG),
         pytest.param(expert_plans, 8, marks=LONG),
     ],
