@@ -1,6 +1,7 @@
 """Sizes of a rollout engine, and of roles that only score, on the rank that has most."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from transformers import PretrainedConfig
 
@@ -20,8 +21,10 @@ from hybridrl.engines.rollout.memory import (
     sampling_bytes,
 )
 from hybridrl.flow import Graph
+from hybridrl.layout.layerwise import by_layer
+from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
-from hybridrl.layout.parameters import gen_layout
+from hybridrl.layout.parameters import Parameter, gen_layout
 from hybridrl.models.activations import head_activations, layer_activations
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
@@ -55,6 +58,7 @@ def generation_sizes(
     weights = _generation_elements(config, shape, stages, vocab_multiple=vocab_multiple)
     common = {
         "weights": dtype.itemsize * weights,
+        "passing": dtype.itemsize * _passing(config, shape, stages) if merged else 0,
         "token": token,
         "prefill": prefill,
         "logits": logits,
@@ -140,6 +144,19 @@ def _scorers(
                 yield role, model_shape_at(config.judge_of(role).model), True
 
 
+def _passing(config: Config, shape: PretrainedConfig, stages: Sequence[int]) -> int:
+    """Elements on a rank of two groups of weights that follow each other in a switch, at most."""
+    placed, tp = _placed(config, shape, model_parameters(shape), 1), config.rollout.layout.tp
+    most = 0
+    for stage in stages:
+        sizes = [
+            sum(box.size for name in group for box in placed.local(name, stage * tp))
+            for group in by_layer(placed.rules)
+        ]
+        most = max([most, *map(sum, pairwise(sizes))])
+    return most
+
+
 def _generation_elements(
     config: Config,
     shape: PretrainedConfig,
@@ -148,12 +165,19 @@ def _generation_elements(
     vocab_multiple: int = 1,
 ) -> int:
     """Elements of the weights on the rank of an instance that has most, of these stages."""
-    pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
-    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
-    parameters = model_parameters(shape, classifier)
-    ep = config.rollout.layout.ep if num_experts(shape) else 1
-    placed = gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple, ep)
+    placed = _placed(config, shape, model_parameters(shape, classifier), vocab_multiple)
+    tp = config.rollout.layout.tp
     return max(
         sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
         for stage in stages
     )
+
+
+def _placed(
+    config: Config, shape: PretrainedConfig, parameters: Sequence[Parameter], vocab_multiple: int
+) -> Layout:
+    """Where an instance has them."""
+    pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    ep = config.rollout.layout.ep if num_experts(shape) else 1
+    return gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple, ep)

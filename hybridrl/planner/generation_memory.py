@@ -27,6 +27,9 @@ class GenerationSizes:
     """Tokens of `rollout.max_running` full samples."""
     wanted: int
     """`rollout.kv_cache_tokens`."""
+    passing: int = 0
+    """Of the weights that adapters are added to: those that pass at once on their way to the host.
+    """
 
     def cache_tokens(self, left: int | None) -> int:
         """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit."""

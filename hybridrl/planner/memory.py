@@ -203,11 +203,15 @@ def _stays(run: PoolSizes) -> dict[str, int]:
 def _loading(run: PoolSizes, device: str) -> dict[str, dict[str, int]]:
     """What building each trained model takes.
 
-    On CPUs the pages of the weights' file are in memory once, and count for each rank that reads
-    them.
+    An actor with adapters then moves the frozen weights to generation's layout in host memory. On
+    CPUs the pages of the weights' file are in memory once, and count for each rank that reads them.
     """
     if device == "cuda":
-        return {role: s.loading(role in run.from_actor) for role, s in run.trained.items()}
+        loading = {role: s.loading(role in run.from_actor) for role, s in run.trained.items()}
+        if run.generation is not None and run.generation.passing:
+            passing = {"generation weights": run.generation.passing}
+            loading["actor"] = _sum(loading["actor"], passing)
+        return loading
     loading = {}
     before: dict[str, int] = {}
     for role, sizes in run.trained.items():

@@ -99,10 +99,12 @@ class TrainSizes:
         """On a GPU while the model is built, which each rank gets its own boxes of.
 
         A model that begins as the actor gets each of the actor's parameters whole, one after the
-        other.
+        other; under tp they are joined over FSDP first.
         """
         shards = {"shards": MASTER * self.trained + self.itemsize * self.frozen}
-        return shards | ({"whole parameters": MASTER * self.largest} if from_actor else {})
+        joined = self.largest // self.tp if self.tp > 1 else 0
+        whole = {"whole parameters": MASTER * (self.largest + joined)}
+        return shards | whole if from_actor else shards
 
     def _at_head(self) -> dict[str, int]:
         kept = self._kept_layers(1) * self.layer_activations.kept + self.ends.backward
