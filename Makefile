@@ -61,6 +61,9 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q $(PARALLEL)
 
+test-layouts: $(BIN)/.dev  ## training, scoring and generation under every layout, against one process
+	$(PYTEST) -q $(PARALLEL) -m "layouts and not slow"
+
 test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machine
 	$(PYTEST) -q -m "ray and not slow"
 
@@ -72,6 +75,7 @@ test-models: $(BIN)/.dev  ## every model family against transformers, the table 
 
 test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order that NCCL keeps
 	$(PYTEST) -q $(PARALLEL) --nccl-order tests/checkpoint tests/engines tests/kernels tests/layout tests/workers
+	$(PYTEST) -q $(PARALLEL) --nccl-order -m "layouts and not slow"
 	$(PYTEST) -q -m slow tests/test_nccl_runs.py
 
 test-cubins: $(BIN)/.dev  ## every kernel compiled for every NVIDIA GPU, without one
@@ -85,7 +89,7 @@ test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
 
 gpu-dry: $(BIN)/.dev  ## the CUDA branches on fake GPUs, at 1, 8 and 64 ranks; needs g++
-	$(PYTEST) -q -m gpu_dry tests/gpu_dry tests/test_nccl_runs.py
+	$(PYTEST) -q -m gpu_dry tests/gpu_dry tests/test_nccl_runs.py tests/scripts
 
 gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth, against the same table
 	$(PYTEST) -q -m gpu_dry_full tests/gpu_dry
@@ -150,4 +154,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-moe bench-placement bench-long bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-moe bench-placement bench-long bench-vllm

@@ -84,6 +84,7 @@ def score_and_train(path: str, layout: TrainLayoutConfig) -> None:
     engine.update(own_sequences(), CrossEntropyLoss())
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("pp", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
 @pytest.mark.parametrize("schedule", PipelineSchedule)
 def test_pipelines(
@@ -364,6 +365,7 @@ def live(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> 
     worker.enter(Phase.GENERATE)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("train", "gen"),
     [

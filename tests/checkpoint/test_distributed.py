@@ -142,6 +142,7 @@ def test_so_does_muon(ranks, make_source, tmp_path) -> None:
     check(ranks, source, tmp_path / "saved", FSDP, FSDP, TP, name=OptimName.muon)
 
 
+@pytest.mark.layouts
 def test_experts_go_on_on_other_ranks(ranks, make_source, tmp_path) -> None:
     source = make_source(True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     check(ranks, source, tmp_path / "saved", EXPERTS, FEWER, WHOLE)

@@ -80,6 +80,7 @@ def test_experts_of_the_old_policys_pass(run_of: Callable[..., Any], dtype: str)
         assert sampled == pytest.approx(trained, abs=1e-4 if dtype == "float32" else 0.5)
 
 
+@pytest.mark.layouts
 def test_generation_in_another_format_trains_closer_with_its_experts(
     run_of: Callable[..., Any],
 ) -> None:
@@ -90,6 +91,7 @@ def test_generation_in_another_format_trains_closer_with_its_experts(
     assert gaps[0] < gaps[1]
 
 
+@pytest.mark.layouts
 def test_a_resumed_run_replays_what_parked_samples_had(
     train_here: Train, long_tail: list[str], tmp_path: Path
 ) -> None:

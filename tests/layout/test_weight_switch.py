@@ -123,6 +123,7 @@ def many(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
     return errors
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("size", "count"),
     [

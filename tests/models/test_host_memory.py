@@ -27,6 +27,8 @@ from hybridrl.models.peak_memory import PeakMemory
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.tiny import make_tiny_model
 
+pytestmark = pytest.mark.layouts
+
 CPU = torch.device("cpu")
 SMALL = 4096
 """Bytes of what has no weights: rotations, what ranks tell one another."""

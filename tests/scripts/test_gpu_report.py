@@ -65,6 +65,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.gpu_dry
 def test_a_call_continues_where_a_step_failed(tmp_path: Path) -> None:
     """A step is ended at its time limit; the next call runs it, and not the one that is done."""
     first = run(tmp_path, "--device", "cpu", "--steps", "bandwidth")
@@ -287,6 +288,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.gpu_dry
 def test_the_tests_marked_gpu_are_found(tmp_path: Path) -> None:
     """Here they are skipped, which they are by themselves."""
     folders = {"folder": str(tmp_path), "scratch": str(tmp_path)}

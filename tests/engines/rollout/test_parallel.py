@@ -21,6 +21,8 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 
+pytestmark = pytest.mark.layouts
+
 FAMILIES = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3")
 # Their plans have every style that generation computes.
 OTHERS = ("olmo2", "glm4", "phi3", "qwen3_moe")

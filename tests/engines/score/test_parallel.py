@@ -15,6 +15,8 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.shard import GenParallel, instance_layout
 
+pytestmark = pytest.mark.layouts
+
 FAMILIES = ["qwen3", "llama", "mistral", "qwen2", "gemma3"]
 CPU = torch.device("cpu")
 Tiny = Callable[..., str]

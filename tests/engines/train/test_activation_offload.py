@@ -22,6 +22,8 @@ from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.activation_offload import ActivationOffload
 from hybridrl.engines.train.engine import TrainEngine
 
+pytestmark = pytest.mark.layouts
+
 LORA = LoraConfig(rank=4)
 
 

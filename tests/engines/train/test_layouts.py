@@ -233,6 +233,7 @@ def test_a_step_equals_one_process(ranks, wanted, layout, families):
     check_all(ranks, [wanted(family, True) for family in families], layout)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "families"),
     [
@@ -276,6 +277,7 @@ def large_steps(paths, *args):
     return steps(paths, *args)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
 def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule):
     """Weights that are resharded after forward get their gradients, too."""
@@ -284,11 +286,13 @@ def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule):
     check([result for (result,) in fresh_ranks(2, large_steps, *args)], want, path)
 
 
+@pytest.mark.layouts
 def test_shards_that_nest_in_a_wider_generation(ranks, wanted):
     """FSDP cuts row-parallel weights along dimension 1 where generation has more tp."""
     check_all(ranks, [wanted("qwen3", True)], (1, 1, 2, 2), gen_tp=4)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("families", "layout", "schedule"),
     [
@@ -316,6 +320,7 @@ SLOW_EXPERTS = [
 ]
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "schedule", "sequence_parallel"),
     [
@@ -336,6 +341,7 @@ def loads(path, sequences, layout):
     return step(path, sequences, layout, "one_f_one_b", 1, 30)[1]
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("layout", [(1, 1, 2, 2, 4), (2, 1, 2, 1, 2)], ids=str)
 def test_the_load_of_experts(ranks, wanted, layout):
     """Counted by the choices of one process, whose tokens are the same."""
@@ -357,6 +363,7 @@ def test_the_load_of_experts(ranks, wanted, layout):
         assert metrics["dead_experts"] == (of_layers == 0).double().mean().item()
 
 
+@pytest.mark.layouts
 def test_fewer_experts_than_ranks_in_a_large_model(fresh_ranks, tiny, sequences):
     """Two ranks share an expert, each with half of its rows; layers are gathered and recomputed."""
     few = {**EXTRAS["qwen3_moe"], "num_experts": 2, "num_experts_per_tok": 1}
@@ -369,6 +376,7 @@ def test_fewer_experts_than_ranks_in_a_large_model(fresh_ranks, tiny, sequences)
 SHARED = 8  # tokens of a rank: three of the nine sequences fit it, six are shared
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "layout", "schedule", "cp", "sequence_parallel", "recompute"),
     [
@@ -387,6 +395,7 @@ def test_shared_rows(ranks, wanted, family, layout, schedule, cp, sequence_paral
     check(ranks(math.prod(layout[:4]), step, path, sequences, *args), want, path)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "layout", "cp", "sequence_parallel", "recompute"),
     [
@@ -405,6 +414,7 @@ def test_rows_in_chunks(ranks, wanted, family, layout, cp, sequence_parallel, re
     check(ranks(math.prod(layout[:4]), step, path, sequences, *args), want, path)
 
 
+@pytest.mark.layouts
 def test_chunks_of_a_large_model(fresh_ranks, wanted):
     """Ranks with fewer chunks make empty passes, since all of them gather each layer's weights."""
     path, sequences, want = wanted("qwen3", True)

@@ -173,7 +173,7 @@ SLOW = [
     ("family", "layout", "options"),
     [
         ("qwen3", (1, 2, 1), {}),
-        ("qwen3", (1, 1, 2), {}),
+        pytest.param("qwen3", (1, 1, 2), {}, marks=pytest.mark.layouts),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )

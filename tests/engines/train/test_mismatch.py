@@ -84,7 +84,8 @@ def wanted(path, sequences, padded_log_probs, field):
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        (1, {}), (2, {}), (2, {"pp": 2}), (4, {"fsdp": 2, "tp": 2}), (2, {"cp": 2}),
+        (1, {}), (2, {}), (2, {"pp": 2}), (2, {"cp": 2}),
+        pytest.param(4, {"fsdp": 2, "tp": 2}, marks=pytest.mark.layouts),
         pytest.param(2, {"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -30,6 +30,8 @@ from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import Parameter, train_layout
 
+pytestmark = pytest.mark.layouts
+
 OPTIM = OptimConfig(
     name=OptimName.muon, lr=1e-2, weight_decay=0.1, warmup_steps=2, clip_grad_norm=0.5
 )

@@ -23,6 +23,8 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import pack
 
+pytestmark = pytest.mark.layouts
+
 TEMPERATURE = 0.7
 EXPERTS, K = 8, 3
 SETTINGS = {

@@ -19,6 +19,8 @@ from hybridrl.config import (
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.models.load import empty_value_model
 
+pytestmark = pytest.mark.layouts
+
 LAYOUTS = {
     "one rank": ("qwen3", {}),
     "fsdp 2": ("qwen3", {"fsdp": 2}),
