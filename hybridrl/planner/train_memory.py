@@ -99,7 +99,7 @@ class TrainSizes:
         """On a GPU while the model is built, which each rank gets its own boxes of.
 
         A model that begins as the actor gets each of the actor's parameters whole, one after the
-        other; under tp they are joined over FSDP first.
+        other. Under tp they are joined over FSDP first.
         """
         shards = {"shards": MASTER * self.trained + self.itemsize * self.frozen}
         joined = self.largest // self.tp if self.tp > 1 else 0
