@@ -115,6 +115,26 @@ def _advised(plan: MemoryPlan, config: Config, pool: str) -> MemoryPlan:
 
 def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attention, str]:
     """The attention of ranks like this process, and why; of a GPU where this node has one."""
+    from hybridrl.models.attention_shape import attention_shape
+    from hybridrl.models.load import TORCH_DTYPES
+    from hybridrl.models.packed_attention import flash_obstacle
+
+    wanted = config.model.attention
+    if config.cluster.device is Device.cpu:
+        return Attention.torch, "on CPUs"
+    if wanted is not Attention.auto:
+        return wanted, f"by model.attention={wanted.value}"
+    dtype = TORCH_DTYPES[config.model.compute_dtype]
+    if obstacle := flash_obstacle(dtype, attention_shape(shape)):
+        return Attention.torch, f"as ranks like this node would choose: {obstacle}"
+    if obstacle := local_obstacle(config, shape):
+        elsewhere = "model.attention=flash plans for ranks that have it"
+        return Attention.torch, f"as ranks like this node would choose: {obstacle}; {elsewhere}"
+    return Attention.flash, "which this node has; model.attention=torch plans without"
+
+
+def local_obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
+    """Why a process like this one cannot use flash-attn, on the node's GPU where it has one."""
     import torch
 
     from hybridrl.models.attention_shape import attention_shape
@@ -122,19 +142,10 @@ def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attent
     from hybridrl.models.packed_attention import flash_import_obstacle, flash_obstacle
     from hybridrl.system.devices import local_gpus
 
-    wanted = config.model.attention
-    if config.cluster.device is Device.cpu:
-        return Attention.torch, "on CPUs"
-    if wanted is not Attention.auto:
-        return wanted, f"by model.attention={wanted.value}"
-    gpu = torch.device("cuda") if local_gpus() else None
+    if not local_gpus():
+        return flash_import_obstacle()
     dtype = TORCH_DTYPES[config.model.compute_dtype]
-    if obstacle := flash_obstacle(dtype, attention_shape(shape), gpu):
-        return Attention.torch, f"as ranks like this node would choose: {obstacle}"
-    if obstacle := flash_import_obstacle():
-        elsewhere = "model.attention=flash plans for ranks that have it"
-        return Attention.torch, f"as ranks like this node would choose: {obstacle}; {elsewhere}"
-    return Attention.flash, "which this node has; model.attention=torch plans without"
+    return flash_obstacle(dtype, attention_shape(shape), torch.device("cuda"))
 
 
 def check_memory(config: Config, graph: Graph, model_path: str) -> None:

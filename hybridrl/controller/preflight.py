@@ -25,7 +25,7 @@ from hybridrl.config.bounds import check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
-from hybridrl.controller.memory_plan import check_memory
+from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -218,7 +218,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     if config.trainer.router_replay is not RouterReplay.off:
         check_replay(model, config.trainer.router_replay)
     check_lora(model, config.actor.lora, "actor.lora")
-    check_attention(config, model)
+    check_attention(config, model, local=not unknown_room(config))
     engine_checks(config.rollout).check_model(config.model, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
@@ -237,10 +237,10 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     return data
 
 
-def check_attention(config: Config, model: Any) -> None:
+def check_attention(config: Config, model: Any, local: bool = False) -> None:
     """Raise for flash-attn by name that cannot attend with this model, or has no GPU.
 
-    Ranks check the rest.
+    With `local`, GPUs and packages of ranks are those of this node, and count too.
     """
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
@@ -251,6 +251,8 @@ def check_attention(config: Config, model: Any) -> None:
         obstacle = flash_obstacle(dtype, attention_shape(model))
         if config.cluster.device is Device.cpu:
             obstacle = obstacle or "there is no GPU"
+        elif local:
+            obstacle = obstacle or local_obstacle(config, model)
         if obstacle:
             raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
 

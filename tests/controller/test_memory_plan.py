@@ -44,7 +44,7 @@ from hybridrl.controller.memory_plan import (
     plan_run,
     unknown_room,
 )
-from hybridrl.controller.preflight import build_recipe, prepare
+from hybridrl.controller.preflight import build_recipe, check_attention, prepare
 from hybridrl.flow import Graph
 from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
@@ -377,6 +377,25 @@ def test_the_plan_says_which_attention_it_assumes(
     owner = "flash-attn" if chosen is Attention.flash else "torch"
     assert plan.rows()[-1][2] == f"attention: {owner}'s, {why}"
     assert config.model.attention is attention, "the config is the caller's"
+
+
+def test_flash_attn_by_name_is_refused_where_this_node_lacks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or has it with an older GPU; a plan for other machines takes it."""
+    monkeypatch.setattr("hybridrl.system.devices.local_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    config = _config()
+    config.model.attention = Attention.flash
+    check_attention(config, _shape())
+    with pytest.raises(ConfigError, match=r"^model\.attention=flash: wanted .* cannot be imported"):
+        check_attention(config, _shape(), local=True)
+    monkeypatch.setitem(sys.modules, "flash_attn", mock.Mock())
+    check_attention(config, _shape(), local=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match=r"compute capability 8\.0 and above, not 7\.5"):
+        check_attention(config, _shape(), local=True)
 
 
 def test_a_format_that_flash_attn_lacks_is_planned_with_torch(
