@@ -480,6 +480,11 @@ WRONG_LAYOUTS = [
     ("schedule --lengths=lmsys --steps=0", "--steps=0: wanted a whole number, 1 or more"),
     ("layout model.path=empty", "model.path=empty: wanted a directory with config.json"),
     ("layout +model.shape.hidden_size=8", "model.shape.model_type=???: wanted a model type"),
+    (
+        "layout model=tiny model.shape={model_type:qwen3}",
+        "model.shape.model_type=qwen3: wanted a key that model.shape has (none), or"
+        " '+model.shape={model_type:qwen3}' for a new one\n",
+    ),
     ("layout +model.shape.model_type=x", "model.shape={'model_type': 'x'}: wanted a Hugging"),
 ]
 

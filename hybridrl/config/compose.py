@@ -239,6 +239,10 @@ def _explain_key(
         if not known:
             allowed = "no key but target: this recipe's yaml lists no settings"
             return ConfigError(key, value, allowed)
+    if not known:
+        own = [line for line in overrides if line.partition("=")[0] in (parent, key)]
+        new = own[-1] if own else f"{key}={value}"
+        return ConfigError(key, value, f"a key that {parent} has (none), or '+{new}' for a new one")
     return unknown_key(key, value, known)
 
 
