@@ -63,7 +63,7 @@ def plan_run(
     for pool in config.cluster.pool_ranks:
         sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
-        pools[pool] = _advised(plan, config, pool)
+        pools[pool] = _advised(plan, config, pool, shape)
     return RunPlan(pools, attention.value, reason)
 
 
@@ -108,9 +108,20 @@ def _pool_sizes(
     )
 
 
-def _advised(plan: MemoryPlan, config: Config, pool: str) -> MemoryPlan:
+def _advised(plan: MemoryPlan, config: Config, pool: str, shape: "PretrainedConfig") -> MemoryPlan:
     """With advice where it does not fit."""
-    return plan if plan.fits else replace(plan, advice=advice(config, plan.peak, pool))
+    from hybridrl.controller.generation_sizes import model_shape_at
+    from hybridrl.models.parallel import heads_of_rank
+
+    if plan.fits:
+        return plan
+    work, _, role = plan.peak.name.partition(" ")
+    layout = config.trainer.layout
+    if work == "train" and role in VALUE_MODELS:
+        own = config.value_model_of(role)
+        shape, layout = model_shape_at(own.path) or shape, own.layout
+    heads = heads_of_rank(shape, layout.tp)
+    return replace(plan, advice=advice(config, plan.peak, pool, heads))
 
 
 def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attention, str]:

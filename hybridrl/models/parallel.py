@@ -68,6 +68,12 @@ def cuts_heads(config: PretrainedConfig) -> bool:
     return any("att" in pattern and style == "colwise" for pattern, style in plan)
 
 
+def heads_of_rank(config: PretrainedConfig, tp: int) -> int:
+    """Query heads that one of `tp` ranks attends with in training."""
+    heads: int = config.num_attention_heads
+    return heads // tp if cuts_heads(config) else heads
+
+
 def kv_heads_of_rank(config: PretrainedConfig, tp: int) -> int:
     """Key-value heads that one of `tp` ranks attends with in generation."""
     shape = attention_shape(config)
@@ -181,7 +187,7 @@ def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
 
 def _cp_allowed(config: PretrainedConfig, cp: int, tp: int) -> str | None:
     """The allowed values and the reason; None if `cp` is allowed."""
-    heads = config.num_attention_heads // (tp if cuts_heads(config) else 1)
+    heads = heads_of_rank(config, tp)
     if heads % cp == 0:
         return None
     choices = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

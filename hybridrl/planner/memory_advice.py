@@ -1,16 +1,29 @@
 """Settings that make a phase of a memory plan smaller, of those that are not made already."""
 
-from hybridrl.config import VALUE_MODELS, ActivationMode, Config, DType, OptimName
+from hybridrl.config import (
+    VALUE_MODELS,
+    ActivationMode,
+    Config,
+    DType,
+    OptimName,
+    RouterReplay,
+    TrainLayoutConfig,
+)
 from hybridrl.planner.memory import MemoryPhase
 
 _LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
+_SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
+_SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
 
 
-def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
-    """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty."""
+def advice(config: Config, phase: MemoryPhase, pool: str, heads: int) -> str:
+    """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty.
+
+    A rank that trains the model of the phase attends with so many query `heads`.
+    """
     work, _, role = phase.name.partition(" ")
     if work in ("load", "train") and (role == "actor" or role in VALUE_MODELS):
-        settings = _of_training(config, role, pool)
+        settings = _of_training(config, role, pool, heads)
     else:
         settings = _of_generation(config, work, pool)
     sizes = phase.sizes
@@ -20,7 +33,7 @@ def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
+def _of_training(config: Config, role: str, pool: str, heads: int) -> dict[str, list[str]]:
     """Settings of a trained model, by the size that they reduce."""
     place = VALUE_MODELS.get(role, "trainer")
     model = config.trainer if role == "actor" else config.value_model_of(role)
@@ -42,7 +55,7 @@ def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
         "moments": [*adapters, *moments, *more, *thinner],
         "whole matrices": more,
         "gathered weights": thinner or more,
-        "activations": [*other_mode, *_shorter_rows(config)],
+        "activations": [*other_mode, *_shorter_rows(config, place, layout, heads)],
         "gradients": [*adapters, *more, *thinner],
         "shards": [*more, *thinner],
         "whole parameters": narrower or more,
@@ -55,17 +68,16 @@ def _of_generation(config: Config, work: str, pool: str) -> dict[str, list[str]]
     rollout, ranks = config.rollout, config.ranks_of(pool)
     more = [f"more {config.cluster.pool_key(pool)} and a larger rollout.layout.tp"]
     fewer = ["a smaller rollout.max_running"] if rollout.max_running > 1 else []
-    shorter = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
     if rollout.layout.tp * rollout.layout.pp < ranks:
         more = ["a larger rollout.layout.tp or .pp"]
     half = [*more, "rollout.dtype=bfloat16"] if rollout.dtype is DType.float32 else more
-    cache = ["a smaller rollout.kv_cache_tokens"] if rollout.kv_cache_tokens else [*fewer, shorter]
+    cache = ["a smaller rollout.kv_cache_tokens"] if rollout.kv_cache_tokens else [*fewer, _SHORTER]
     wide = config.model.compute_dtype is DType.float32
     return {
         "generation weights": half,
         "KV cache": [*cache, *more],
-        "KV cache and arrays of vLLM": [shorter, *more],
-        "activations": _shorter_rows(config) if work == "score" else [shorter, *more],
+        "KV cache and arrays of vLLM": [_SHORTER, *more],
+        "activations": _shorter_scored_rows(config) if work == "score" else [_SHORTER, *more],
         "logits": fewer or more,
         "copied keys and values": cache,
         "scoring weights": [*more, "model.compute_dtype=bfloat16"] if wide else more,
@@ -75,9 +87,41 @@ def _of_generation(config: Config, work: str, pool: str) -> dict[str, list[str]]
     }
 
 
-def _shorter_rows(config: Config) -> list[str]:
-    """A row has the tokens of a micro-batch, or of a full sample where that is longer."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.trainer.max_tokens_per_micro_batch > longest:
-        return ["a smaller trainer.max_tokens_per_micro_batch"]
-    return ["a smaller rollout.max_new_tokens or data.max_prompt_tokens"]
+def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig, heads: int) -> list[str]:
+    """A row has the tokens of a micro-batch, or of a full sample where that is longer.
+
+    Ranks of cp share such a sample; with chunks a row of it is no longer than a micro-batch.
+    """
+    most, chunk = config.trainer.max_tokens_per_micro_batch, config.trainer.chunk_tokens
+    if chunk:
+        return [_SMALLER if chunk < most else f"{_SMALLER} with trainer.chunk_tokens"]
+    of_rank = -(-_longest(config) // layout.cp)
+    if most >= of_rank:
+        return [_SMALLER, *([_SHORTER] if most == of_rank else [])]
+    texts = [_SHORTER]
+    if config.trainer.router_replay is not RouterReplay.trainer:
+        sizes = range(layout.cp + 1, layout.fsdp + 1)
+        if any(layout.fsdp % cp == 0 and heads % cp == 0 for cp in sizes):
+            texts.append(f"a larger {place}.layout.cp")
+        if _may_chunk(config):
+            texts.append("trainer.chunk_tokens")
+    return texts
+
+
+def _may_chunk(config: Config) -> bool:
+    """Whether every model that may be trained can be in chunks."""
+    values = [config.value_model_of(role) for role in VALUE_MODELS]
+    layouts = [config.trainer.layout, *(model.layout for model in values)]
+    adapters = [config.actor.lora, *(model.lora for model in values)]
+    drops = any(lora.rank and lora.dropout for lora in adapters)
+    return not drops and all(layout.pp == 1 for layout in layouts)
+
+
+def _shorter_scored_rows(config: Config) -> list[str]:
+    """Likewise of a role that only scores, whole samples; a strict run scores one by one."""
+    packed = not config.strict and config.trainer.max_tokens_per_micro_batch > _longest(config)
+    return [_SMALLER if packed else _SHORTER]
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -31,6 +31,7 @@ from hybridrl.config import (
     RewardConfig,
     RewardKind,
     RolloutConfig,
+    RouterReplay,
     TrainLayoutConfig,
     ValueModelConfig,
 )
@@ -436,7 +437,7 @@ def _advice(phase: str, *sizes: str, **settings: object) -> str:
             target = getattr(target, name)
         setattr(target, last, value)
     largest = {size: GIB * (len(sizes) - i) for i, size in enumerate(sizes)}
-    return advice(config, MemoryPhase(phase, largest), "actor")
+    return advice(config, MemoryPhase(phase, largest), "actor", heads=8)
 
 
 def test_advice_names_a_setting_once() -> None:
@@ -456,7 +457,8 @@ def test_advice_leaves_out_what_is_set() -> None:
     )
     short = recomputing | {"trainer__max_tokens_per_micro_batch": 100}
     assert _advice("train actor", "activations", **short) == (
-        "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+        "a smaller rollout.max_new_tokens or data.max_prompt_tokens; a larger trainer.layout.cp; "
+        "trainer.chunk_tokens"
     )
     assert "adamw8bit" in _advice("train actor", "moments")
     eight = {"trainer__optim__name": OptimName.adamw8bit, "actor__lora__rank": 8}
@@ -468,15 +470,55 @@ def test_advice_leaves_out_what_is_set() -> None:
     assert "rollout.dtype=bfloat16" in _advice("switch", "generation weights", **wide)
 
 
+SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings", "text"),
+    [
+        ("train actor", {"max_tokens_per_micro_batch": 120, "layout__cp": 2}, SMALLER),
+        (
+            "train actor",
+            {"max_tokens_per_micro_batch": 100, "layout__cp": 2},
+            f"{SMALLER}; {SHORTER}",
+        ),
+        ("train actor", {"layout__cp": 4}, f"{SHORTER}; trainer.chunk_tokens"),
+        ("train actor", {"chunk_tokens": 20}, SMALLER),
+        ("train actor", {"chunk_tokens": 40}, f"{SMALLER} with trainer.chunk_tokens"),
+        ("train critic", {}, f"{SHORTER}; a larger critic.layout.cp; trainer.chunk_tokens"),
+        ("train actor", {"router_replay": RouterReplay.trainer}, SHORTER),
+        ("train actor", {"layout__pp": 2}, f"{SHORTER}; a larger trainer.layout.cp"),
+        ("score reference", {"layout__cp": 4, "chunk_tokens": 20}, SHORTER),
+        ("score reference", {"max_tokens_per_micro_batch": 201}, SMALLER),
+    ],
+)
+def test_advice_for_rows_is_what_shortens_them(
+    phase: str, settings: dict[str, object], text: str
+) -> None:
+    """Of samples of 200 tokens, in micro-batches of 40."""
+    trainer = {"activations": ActivationMode.recompute, "max_tokens_per_micro_batch": 40}
+    values = {f"trainer__{key}": value for key, value in (trainer | settings).items()}
+    assert _advice(phase, "activations", **values) == text
+
+
+def test_advice_names_no_cp_that_the_heads_exclude() -> None:
+    config = _config()
+    config.trainer.max_tokens_per_micro_batch = 40
+    phase = MemoryPhase("train actor", {"activations": GIB})
+    assert "layout.cp" in advice(config, phase, "actor", heads=6)
+    assert "layout.cp" not in advice(config, phase, "actor", heads=3)
+
+
 def test_advice_for_a_pool_names_its_key() -> None:
-    text = advice(_split(), MemoryPhase("train critic", {"gradients": GIB}), "critic")
+    text = advice(_split(), MemoryPhase("train critic", {"gradients": GIB}), "critic", heads=8)
     assert text.startswith("adapters (critic.lora.rank); more cluster.pools.critic")
 
 
 def test_advice_is_about_what_is_large() -> None:
     phase = MemoryPhase("train actor", {"activations": 9 * GIB, "moments": GIB})
-    assert "moments" not in advice(_config(), phase, "actor")
-    assert "adamw8bit" not in advice(_config(), phase, "actor")
+    assert "moments" not in advice(_config(), phase, "actor", heads=8)
+    assert "adamw8bit" not in advice(_config(), phase, "actor", heads=8)
 
 
 def test_advice_for_a_critic_names_its_keys() -> None:
