@@ -17,7 +17,7 @@ from hybridrl.runtime.ray_cleanup import MARK, keep_logs, kill_marked, no_proces
 from hybridrl.runtime.ray_node import RANK
 from hybridrl.runtime.ray_on_slurm import ray_on_slurm
 from hybridrl.system import signals
-from hybridrl.system.node_info import object_store_bytes
+from hybridrl.system.node_info import object_store_bytes, usable_memory
 
 __all__ = ["RayStartError", "check_ranks", "ranks_placement", "ray_runtime"]
 
@@ -37,7 +37,7 @@ def check_ranks(config: ClusterConfig) -> None:
     """
     if config.address is not None or config.kind is ClusterKind.slurm:
         return
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = usable_memory()
     most = max(1, int(memory // RANK_BYTES))
     if config.ranks > most:
         why = f"at {RANK_BYTES / 2**30:.1f} GiB each, this machine's {memory / 2**30:.0f} GiB"

@@ -52,6 +52,7 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.planner.memory import MemoryPhase, MemoryPlan
 from hybridrl.planner.memory_advice import advice
+from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.system import node_info
 
 GIB = 2**30
@@ -248,6 +249,8 @@ def test_a_rank_on_cpus_has_its_share_of_the_container(
     monkeypatch.setattr(node_info, "_CGROUP", tmp_path)
     monkeypatch.setattr(node_info, "_OWN_GROUPS", groups)
     assert local_room(_config(Device.cpu, 2)).capacity == 3 * GIB // 2
+    with pytest.raises(ConfigError, match=r"at most 5 .* this machine's 3 GiB"):
+        check_ranks(ClusterConfig(device=Device.cpu, ranks=6))
 
 
 @pytest.mark.parametrize(
