@@ -52,6 +52,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     for name in ("unweighted", "broken", "sharded"):
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "mistyped").mkdir()
+    (tmp_path / "mistyped/config.json").write_text('{"model_type": "qwen3", "hidden_size": "x"}')
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"cut off")
     shard = '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
     (tmp_path / "sharded" / "model.safetensors.index.json").write_text(shard)
@@ -469,6 +471,7 @@ WRONG_LAYOUTS = [
     ("memory cluster=slurm", "cluster.gpus_per_node=0: wanted the GPUs of each node"),
     ("memory --gpu-gib=x", "--gpu-gib=x: wanted a number, 1 or more"),
     ("memory --gpu-gib=nan", "--gpu-gib=nan: wanted a number, 1 or more"),
+    ("memory --gpu-gib=1", "--gpu-gib=1: wanted more than the 2.8 GiB that are left for others"),
     ("memory --gpu-gib=80 cluster.device=cpu", "--gpu-gib=80: wanted cluster.device=cuda with it"),
     ("memory model.attention=flash cluster.device=cpu", "model.attention=flash: wanted torch or"),
     (
@@ -478,6 +481,11 @@ WRONG_LAYOUTS = [
     ("layout --gpu-gib=80", "option=--gpu-gib: wanted key=value, or --gpus-per-node=N"),
     ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),
     ("schedule --lengths=lmsys --steps=0", "--steps=0: wanted a whole number, 1 or more"),
+    (
+        "layout model.path=/none",
+        "model.path=/none: wanted a directory that exists, or a hub name\n",
+    ),
+    ("layout model.path=mistyped", "model.path=mistyped: wanted a Hugging Face model (Validation"),
     ("layout model.path=empty", "model.path=empty: wanted a directory with config.json"),
     ("layout +model.shape.hidden_size=8", "model.shape.model_type=???: wanted a model type"),
     (

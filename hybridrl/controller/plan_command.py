@@ -105,6 +105,9 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
         raise ConfigError(_GIB, f"{gpu_gib:g}", "cluster.device=cuda with it")
     if on_gpus and (gpu_gib or not local_gpus()):
         room = memory_plan.gpu_room(round((gpu_gib or _USUAL_GIB) * 2**30))
+        if room.capacity <= room.reserved:
+            allowed = f"more than the {room.reserved / 2**30:.1f} GiB that are left for others"
+            raise ConfigError(_GIB, f"{gpu_gib:g}", allowed)
     else:
         room = memory_plan.local_room(config)
     return memory_plan.plan_run(config, graph, shape, room)

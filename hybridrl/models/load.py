@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,12 +29,14 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
     Raises ConfigError, which names `key`, if `path` is no model.
     """
     directory = Path(path)
+    if not directory.exists() and path.startswith(("/", ".", "~")):
+        raise ConfigError(key, path, "a directory that exists, or a hub name")
     if directory.exists() and not (directory / "config.json").is_file():
         raise ConfigError(key, path, "a directory with config.json and *.safetensors")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=directory.exists())
-    except (OSError, ValueError) as error:
-        raise ConfigError(key, path, f"a Hugging Face model ({_line(error)})") from error
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
 
 
 def empty_causal_lm(
@@ -149,5 +152,8 @@ def check_supported(config: PretrainedConfig) -> None:
         )
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The first line of a message; of a config's field that is of a wrong type, all of them."""
+    if isinstance(error, StrictDataclassError):
+        return " ".join(str(error).split())
     return str(error).strip().splitlines()[0]

@@ -2,11 +2,12 @@
 
 import tempfile
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.config import ConfigError, ModelConfig
-from hybridrl.models.load import load_config
+from hybridrl.models.load import load_config, one_line
 from hybridrl.models.tiny import make_tiny_model
 
 
@@ -21,11 +22,9 @@ def model_shape(config: ModelConfig) -> PretrainedConfig:
             return AutoConfig.for_model(shape.pop("model_type"), **shape)
         except KeyError:
             raise ConfigError("model.shape.model_type", "???", "a model type as `qwen3`") from None
-        except (ValueError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                "model.shape", config.shape, f"a Hugging Face config ({reason})"
-            ) from error
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            allowed = f"a Hugging Face config ({one_line(error)})"
+            raise ConfigError("model.shape", config.shape, allowed) from error
     if config.path:
         return load_config(config.path)
     transformers_logging.disable_progress_bar()
