@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from gpu_steps import ROOT
 from gpu_steps.figures import replace_file
+from gpu_steps.report_shape import are_steps
 from gpu_steps.steps import DEVICES, MODELS, STEPS, Settings
 from gpu_steps.table import table
 
@@ -205,28 +206,34 @@ def open_report(options: Options, settings: Settings, machine: dict[str, Any]) -
         "machine": kind,
     }
     file = options.out / "report.json"
-    report = _read_report(file) if file.is_file() else {}
-    if report is None:
-        print(f"{_set_aside(file)} is damaged: the report begins anew")
-        report = {}
-    if report and any(report.get(name) != value for name, value in head.items()):
-        print(f"{_set_aside(file)} has the report of another source, model or machine")
-        report = {}
-    steps = report.get("steps", {})
+    report: Any = _read_json(file) if file.is_file() else head | {"steps": {}}
+    if obstacle := _obstacle(report, head):
+        print(f"{_set_aside(file)} {obstacle}")
+        report = {"steps": {}}
     forgotten = options.steps if options.fresh else ()
-    kept_steps = {name: step for name, step in steps.items() if name not in forgotten}
+    kept_steps = {name: step for name, step in report["steps"].items() if name not in forgotten}
     return head | {"commit": commit(), "steps": kept_steps}
 
 
-def _read_report(file: Path) -> dict[str, Any] | None:
-    """The report of a file; None where it is no report, or half of one."""
+def _read_json(file: Path) -> object:
+    """The content of a file; None where it is not JSON."""
     try:
-        report: dict[str, Any] = json.loads(file.read_text())
-        for step in report["steps"].values():
-            step["status"], step["figures"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return json.loads(file.read_text())
+    except (ValueError, RecursionError):  # half a file, other bytes, brackets without end
         return None
-    return report
+
+
+def _obstacle(report: object, head: dict[str, Any]) -> str:
+    """Why no call can go on with a report; "" if one can.
+
+    Another source may have had another shape, so only a report of this one is held to it.
+    """
+    damaged = "is damaged: the report begins anew"
+    if not isinstance(report, dict) or not head.keys() <= report.keys():
+        return damaged
+    if any(report[name] != value for name, value in head.items()):
+        return "has the report of another source, model or machine"
+    return "" if are_steps(report.get("steps")) else damaged
 
 
 def _set_aside(file: Path) -> Path:

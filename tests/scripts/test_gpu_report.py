@@ -19,6 +19,19 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPORT = SCRIPTS / "gpu_report.py"
 ABSENT = ("hydra", "omegaconf", "peft", "psutil", "ray", "tensordict", "verl")
 """Of what hybridrl depends on, what a bare machine lacks."""
+STEP: dict[str, Any] = {
+    "status": "done", "reason": "", "seconds": 1.5, "host": "a", "device": "cpu",
+    "figures": [
+        {"name": "bfloat16", "value": 1.5, "unit": "TFLOP/s", "about": {"n": 8}, "device": "cpu"},
+        {"name": "tf32", "skipped": "there is no GPU", "device": "cpu"},
+    ],
+    "details": {},
+}  # fmt: skip
+"""A whole step of a report."""
+MACHINE: dict[str, Any] = {
+    "host": "a", "gpus": [], "cpus": 2, "cpu": "a CPU", "versions": {"torch": "2"},
+    "python": "3.11", "cuda": None,
+}  # fmt: skip
 SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "gpus": 0, "gpu_memory": 0}
 
 
@@ -98,15 +111,14 @@ def test_a_call_continues_where_a_step_failed(tmp_path: Path) -> None:
 
 def test_fresh_forgets_the_steps_that_are_asked_for(tmp_path: Path, script: ModuleType) -> None:
     settings = script.Settings(**SETTINGS, folder=str(tmp_path), scratch=str(tmp_path))
-    machine = {"host": "a", "gpus": [], "versions": {"torch": "2"}}
 
     def opened(*options: str, **changes: Any) -> dict[str, Any]:
         chosen = script.parse(["--out", str(tmp_path), *options])
-        report: dict[str, Any] = script.open_report(chosen, settings, machine | changes)
+        report: dict[str, Any] = script.open_report(chosen, settings, MACHINE | changes)
         return report
 
     report = opened()
-    report["steps"] = {name: {"status": "done", "figures": []} for name in ("flops", "train")}
+    report["steps"] = dict.fromkeys(("flops", "train"), STEP)
     (tmp_path / "report.json").write_text(json.dumps(report))
     assert opened(host="b")["steps"].keys() == {"flops", "train"}
     assert opened("--steps", "flops", "--fresh")["steps"].keys() == {"train"}
@@ -117,29 +129,98 @@ def test_fresh_forgets_the_steps_that_are_asked_for(tmp_path: Path, script: Modu
     assert json.loads(kept.read_text()) == report
 
 
+def without(mapping: dict[str, Any], name: str) -> dict[str, Any]:
+    """All but one name."""
+    return {key: value for key, value in mapping.items() if key != name}
+
+
+TAKEN, LEFT_OUT = STEP["figures"]
+DAMAGED_STEPS: list[Any] = [
+    [],
+    {"flops": 1},
+    {"speed": STEP},
+    *({"flops": without(STEP, name)} for name in STEP),
+    *({"flops": without(STEP, name) | {name: None}} for name in STEP),
+    {"flops": STEP | {"status": "well"}},
+    *({"flops": STEP | {"figures": [figure]}} for figure in (1, [], None)),
+    *({"flops": STEP | {"figures": [without(TAKEN, name)]}} for name in TAKEN),
+    *({"flops": STEP | {"figures": [TAKEN | {name: None}]}} for name in TAKEN),
+    *({"flops": STEP | {"figures": [without(LEFT_OUT, name)]}} for name in LEFT_OUT),
+    *({"flops": STEP | {"figures": [LEFT_OUT | {name: None}]}} for name in LEFT_OUT),
+]
+
+
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"\xff\x00", lambda whole: whole[: len(whole) // 2], b"[]", b'{"steps": {"x": 1}}'],
+    [
+        b"",
+        b"\xff\x00",
+        b"[" * 100_000,
+        lambda report: json.dumps(report)[:-40].encode(),
+        b"[]",
+        b'{"steps": {"x": 1}}',
+        lambda report: json.dumps(without(report, "steps")).encode(),
+        *(
+            lambda report, steps=steps: json.dumps(report | {"steps": steps}).encode()
+            for steps in DAMAGED_STEPS
+        ),
+    ],
 )
 def test_a_damaged_report_is_kept_and_begun_anew(
-    damage: Any, tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
+    damage: Any,
+    tmp_path: Path,
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name in ("source_digest", "commit"):  # they take longer than the rest
+        monkeypatch.setattr(script, name, lambda: "a")
     settings = script.Settings(**SETTINGS, folder=str(tmp_path), scratch=str(tmp_path))
-    machine = {"host": "a", "gpus": [], "versions": {"torch": "2"}}
     options = script.parse(["--out", str(tmp_path)])
-    report = script.open_report(options, settings, machine)
-    report["steps"] = {"flops": {"status": "done", "figures": []}}
+
+    def opened() -> dict[str, Any]:
+        report: dict[str, Any] = script.open_report(options, settings, MACHINE)
+        return report
+
+    report = opened() | {"steps": {"flops": STEP}}
     file = tmp_path / "report.json"
-    contents = damage if isinstance(damage, bytes) else damage(json.dumps(report).encode())
+    file.write_text(json.dumps(report))
+    assert opened() == report
+    contents = damage if isinstance(damage, bytes) else damage(report)
     for number in (1, 2):  # the first one is not overwritten by the second
         file.write_bytes(contents)
         os.utime(file, (0, 0))
-        assert script.open_report(options, settings, machine)["steps"] == {}
+        anew = opened()
+        assert anew["steps"] == {}
+        assert "not run" in script.table(anew)
         kept = list(tmp_path.glob("report-*.json"))
         assert [path.read_bytes() for path in kept] == [contents] * number
         assert not file.exists()
     printed = capsys.readouterr().out
     assert re.fullmatch(r"(\S+report-\S+\.json is damaged: the report begins anew\n){2}", printed)
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "skipped"])
+def test_a_report_that_is_read_again_is_in_the_table(
+    status: str, tmp_path: Path, script: ModuleType
+) -> None:
+    """Every value that a figure may have."""
+    settings = script.Settings(**SETTINGS, folder=str(tmp_path), scratch=str(tmp_path))
+    options = script.parse(["--out", str(tmp_path)])
+    report = script.open_report(options, settings, MACHINE)
+    values = [TAKEN | {"value": value} for value in (3, 12345.6, "torch")]
+    changes = {"status": status, "reason": "no memory", "figures": [*values, LEFT_OUT]}
+    report["steps"] = {"flops": STEP | changes}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    rows = script.table(script.open_report(options, settings, MACHINE)).splitlines()
+    figures = [re.split(" {2,}", row) for row in rows if row.startswith("flops")]
+    assert figures[:4] == [
+        ["flops", "bfloat16", "3", "TFLOP/s", "cpu", "n 8"],
+        ["flops", "bfloat16", "12,346", "TFLOP/s", "cpu", "n 8"],
+        ["flops", "bfloat16", "torch", "TFLOP/s", "cpu", "n 8"],
+        ["flops", "tf32", "skipped", "cpu", "there is no GPU"],
+    ]
+    assert figures[4:] == ([] if status == "done" else [["flops", status, "cpu", "no memory"]])
 
 
 def test_peaks_stand_beside_the_plan(tmp_path: Path, script: ModuleType) -> None:
