@@ -62,35 +62,71 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str]) -> Options:
     """The options; raises ConfigError for a value that cannot work."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--scratch", type=Path, default=FOLDER)
-    parser.add_argument("--steps", default="")
-    parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--minutes", default="10")
-    parser.add_argument("--limit", default="inf")
-    words = parser.parse_args(arguments)
-    steps = tuple(words.steps.split(",")) if words.steps else tuple(STEPS)
+    words = _parser().parse_args(arguments)
+    steps = tuple(STEPS) if words.steps is None else tuple(words.steps.split(","))
     for key, value, allowed in (
         ("--device", words.device, ("auto", *DEVICES)),
-        ("--model", words.model, ("", *MODELS)),
+        ("--model", words.model, (None, *MODELS)),
         *(("--steps", step, tuple(STEPS)) for step in steps),
     ):
         if value not in allowed:
             raise ConfigError(key, value, filter(None, allowed))
-    minutes, limit = (_positive(f"--{x}", getattr(words, x)) for x in ("minutes", "limit"))
     return Options(
         device=words.device,
-        model=words.model,
-        out=words.out.absolute(),
-        scratch=words.scratch.absolute(),
+        model=words.model or "",
+        out=_folder("--out", words.out),
+        scratch=_folder("--scratch", words.scratch),
         steps=steps,
         fresh=words.fresh,
-        minutes=minutes,
-        limit=limit,
+        minutes=_positive("--minutes", words.minutes),
+        limit=math.inf if words.limit is None else _positive("--limit", words.limit),
     )
+
+
+def _parser() -> _Parser:
+    """The options, with what `--help` says of each."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--device",
+        default="auto",
+        help=f"what to measure: auto, {', '.join(DEVICES)} (default auto: cuda with a GPU, or cpu)",
+    )
+    add(
+        "--model",
+        help=f"shape of the model: {', '.join(MODELS)} (default 1.5b on cuda, tiny on cpu)",
+    )
+    add(
+        "--out",
+        metavar="DIRECTORY",
+        default=str(FOLDER),
+        help="for report.json, report.txt and logs (default .cache/gpu_report of the repository)",
+    )
+    add(
+        "--scratch",
+        metavar="DIRECTORY",
+        default=str(FOLDER),
+        help="for 3 GB of random weights (default .cache/gpu_report of the repository)",
+    )
+    add("--steps", metavar="A,B", help=f"some of {', '.join(STEPS)} (default all)")
+    add("--fresh", action="store_true", help="measure the steps anew that are done (default no)")
+    add(
+        "--minutes",
+        default="10",
+        help="limit of the whole call, a finite number above 0 (default 10)",
+    )
+    add(
+        "--limit",
+        metavar="SECONDS",
+        help="limit of each step, a finite number above 0 (default that of the step)",
+    )
+    return parser
+
+
+def _folder(key: str, text: str) -> Path:
+    if not text:
+        raise ConfigError(key, text, "a directory")
+    return Path(text).absolute()
 
 
 def _positive(key: str, text: str) -> float:
@@ -98,8 +134,8 @@ def _positive(key: str, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not number > 0:
-        raise ConfigError(key, text, "a number above 0")
+    if not 0 < number < math.inf:
+        raise ConfigError(key, text, "a finite number above 0")
     return number
 
 

@@ -332,8 +332,14 @@ def test_a_step_that_fails_keeps_its_figures(tmp_path: Path, script: ModuleType)
         (["--device", "gpu"], "--device=gpu: wanted one of auto, cpu, cuda"),
         (["--model", "7b"], "--model=7b: wanted one of tiny, 1.5b"),
         (["--steps", "flops,speed"], "--steps=speed: wanted one of tests, bandwidth, flops, .*"),
-        (["--minutes", "0"], "--minutes=0: wanted a number above 0"),
-        (["--limit", "soon"], "--limit=soon: wanted a number above 0"),
+        (["--minutes", "0"], "--minutes=0: wanted a finite number above 0"),
+        (["--limit", "soon"], "--limit=soon: wanted a finite number above 0"),
+        (["--minutes", "inf"], "--minutes=inf: wanted a finite number above 0"),
+        (["--limit", "inf"], "--limit=inf: wanted a finite number above 0"),
+        (["--out", ""], "--out=: wanted a directory"),
+        (["--scratch", ""], "--scratch=: wanted a directory"),
+        (["--steps", ""], "--steps=: wanted one of tests, bandwidth, flops, .*"),
+        (["--model", ""], "--model=: wanted one of tiny, 1.5b"),
         (["--limit"], "argument --limit: expected one argument"),
         (["--quick"], "unrecognized arguments: --quick"),
         (["--out", "/proc/report"], "--out=/proc/report: wanted a writable directory .*"),
@@ -358,6 +364,23 @@ def test_wrong_input_is_one_line(
     assert re.fullmatch(line + r"\n", printed.err)
     assert not printed.out
     assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_help_says_what_each_option_takes(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.parse(["--help"])
+    options = capsys.readouterr().out.partition("\noptions:\n")[2]
+    helps = [" ".join(text.split()) for text in re.split(r"\n {2}(?=-)", f"\n{options}")[1:]]
+    assert len(helps) == 9
+    assert all("(default " in text for text in helps if "--help" not in text)
+    allowed = {
+        "--device": ("auto", *script.DEVICES), "--model": script.MODELS, "--steps": script.STEPS,
+    }  # fmt: skip
+    for key, values in allowed.items():
+        (text,) = (text for text in helps if text.startswith(key))
+        assert all(value in text for value in values)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
