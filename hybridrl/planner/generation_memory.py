@@ -88,18 +88,27 @@ class VLLMSizes(GenerationSizes):
     """vLLM. On a GPU it takes all that is left, and divides it by a pass that it measures."""
 
     def cache_tokens(self, left: int | None) -> int:
-        """See `GenerationSizes`; a full sample at least. On a GPU vLLM's arrays are not counted."""
+        """See `GenerationSizes`; a full sample at least.
+
+        On a GPU this is an upper bound: the peak of a step is subtracted, CUDA graphs and other
+        buffers of vLLM are not.
+        """
         if left is None:
             return self.wanted or self.most
-        return self.wanted or max(self.longest, left // self.token)
+        return self.wanted or max(self.longest, (left - self._peak) // self.token)
 
     def at_start(self, left: int | None) -> Sizes:
         """See `GenerationSizes`. With `wanted` the cache has that size, else vLLM chooses it."""
         if left is None or self.wanted:
             cache = {"KV cache": self.cache_tokens(left) * self.token}
-            return {**cache, "activations": max(self.prefill, self.logits)}
+            return {**cache, "activations": self._peak}
         return {"KV cache and arrays of vLLM": max(left, self.longest * self.token)}
 
     def phases(self, left: int | None) -> dict[str, Sizes]:
         """Prompts are read in parts, while other samples decode."""
         return {"generate": self.at_start(left)}
+
+    @property
+    def _peak(self) -> int:
+        """Bytes of a step, which vLLM's own pass measures before it sizes the cache."""
+        return max(self.prefill, self.logits)
