@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("hybridrl", "kernels")
+_OTHER = {"cuda": "cpu", "cpu": "cuda"}
 
 
 def cuda_lines(source: str) -> dict[int, str]:
@@ -71,6 +72,9 @@ def _side(test: ast.expr, names: set[str]) -> str | None:
     if isinstance(test, ast.BoolOp):
         sides = [_side(value, names) for value in test.values]
         return next((side for side in sides if side), None)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        side = _side(test.operand, names)
+        return _OTHER[side] if side else None
     if isinstance(test, ast.Name):
         return "cuda" if test.id in names else None
     text = ast.unparse(test)
@@ -80,7 +84,7 @@ def _side(test: ast.expr, names: set[str]) -> str | None:
         device = test.comparators[0].value
         if device in ("cuda", "cpu"):
             same = isinstance(test.ops[0], ast.Eq)
-            return device if same else {"cuda": "cpu", "cpu": "cuda"}[device]
+            return device if same else _OTHER[device]
     return None
 
 

@@ -16,6 +16,8 @@ CASES = {
     "under a name": ("gpu = device == 'cuda'\nif gpu and x:\n    a()", {"a()"}),
     "besides the CPU": ("if x and y.device.type == 'cpu':\n    a()\nelse:\n    b()", {"b()"}),
     "within a loop": ("for x in y:\n    if x.is_cuda:\n        a()", {"a()"}),
+    "under not": ("if not x.is_cuda:\n    a()\nelse:\n    b()", {"b()"}),
+    "after an early return under not": ("if not x.is_cuda:\n    return\na()", {"a()"}),
     "a call": ("torch.cuda.synchronize()\na()", {"torch.cuda.synchronize()"}),
     "a context": ("with torch.cuda.device_of(x):\n    a()", {"with torch.cuda.device_of(x):"}),
     "a choice": ("b = 1 if device == 'cuda' else 2", {"b = 1 if device == 'cuda' else 2"}),
