@@ -65,15 +65,15 @@ class OptimConfig:
     """Where the decay ends, relative to the peak."""
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for impossible `betas`, or a name whose package is missing.
+        """Raise ConfigError for impossible `betas`; `key` is the place of these settings."""
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"{key}.betas", self.betas, "two numbers from 0 to below 1")
 
-        `key` is the place of these settings.
-        """
+    def check_installed(self, key: str) -> None:
+        """Raise ConfigError for a name whose package is missing; a plan does not need it."""
         if self.name is OptimName.adamw8bit and importlib.util.find_spec("torchao") is None:
             allowed = "adamw or muon; adamw8bit needs torchao: pip install 'hybridrl[adamw8bit]'"
             raise ConfigError(f"{key}.name", self.name.value, allowed)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"{key}.betas", self.betas, "two numbers from 0 to below 1")
 
 
 @dataclass(kw_only=True, slots=True)

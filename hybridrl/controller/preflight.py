@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config import (
+    VALUE_MODELS,
     WARM_START,
     Attention,
     Config,
@@ -72,6 +73,7 @@ def prepare(config: Config) -> PreparedRun:
     _check_on_policy(config, graph)
     _check_recorded(config, graph)
     engine_checks(config.rollout).check_installed()
+    check_optimizers(config, graph)
     for role in judges_of(config, graph):
         validate_reward(config.judge_of(role), config.data.sources, role)
     _writable(run_dir)
@@ -80,6 +82,16 @@ def prepare(config: Config) -> PreparedRun:
     _check_schedule(config.schedule, graph)
     check_memory(config, graph, model_path)
     return PreparedRun(model_path, data, graph, warm_start)
+
+
+def check_optimizers(config: Config, graph: Graph) -> None:
+    """Raise for an optimizer of the run whose package is missing."""
+    config.trainer.optim.check_installed("trainer.optim")
+    if config.warm_start_steps:
+        config.warm_start.optim.check_installed("warm_start.optim")
+    for role, name in VALUE_MODELS.items():
+        if role in graph.learned:
+            config.value_model_of(role).optim.check_installed(f"{name}.optim")
 
 
 def _check_on_policy(config: Config, graph: Graph) -> None:

@@ -1,23 +1,29 @@
 """The optimizer's settings."""
 
-import importlib.util
-from unittest.mock import patch
+import sys
 
 import pytest
 
-from hybridrl.config import Config, ConfigError, OptimConfig, OptimName, TrainerConfig
+from hybridrl.config import Config, ConfigError, OptimName
+from hybridrl.controller.preflight import build_recipe, check_optimizers
 
 
-def test_moments_of_eight_bits_need_their_package() -> None:
-    trainer = TrainerConfig(optim=OptimConfig(name=OptimName.adamw8bit))
-    with (
-        patch.object(importlib.util, "find_spec", return_value=None),
-        pytest.raises(ConfigError) as raised,
-    ):
-        Config(trainer=trainer)
+@pytest.mark.parametrize("key", ["trainer", "warm_start", "critic"])
+def test_moments_of_eight_bits_need_their_package(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run that uses them; a config is fine without, so a plan counts them anywhere."""
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    config = Config()
+    config.warm_start.steps = 1
+    getattr(config, key).optim.name = OptimName.adamw8bit
+    config.check_groups()
+    graph = build_recipe({"target": "hybridrl.recipes.ppo:ppo"})
+    with pytest.raises(ConfigError) as raised:
+        check_optimizers(config, graph)
     assert str(raised.value) == (
-        "trainer.optim.name=adamw8bit: wanted adamw or muon;"
+        f"{key}.optim.name=adamw8bit: wanted adamw or muon;"
         " adamw8bit needs torchao: pip install 'hybridrl[adamw8bit]'"
     )
-    with patch.object(importlib.util, "find_spec", return_value=object()):
-        assert Config(trainer=trainer).trainer.optim.name is OptimName.adamw8bit
+    getattr(config, key).optim.name = OptimName.adamw
+    check_optimizers(config, graph)
