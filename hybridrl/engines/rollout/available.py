@@ -37,9 +37,12 @@ class VLLMChecks(EngineChecks):
         check_vllm_installed()
 
     def check_model(self, config: ModelConfig, model: Any) -> None:
-        """Raise ConfigError for a width of heads, or layers, that vLLM does not support."""
-        from hybridrl.models.parallel import head_size
+        """Raise ConfigError for heads, layers or experts that the engine does not support."""
+        from hybridrl.models.parallel import head_size, num_experts
 
+        if num_experts(model):
+            allowed = "native for a model with experts: the weight switch does not know vLLM's"
+            raise ConfigError("rollout.engine", "vllm", allowed)
         width = head_size(model)
         if config.path is None:
             check_vllm_takes(width, "model.tiny.head_dim", config.tiny.head_dim)

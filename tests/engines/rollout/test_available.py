@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, ModelConfig
 from hybridrl.engines.rollout.available import (
     CPU_HEAD_DIMS,
+    VLLMChecks,
     check_vllm_installed,
     check_vllm_takes,
 )
@@ -85,3 +87,9 @@ def test_widths_are_those_that_vllm_names() -> None:
 
     assert CPUAttentionBackend.get_supported_head_sizes() == list(CPU_HEAD_DIMS)
     assert [size.base for size in CPUAttentionBackend.get_supported_kernel_block_sizes()] == [32]
+
+
+def test_experts_are_refused() -> None:
+    """The weight switch does not reach them."""
+    with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native for a model with"):
+        VLLMChecks().check_model(ModelConfig(), Qwen3MoeConfig(num_experts=8))
