@@ -4,13 +4,18 @@ Within `graceful_stop()` the first one requests a stop at a point that the run c
 another interrupts it.
 """
 
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _GRACE_S = 20.0  # ending a run takes a few seconds; a second signal must not cut that short
+_AGAIN_S = 0.05  # until an interrupt that was lost is sent again
 _ONCE_S = 1.0  # Slurm sends the same signal to a job's steps and to its script
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _last: dict[str, float] = {"signal": signal.SIGINT, "time": float("-inf")}
@@ -22,6 +27,9 @@ _requested_at: float | None = None
 def install() -> None:
     """Handle the signals of this process; the command line calls this."""
     global _installed
+    if not _installed:
+        others = sys.unraisablehook
+        sys.unraisablehook = lambda lost: _send_again() if _is_interrupt(lost) else others(lost)
     _installed = True
     reinstall()
 
@@ -71,6 +79,18 @@ def time_is_up() -> bool:
 def exit_code() -> int:
     """128 + the signal that ended the run, as shells write it: 130 or 143."""
     return 128 + int(_last["signal"])
+
+
+def _is_interrupt(lost: Any) -> bool:
+    return lost.exc_type is not None and issubclass(lost.exc_type, KeyboardInterrupt)
+
+
+def _send_again() -> None:
+    """An interrupt that came within a callback of Python's own, as imports have, has no effect."""
+    _last["time"] = float("-inf")
+    timer = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), int(_last["signal"])))
+    timer.daemon = True
+    timer.start()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

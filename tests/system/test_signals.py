@@ -45,3 +45,27 @@ def test_the_first_one_asks_and_the_second_one_ends(name: str, mode: str, printe
     )  # fmt: skip
     code = 128 + getattr(signal, name)
     assert (done.stdout, done.stderr) == (f"{printed}\n{code}\n", "")
+
+
+def test_one_that_comes_within_a_callback_is_not_lost() -> None:
+    """Python drops what a callback raises, as one of its own does while it imports."""
+    program = """
+        import os, signal, time
+        from hybridrl.system import signals
+        class Dropped:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+        signals.install()
+        try:
+            Dropped()
+            print("went on")
+            time.sleep(20)
+        except KeyboardInterrupt:
+            print("interrupted", signals.exit_code())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, check=False, env=os.environ,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("went on\ninterrupted 143\n", "")
