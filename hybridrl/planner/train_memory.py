@@ -99,12 +99,10 @@ class TrainSizes:
         """On a GPU while the model is built, which each rank gets its own boxes of.
 
         A model that begins as the actor gets each of the actor's parameters whole, one after the
-        other. Under tp they are joined over FSDP first.
+        other.
         """
         shards = {"shards": MASTER * self.trained + self.itemsize * self.frozen}
-        joined = self.largest // self.tp if self.tp > 1 else 0
-        whole = {"whole parameters": MASTER * (self.largest + joined)}
-        return shards | whole if from_actor else shards
+        return shards | ({"whole parameters": MASTER * self.largest} if from_actor else {})
 
     def _at_head(self) -> dict[str, int]:
         kept = self._kept_layers(1) * self.layer_activations.kept + self.ends.backward

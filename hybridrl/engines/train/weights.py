@@ -129,3 +129,4 @@ class ModelShards:
                     if unpadded is not None:  # else padding of a vocabulary
                         local = parameter.to_local()[unpadded.slices(held)]
                         local.copy_(tensor[unpadded.slices()])
+            del tensor  # before the next one is made
