@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import Attention
 from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
-from hybridrl.engines.train.packed import PackedBatch, pack, recorded_experts
+from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
@@ -225,7 +225,9 @@ class ScoreEngine:
                 else:
                     self._link.send(hidden)
         if records_experts:
-            self._keep_experts([[sequences[i] for i in row] for row in rows], batches)
+            members_by_row = [[sequences[i] for i in row] for row in rows]
+            group = self.parallel.pp_group if self.parallel.pp > 1 else None
+            keep_experts(members_by_row, batches, ExpertShape.of(self.config).dtype, group)
         values = self._broadcast(row_values, sum(counts)).cpu().split([counts[i] for i in order])
         results = [torch.zeros(0)] * len(sequences)
         for index, value in zip(order, values, strict=True):
@@ -239,20 +241,6 @@ class ScoreEngine:
             return [[index] for index in scored]
         lengths = [len(sequences[index].ids) for index in scored]
         return [[scored[i] for i in indices] for indices in micro_batches(lengths, self.max_tokens)]
-
-    def _keep_experts(
-        self, rows: Sequence[Sequence[TrainSequence]], batches: Sequence[PackedBatch]
-    ) -> None:
-        """Fill `routed_experts` of the rows' sequences, with the layers of all stages."""
-        own = [batch.routing.on_host() for batch in batches if batch.routing is not None]
-        stages, dtype = [own], ExpertShape.of(self.config).dtype
-        if self.parallel.pp > 1:
-            stages *= self.parallel.pp
-            dist.all_gather_object(stages, own, group=self.parallel.pp_group)
-        for members, batch, *by_stage in zip(rows, batches, *stages, strict=True):
-            whole = {layer: experts for stage in by_stage for layer, experts in stage.items()}
-            for index, experts in recorded_experts(batch, whole):
-                members[index].routed_experts = experts.to(dtype)
 
     @contextmanager
     def _packed(self) -> Iterator[None]:

@@ -37,10 +37,7 @@ from hybridrl.engines.train.interface import (
 )
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import allocate_state, make_optimizer
-from hybridrl.engines.train.packed import (
-    PackedBatch,
-    scored_fields,
-)
+from hybridrl.engines.train.packed import PackedBatch, keep_experts, scored_fields
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.replica import Replica
 from hybridrl.engines.train.weights import ModelShards
@@ -286,7 +283,9 @@ class TrainEngine(ModelShards):
         self._reshard()
         if records_experts:
             assert self._experts is not None, "trainer.router_replay is off"
-            self._replica.keep_experts(pooled, parts, batches, self._experts.dtype)
+            rows = [[pooled[i] for i in indices] for indices in parts]
+            group = None if self.pipeline is None else self.dims.mesh.get_group("pp")
+            keep_experts(rows, batches, self._experts.dtype, group)
             for sequence, scored in zip(sequences, pooled[own_slice], strict=True):
                 sequence.routed_experts = scored.routed_experts
         return scores[own_slice]

@@ -161,6 +161,27 @@ def recorded_experts(
     return [(index, piece[:-1].clone()) for index, piece in pairs if index >= 0]
 
 
+def keep_experts(
+    rows: Sequence[Sequence[TrainSequence]],
+    batches: Sequence[PackedBatch],
+    dtype: torch.dtype,
+    pp_group: ProcessGroup | None,
+) -> None:
+    """Fill `routed_experts` of each row's sequences with what a pass over `batches` has recorded.
+
+    All ranks of `pp_group` call it: each stage has recorded its own layers.
+    """
+    own = [batch.routing.on_host() for batch in batches if batch.routing is not None]
+    stages = [own]
+    if pp_group is not None:
+        stages *= pp_group.size()
+        dist.all_gather_object(stages, own, group=pp_group)
+    for members, batch, *by_stage in zip(rows, batches, *stages, strict=True):
+        whole = {layer: experts for stage in by_stage for layer, experts in stage.items()}
+        for index, experts in recorded_experts(batch, whole):
+            members[index].routed_experts = experts.to(dtype)
+
+
 def scored_positions(sequence: TrainSequence, trained_only: bool) -> torch.Tensor:
     """Positions [scored] in `sequence.ids` of its response tokens, or of the unmasked ones."""
     length, response = len(sequence.ids), sequence.response_tokens

@@ -14,12 +14,7 @@ from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import chunks_of
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.engines.train.packed import (
-    PackedBatch,
-    pack,
-    recorded_experts,
-    scored_positions,
-)
+from hybridrl.engines.train.packed import PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
 
 
@@ -212,28 +207,6 @@ class Replica:
         largest = torch.tensor(size, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dims.cp_group)
         return int(largest)
-
-    def keep_experts(
-        self,
-        sequences: Sequence[TrainSequence],
-        parts: list[list[int]],
-        batches: Sequence[PackedBatch],
-        dtype: torch.dtype,
-    ) -> None:
-        """Fill `routed_experts` of the sequences with what a pass over `batches` has recorded.
-
-        On all ranks; each stage has recorded its own layers.
-        """
-        rows = [batch.routing.on_host() for batch in batches if batch.routing is not None]
-        stages = [rows]
-        if self.pipeline is not None:
-            group = self.dims.mesh.get_group("pp")
-            stages *= group.size()
-            dist.all_gather_object(stages, rows, group=group)
-        for indices, batch, *by_stage in zip(parts, batches, *stages, strict=True):
-            whole = {layer: experts for stage in by_stage for layer, experts in stage.items()}
-            for position, experts in recorded_experts(batch, whole):
-                sequences[indices[position]].routed_experts = experts.to(dtype)
 
     def totals(self, sequences: Sequence[TrainSequence], num_micro_batches: int) -> UpdateTotals:
         """Totals over all ranks of the world; raises ValueError without a token to train on."""
