@@ -35,8 +35,7 @@ class PackedRow:
         """The longest that the config allows: a micro-batch, or a full sample.
 
         It is not longer than what a replica of this `layout`, on so many `ranks`, gets of a step,
-        of full samples. Ranks are balanced by tokens, so one has at most a sample more than its
-        share.
+        of full samples. These cost alike, so a rank has at most one more than its share.
         """
         longest = longest_sample(config)
         most = config.trainer.max_tokens_per_micro_batch
