@@ -252,6 +252,11 @@ class Config:
         return len(self.cluster.pool_ranks[pool])
 
     @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def value_pool(self) -> str:
         """The pool of the value models."""
         return "critic" if self.split else "actor"

@@ -10,7 +10,6 @@ from hybridrl.controller.memory_inputs import (
     LongestInputs,
     attention_of,
     has_triton,
-    longest_sample,
 )
 from hybridrl.controller.placement import HOME
 from hybridrl.controller.preflight_models import judges_of
@@ -40,7 +39,7 @@ def generation_sizes(
     pp, tp = rollout.layout.pp, rollout.layout.tp
     stages = range(pp) if stage is None else [stage]
     mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
-    longest = min(longest_sample(config), shape.max_position_embeddings)
+    longest = min(config.longest_sample, shape.max_position_embeddings)
     vocab_multiple = rollout.features.vocab_multiple
     prefill, logits = native_step_bytes(
         shape,

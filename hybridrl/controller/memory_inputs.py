@@ -37,7 +37,7 @@ class PackedRow:
         It is not longer than what a replica of this `layout`, on so many `ranks`, gets of a step,
         of full samples. These cost alike, so a rank has at most one more than its share.
         """
-        longest = longest_sample(config)
+        longest = config.longest_sample
         most = config.trainer.max_tokens_per_micro_batch
         sources = [s for s in graph.stages.values() if isinstance(s, SourceStage)]
         number = 0
@@ -75,17 +75,12 @@ class LongestInputs:
     @classmethod
     def of(cls, config: Config, graph: Graph) -> "LongestInputs":
         """What the config allows. A sample that is resumed is read whole; a strict one's prompt."""
-        longest = longest_sample(config)
+        longest = config.longest_sample
         return cls(
             row=lambda layout, ranks: PackedRow.of(config, graph, layout, ranks),
             prompt=config.data.max_prompt_tokens if config.strict else longest,
             copied=longest if config.strict else 0,  # each sample decodes alone
         )
-
-
-def longest_sample(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def itemsize_of(config: Config) -> int:

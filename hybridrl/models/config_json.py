@@ -40,6 +40,9 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk",
+)  # fmt: skip
 """The keys under which families have the number of a layer's experts."""
 
 

@@ -5,10 +5,8 @@ import math
 from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.parallel import model_parameters, num_experts
+from hybridrl.models.parallel import experts_per_token, model_parameters, num_experts
 from hybridrl.models.stages import modules_before
-
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_top_k", "moe_topk")
 
 
 def forward_flops(config: PretrainedConfig) -> tuple[int, int]:
@@ -19,7 +17,7 @@ def forward_flops(config: PretrainedConfig) -> tuple[int, int]:
     were scored. The n^2 / 2 pairs of a causal layer take two for each feature of keys and of
     values. A layer with a window pays for the window.
     """
-    experts, chosen = num_experts(config), _chosen_experts(config)
+    experts, chosen = num_experts(config), experts_per_token(config)
     embeddings = tuple(modules_before(config))
     active = 0
     for parameter in model_parameters(config):
@@ -34,12 +32,6 @@ def forward_flops(config: PretrainedConfig) -> tuple[int, int]:
     window = 2 * features * windowed * (getattr(config, "sliding_window", None) or 0)
     full = config.num_hidden_layers - windowed
     return 2 * active + window, features * full
-
-
-def _chosen_experts(config: PretrainedConfig) -> int:
-    """Experts that a token goes to."""
-    names = _CHOSEN_EXPERTS
-    return next((int(n) for name in names if (n := getattr(config, name, None))), 1)
 
 
 def _windowed_layers(config: PretrainedConfig) -> int:

@@ -21,7 +21,7 @@ from transformers import (
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.config_json import EXPERTS
+from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
 from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -163,6 +163,12 @@ def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) ->
 def num_experts(config: PretrainedConfig) -> int:
     """Experts of a layer; 0 for a dense model."""
     return next((int(n) for name in EXPERTS if (n := getattr(config, name, None))), 0)
+
+
+def experts_per_token(config: PretrainedConfig) -> int:
+    """Experts that a token goes to, in the layer where these are most; 0 for a dense model."""
+    chosen = next((n for name in EXPERTS_PER_TOKEN if (n := getattr(config, name, None))), 0)
+    return max(chosen) if isinstance(chosen, list) else int(chosen)
 
 
 def _leaves_experts_whole(config: PretrainedConfig) -> bool:

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from hybridrl.models.expert_parallel import experts_of
-from hybridrl.models.parallel import model_parameters, num_experts
-from hybridrl.models.shrink import EXPERTS_PER_TOKEN
+from hybridrl.models.parallel import experts_per_token, model_parameters, num_experts
 
 KEYWORD = "routing"
 """The keyword of a model's call that takes a `Routing`, once `enable_replay` has been called."""
@@ -74,8 +73,7 @@ class ExpertShape:
     def of(cls, config: PretrainedConfig) -> "ExpertShape":
         """Those of a model; without layers for a dense one."""
         layers = sorted({p.layer for p in model_parameters(config) if p.experts})
-        numbers = (getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
-        return cls(tuple(layers), num_experts(config), next((n for n in numbers if n), 0))
+        return cls(tuple(layers), num_experts(config), experts_per_token(config))
 
     @property
     def dtype(self) -> torch.dtype:

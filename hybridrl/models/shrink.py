@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from hybridrl.models.config_json import EXPERTS
+from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
 from hybridrl.models.stages import per_layer_lists
 
 HEAD_DIM = 16
 VOCABULARY = 67
 WINDOW = 7
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 _RENAMED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
 _AT_MOST = {
     **dict.fromkeys(EXPERTS, 8),

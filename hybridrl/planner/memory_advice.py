@@ -95,7 +95,7 @@ def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig, heads: 
     most, chunk = config.trainer.max_tokens_per_micro_batch, config.trainer.chunk_tokens
     if chunk:
         return [_SMALLER if chunk < most else f"{_SMALLER} with trainer.chunk_tokens"]
-    of_rank = -(-_longest(config) // layout.cp)
+    of_rank = -(-config.longest_sample // layout.cp)
     if most >= of_rank:
         return [_SMALLER, *([_SHORTER] if most == of_rank else [])]
     texts = [_SHORTER]
@@ -119,9 +119,5 @@ def _may_chunk(config: Config) -> bool:
 
 def _shorter_scored_rows(config: Config) -> list[str]:
     """Likewise of a role that only scores, whole samples; a strict run scores one by one."""
-    packed = not config.strict and config.trainer.max_tokens_per_micro_batch > _longest(config)
+    packed = not config.strict and config.trainer.max_tokens_per_micro_batch > config.longest_sample
     return [_SMALLER if packed else _SHORTER]
-
-
-def _longest(config: Config) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -70,7 +70,7 @@ def check_reads_samples(
     if model.vocab_size < actor.vocab_size:
         sizes = f"{model.vocab_size}, the actor {actor.vocab_size}"
         raise ConfigError(key, path, f"the actor's vocabulary (it has {sizes} tokens)")
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sample
     if model.max_position_embeddings < longest:
         room = f"max_position_embeddings is {model.max_position_embeddings}"
         raise ConfigError(key, path, f"room for {longest} tokens, prompt and response ({room})")

@@ -24,7 +24,7 @@ def make_rollout_engine(
 
     Training's weights must have left the device. The engine is awake, its weights are random.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sample
     free_cached_memory(device)  # an engine may take what the device has left
     return engine_class(config.rollout).build(
         EngineParts(
