@@ -273,11 +273,10 @@ class _Joined(torch.autograd.Function):
 class PackedModel(nn.Module):
     """A causal language model, or a pipeline chunk of one, over a packed row.
 
-    The last chunk's forward returns log-probabilities of the scored tokens only, on ranks that
-    share a row those of all. The head is
-    applied to the scored positions in chunks. So logits of the prompt are never computed, and
-    logits of the response never exist all at once. Under tensor parallelism the head's rows are
-    sharded over `tp_group`.
+    The last chunk's forward returns log-probabilities of the scored tokens only; ranks that share a
+    row all have those of the whole row. The head is applied to the scored positions in chunks. So
+    logits of the prompt are never computed, and logits of the response never exist all at once.
+    Under tensor parallelism the head's rows are sharded over `tp_group`.
 
     A sequence classifier returns a value for each scored token, that of the state before it. It is
     the head (`score`) over the hidden state that predicts the token.
