@@ -1,10 +1,12 @@
 """`python -m gpu_dry.on_cpu RANK SIZE PORT FOLDER OUT`: the phases on CPUs, for real.
 
 The growth of the process's resident memory since its imports, at most in each phase, goes to OUT
-beside the memory plan. The model has 100 M parameters, half of them in the embedding.
+beside the memory plan. The model has 100 M parameters, half of them in the embedding. A tiny one
+goes through the phases before, since libraries import much when they are first called.
 """
 
 import ctypes
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -40,6 +42,8 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+TINY = "tiny"
+"""Within the model's folder, one of few parameters."""
 ROWS, SAMPLE_TOKENS = 4, 512
 COMPARED = {
     "build": "load actor",
@@ -50,9 +54,9 @@ COMPARED = {
 }
 
 
-def model_config() -> PretrainedConfig:
-    """The config of the model."""
-    return AutoConfig.for_model("qwen3", **SHAPE)
+def model_config(hidden_size: int = 768) -> PretrainedConfig:
+    """The config of the model, or of a narrower one."""
+    return AutoConfig.for_model("qwen3", **SHAPE | {"hidden_size": hidden_size})
 
 
 class ResidentMemory:
@@ -61,16 +65,22 @@ class ResidentMemory:
     integer = 0
 
     def __init__(self) -> None:
+        _give_back()
         self.before = _status("VmRSS")
         self.peaks: dict[str, int] = {}
 
     @contextmanager
     def phase(self, counts: Any, name: str) -> Iterator[None]:
         """Note the most that the body has, under `name`, without what malloc keeps of before."""
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _give_back()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
         yield
         self.peaks[name] = _status("VmHWM") - self.before
+
+
+def _give_back() -> None:
+    """Give the system what malloc keeps of freed memory."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _status(name: str) -> int:
@@ -127,6 +137,13 @@ class CpuRun(DryRun):
         self.reference = reference  # a run's roles stay
 
 
+def _run(case: OnCpu, path: Path) -> tuple[CpuRun, ResidentMemory]:
+    memory: Any = ResidentMemory()
+    run = CpuRun(case, path, memory, torch.device("cpu"))
+    run.run()
+    return run, memory
+
+
 def main() -> None:
     """See the module."""
     rank, size, port, folder, out = sys.argv[1:]
@@ -136,9 +153,9 @@ def main() -> None:
     join_group(case.rank, case.ranks, store, "127.0.0.1", case.config(Path(folder)).cluster)
     sizes = {"ROWS": ROWS, "SAMPLE_TOKENS": SAMPLE_TOKENS, "PROMPT_TOKENS": SAMPLE_TOKENS // 4}
     with mock.patch.multiple(dry_run, **sizes):
-        memory: Any = ResidentMemory()
-        run = CpuRun(case, Path(folder), memory, torch.device("cpu"))
-        run.run()
+        _run(case, Path(folder) / TINY)
+        gc.collect()
+        run, memory = _run(case, Path(folder))
     graph = build_recipe({"target": "hybridrl.recipes.grpo:grpo", "kl_coef": 0.1})
     tokens = dry_run.SAMPLES * SAMPLE_TOKENS
     row = PackedRow(tokens, tokens * 3 // 4, 1)
