@@ -14,6 +14,13 @@ with communicators that are created at first use:
 - The first use of a communicator blocks the host until all of its ranks use it.
 - `wait` makes the compute stream wait, not the host; reading a tensor (`item`, `cpu`) the host.
 - Tensors on the CPU and pickled objects travel by gloo, where `wait` blocks the host.
+
+The compute stream stands for all streams from which a rank issues collectives. FSDP2 issues its
+gathers and reductions from streams of its own; what these wait for, the compute stream waits for
+here. So the model has every wait of a GPU, and more: what ends under it ends on a GPU.
+
+hybridrl's own collectives are issued from the compute stream alone. Its other streams carry copies
+(`engines/train/activation_offload.py`), and `test_nccl_order.py` holds them to that.
 """
 
 from collections import defaultdict

@@ -1,6 +1,8 @@
 """The model of NCCL's order on logs made by hand, and the recorder on real processes."""
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +131,32 @@ def test_who_never_comes_is_named() -> None:
     (fault,) = check([[send(1)], []])
     assert fault.kind is FaultKind.deadlock
     assert fault.text.endswith("rank 1 has ended")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_streams_besides_the_compute_stream_carry_copies() -> None:
+    """The model has one stream a rank: a collective on another would be a decision."""
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text()
+        for room in ("hybridrl", "kernels")
+        for path in (ROOT / room).rglob("*.py")
+    }
+    with_streams = [path for path, text in texts.items() if "cuda.Stream(" in text]
+    assert with_streams == ["hybridrl/engines/train/activation_offload.py"]
+    on_streams = {
+        ast.unparse(call.func)
+        for text in texts.values()
+        if "cuda.stream(" in text
+        for block in ast.walk(ast.parse(text))
+        if isinstance(block, ast.With) and "cuda.stream(" in ast.unparse(block.items[0])
+        for statement in block.body
+        for call in ast.walk(statement)
+        if isinstance(call, ast.Call)
+    }
+    assert on_streams == {"block.copy_out", "_copy_in"}
+    assert "dist." not in texts[with_streams[0]]
 
 
 # The other faults

@@ -23,6 +23,7 @@ from hybridrl.config import (
     Config,
     DataConfig,
     Device,
+    Engine,
     Grouping,
     ModelConfig,
     OptimConfig,
@@ -33,6 +34,7 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.config.rollout import ENGINES
 from hybridrl.data import Item
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
@@ -53,6 +55,7 @@ TINY = TinyModelConfig(
     max_positions=64, alphabet="abcdefghij",
 )  # fmt: skip
 CPU = torch.device("cpu")
+VOCAB_MULTIPLE = ENGINES[Engine.vllm].vocab_multiple
 Ranks = Any
 
 
@@ -102,18 +105,23 @@ def test_pipelines(
 # The weight switch, in a world where nothing is sent
 
 
-def dense_model(vocab: int, tied: bool, layers: int = 4) -> list[Parameter]:
+def dense_model(vocab: int, tied: bool, heads: int = 8, layers: int = 4) -> list[Parameter]:
     """A decoder of which no weight has more than a few elements."""
-    parameters = [Parameter("embed", (vocab, 8), BOTH if tied else FIRST, 0)]
+    parameters = [Parameter("embed", (vocab, heads), BOTH if tied else FIRST, 0)]
     for i in range(layers):
         parameters += [
-            Parameter(f"{i}.q", (16, 8), i, 0, units=8),
-            Parameter(f"{i}.k", (16, 8), i, 0, units=8),
-            Parameter(f"{i}.o", (8, 16), i, 1, units=8),
-            Parameter(f"{i}.norm", (8,), i),
+            Parameter(f"{i}.q", (2 * heads, heads), i, 0, units=heads),
+            Parameter(f"{i}.k", (2 * heads, heads), i, 0, units=heads),
+            Parameter(f"{i}.o", (heads, 2 * heads), i, 1, units=heads),
+            Parameter(f"{i}.norm", (heads,), i),
         ]
-    parameters.append(Parameter("norm", (8,), LAST))
-    return parameters if tied else [*parameters, Parameter("head", (vocab, 8), LAST, 0)]
+    parameters.append(Parameter("norm", (heads,), LAST))
+    return parameters if tied else [*parameters, Parameter("head", (vocab, heads), LAST, 0)]
+
+
+def heads_for(num_ranks: int) -> int:
+    """Attention heads, or experts, that any split of the ranks divides."""
+    return 12 if num_ranks % 3 == 0 else 8
 
 
 def warm(plan: Plan) -> None:
@@ -137,8 +145,8 @@ def warm_and_switch(plan: Plan, bucket_bytes: int) -> None:
 
 
 def layouts(num_ranks: int) -> Iterator[tuple[TrainAxes, int, int, Grouping]]:
-    """Training axes, pp and tp of generation, and its order of ranks: all powers of two."""
-    sizes = [2**i for i in range(num_ranks.bit_length())]
+    """Training axes, pp and tp of generation, and its order of ranks: all that divide the ranks."""
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for pp, replicas, fsdp, tp in product(sizes, repeat=4):
         axes = TrainAxes(pp, replicas, fsdp, tp)
         if axes.ranks != num_ranks or pp > 4 or tp > 8:
@@ -149,12 +157,13 @@ def layouts(num_ranks: int) -> Iterator[tuple[TrainAxes, int, int, Grouping]]:
                     yield axes, gen_pp, gen_tp, order
 
 
-def expert_model(layers: int = 4) -> list[Parameter]:
-    """Eight experts a layer, beside other weights."""
-    experts = [
-        Parameter(f"{i}.experts", (8, 16, 2), i, 1, blocks=2, experts=8) for i in range(layers)
+def expert_model(experts: int, layers: int = 4) -> list[Parameter]:
+    """Experts in every layer, beside other weights."""
+    shape = (experts, 2 * experts, 2)
+    parameters = [
+        Parameter(f"{i}.experts", shape, i, 1, blocks=2, experts=experts) for i in range(layers)
     ]
-    return [*dense_model(40, tied=False), *experts]
+    return [*dense_model(40, tied=False, heads=experts), *parameters]
 
 
 BUCKETS = (400, 2**20)
@@ -164,8 +173,17 @@ BUCKETS = (400, 2**20)
 def plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
     """Every layout, its plan, and the bytes of a bucket."""
     for number, at in enumerate(layouts(num_ranks)):
-        plan = plan_switch(dense_model(40, tied=number % 2 == 0), *at).plan
-        yield at, plan, BUCKETS[number // 2 % 2]
+        model = dense_model(40, number % 2 == 0, heads_for(num_ranks))
+        yield at, plan_switch(model, *at).plan, BUCKETS[number // 2 % 2]
+
+
+def vllm_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
+    """The same as vLLM wants it: ascending ranks, and rows of the vocabulary that it pads."""
+    at = (sides for *sides, order in layouts(num_ranks) if order is Grouping.vanilla)
+    for number, sides in enumerate(at):
+        model = dense_model(131, number % 2 == 0, heads_for(num_ranks))
+        plan = plan_switch(model, *sides, vocab_multiple=VOCAB_MULTIPLE, ascending=True).plan
+        yield sides, plan, BUCKETS[number // 2 % 2]
 
 
 def expert_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
@@ -173,13 +191,14 @@ def expert_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
     at = (
         (replace(axes, ep=ep), gen_pp, gen_tp, order, gen_ep)
         for axes, gen_pp, gen_tp, order in layouts(num_ranks)
-        for ep in (1, 2, 4, 8)
+        for ep in range(1, 9)
         if axes.fsdp * axes.tp % ep == 0
         for gen_ep in sorted({1, gen_tp})
         if ep > 1 or gen_ep > 1
     )
     for number, (*sides, gen_ep) in enumerate(at):
-        plan = plan_switch(expert_model(), *sides, gen_ep=gen_ep).plan
+        model = expert_model(heads_for(num_ranks))
+        plan = plan_switch(model, *sides, gen_ep=gen_ep).plan
         yield (*sides, gen_ep), plan, BUCKETS[number // 2 % 2]
 
 
@@ -203,11 +222,20 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
     ("layouts_of", "size"),
     [
         (plans, 2),
+        (plans, 3),
         (plans, 4),
+        (vllm_plans, 2),
+        (vllm_plans, 3),
         (expert_plans, 2),
         pytest.param(plans, 8, marks=pytest.mark.gpu_dry),
+        pytest.param(vllm_plans, 4, marks=pytest.mark.gpu_dry),
         pytest.param(expert_plans, 4, marks=pytest.mark.gpu_dry),
+        pytest.param(plans, 6, marks=LONG),
         pytest.param(plans, 16, marks=LONG),
+        pytest.param(vllm_plans, 6, marks=LONG),
+        pytest.param(vllm_plans, 8, marks=LONG),
+        pytest.param(expert_plans, 3, marks=LONG),
+        pytest.param(expert_plans, 6, marks=LONG),
         pytest.param(expert_plans, 8, marks=LONG),
     ],
 )
@@ -232,7 +260,12 @@ def sent(log: Log) -> list[Op]:
 def test_an_exchange_of_some_ranks_needs_a_warm_group() -> None:
     """A vocabulary that 64 does not divide moves between the outer stages alone."""
     plan = plan_switch(
-        dense_model(131, tied=False), TrainAxes(pp=4, tp=2), 4, 2, vocab_multiple=64, ascending=True
+        dense_model(131, tied=False),
+        TrainAxes(pp=4, tp=2),
+        4,
+        2,
+        vocab_multiple=VOCAB_MULTIPLE,
+        ascending=True,
     ).plan
     partial, *_ = check(fake_logs(8, switch_twice, plan, 2**20))
     assert partial.kind is FaultKind.partial_batch
