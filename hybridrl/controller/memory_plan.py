@@ -159,19 +159,23 @@ def local_obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
     return flash_obstacle(dtype, attention_shape(shape), torch.device("cuda"))
 
 
-def check_memory(config: Config, graph: Graph, model_path: str) -> None:
+def check_memory(
+    config: Config, graph: Graph, model_path: str, gpu_memory: int | None = None
+) -> None:
     """Raise ConfigError for a run that a rank cannot hold, unless `cluster.memory_check` is warn.
 
-    Only where the ranks' nodes are like this one, which the log says otherwise. A run that leaves
-    less than others need gets a warning.
+    `gpu_memory` is bytes of a GPU of the cluster that the run joins. Without it, the ranks' nodes
+    are like this one, or the log says that nothing was checked. A run that leaves less than others
+    need gets a warning.
     """
     from hybridrl.models.load import load_config
 
-    if reason := unknown_room(config):
+    if gpu_memory is None and (reason := unknown_room(config)):
         logger.info("memory plan: not checked, %s", reason)
         return
     try:
-        plan = plan_run(config, graph, load_config(model_path), local_room(config))
+        room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
+        plan = plan_run(config, graph, load_config(model_path), room)
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
         return

@@ -67,7 +67,7 @@ def prepare(config: Config) -> PreparedRun:
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
-    resolve_device(config)
+    gpu_memory = resolve_device(config)
     check_ranks(config.cluster)
     check_placement(config, graph)
     _check_on_policy(config, graph)
@@ -80,7 +80,7 @@ def prepare(config: Config) -> PreparedRun:
     model_path = _model_path(config, run_dir)
     data = _load(config, model_path, graph)
     _check_schedule(config.schedule, graph)
-    check_memory(config, graph, model_path)
+    check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, graph, warm_start)
 
 
