@@ -71,7 +71,7 @@ def _run(action: str, args: list[str]) -> None:
     first = compose.check_command_line(args)
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
-        check_has_experts(first.model.path, first.trainer.router_replay)
+        check_has_experts(first.model.path, first.trainer)
         _check_run_dir(action, first)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
@@ -84,7 +84,7 @@ def _run(action: str, args: list[str]) -> None:
             config = compose.to_config(composed)
             if config.model.shape and config.model.path is None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
-            check_has_experts(config.model.path, config.trainer.router_replay)
+            check_has_experts(config.model.path, config.trainer)
             _check_run_dir(action, config)  # of a sweep
             _job(action, config)
         except ConfigError as error:

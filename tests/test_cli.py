@@ -187,6 +187,10 @@ WRONG = [
         "trainer.router_replay=rollout: wanted off with model.tiny.num_experts=0",
     ),
     (
+        "trainer.router_aux_loss_coef=0.1",
+        "trainer.router_aux_loss_coef=0.1: wanted 0 with model.tiny.num_experts=0",
+    ),
+    (
         "model=tiny_moe trainer.router_replay=rollout rollout=vllm rollout.layout.pp=2",
         "trainer.router_replay=rollout: wanted off or trainer with rollout.engine=vllm and rollou",
     ),

@@ -190,9 +190,9 @@ class Config:
             allowed = f"off or trainer with {using}"
             raise ConfigError("trainer.router_replay", replay.value, allowed)
         is_tiny = not (self.model.path or self.model.shape)
-        if replay is not RouterReplay.off and is_tiny and not self.model.tiny.num_experts:
-            allowed = "off with model.tiny.num_experts=0"
-            raise ConfigError("trainer.router_replay", replay.value, allowed)
+        if is_tiny and not self.model.tiny.num_experts:
+            for key, value, default in self.trainer.of_experts:
+                raise ConfigError(key, value, f"{default} with model.tiny.num_experts=0")
 
     @property
     def warm_start_steps(self) -> int:

@@ -98,6 +98,8 @@ class TrainerConfig:
     router_replay: RouterReplay = RouterReplay.off
     """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
     the old policy's pass; `trainer`: those of the old policy's pass."""
+    router_aux_loss_coef: float = bounded(0.0, least=0)
+    """Weight of the loss that evens the load of a layer's experts, by sequence; 0 is none."""
     max_bad_steps: int = bounded(3, least=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)
@@ -130,6 +132,15 @@ class TrainerConfig:
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")
+
+    @property
+    def of_experts(self) -> list[tuple[str, str | float, str]]:
+        """The settings in use that only a mixture of experts can have: key, value, its default."""
+        settings: list[tuple[str, str | float, str]] = [
+            ("trainer.router_replay", self.router_replay.value, "off"),
+            ("trainer.router_aux_loss_coef", self.router_aux_loss_coef, "0"),
+        ]
+        return [setting for setting in settings if setting[1] not in ("off", 0)]
 
     @property
     def resumes(self) -> bool:

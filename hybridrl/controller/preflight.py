@@ -206,7 +206,7 @@ def _model_path(config: Config, run_dir: Path) -> str:
 def _load(config: Config, model_path: str, graph: Graph) -> Data:
     from transformers import AutoTokenizer
 
-    from hybridrl.engines.probe import check_model, check_replay
+    from hybridrl.engines.probe import check_balance, check_model, check_replay
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
@@ -229,6 +229,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
     if config.trainer.router_replay is not RouterReplay.off:
         check_replay(model, config.trainer.router_replay)
+    check_balance(model, config.trainer)
     check_lora(model, config.actor.lora, "actor.lora")
     check_attention(config, model, local=not unknown_room(config))
     engine_checks(config.rollout).check_model(config.model, model)

@@ -98,10 +98,10 @@ def _check_no_text(graph: Graph, role: str) -> None:
 
 
 def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: Any) -> None:
-    from hybridrl.engines.probe import check_has_classifier, check_model
+    from hybridrl.engines.probe import check_balance, check_has_classifier, check_model
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import absent_parameters, load_value_config
-    from hybridrl.models.parallel import check_train_layout
+    from hybridrl.models.parallel import check_train_layout, num_experts
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.rewards.model import check_reads_samples
 
@@ -113,6 +113,8 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     check_has_classifier(model, path, key)
     check_model(model, key, train=True, native=False)
     check_train_layout(model, settings.layout, f"{name}.layout")
+    if num_experts(model):
+        check_balance(model, config.trainer)
     check_lora(model, settings.lora, f"{name}.lora")
     if settings.path is not None:
         check_reads_samples(config, path, model, actor_path, tokenizer, key)

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 import hybridrl.engines
 import hybridrl.kernels
 import hybridrl.models
-from hybridrl.config import Attention, ConfigError, RouterReplay
+from hybridrl.config import Attention, ConfigError, RouterReplay, TrainerConfig
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.train.interface import TrainSequence
@@ -301,13 +301,27 @@ def check_replay(config: PretrainedConfig, replay: RouterReplay) -> None:
 
     Tried on a small model, as all of this module is, and in an instant: without a cache.
     """
-    problem = f"{config.model_type} has no experts"
-    if num_experts(config):
-        with torch.random.fork_rng(devices=[]), _one_thread():
-            torch.manual_seed(0)
-            problem = replay_problem(config) or ""
-    if problem:
+    if problem := _router_problem(config):
         raise ConfigError("trainer.router_replay", replay.value, f"off ({problem})")
+
+
+def check_balance(config: PretrainedConfig, trainer: TrainerConfig) -> None:
+    """Raise ConfigError for a model whose routers cannot be balanced as `trainer` says.
+
+    The balance loss reads the scores by which routers choose, as a replay does.
+    """
+    coef = trainer.router_aux_loss_coef
+    if coef and (problem := _router_problem(config)):
+        raise ConfigError("trainer.router_aux_loss_coef", coef, f"0 ({problem})")
+
+
+def _router_problem(config: PretrainedConfig) -> str | None:
+    """`replay_problem`, with random weights that do not depend on the caller's."""
+    if not num_experts(config):
+        return f"{config.model_type} has no experts"
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        torch.manual_seed(0)
+        return replay_problem(config)
 
 
 @torch.no_grad()

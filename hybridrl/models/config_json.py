@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ConfigError, RouterReplay
+from hybridrl.config import ConfigError, TrainerConfig
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """The layers that packed and paged attention compute; recurrent ones would leak between
@@ -46,12 +46,13 @@ EXPERTS_PER_TOKEN = (
 """The keys under which families have the number of a layer's experts."""
 
 
-def check_has_experts(path: str | None, replay: RouterReplay) -> None:
-    """Raise ConfigError where experts are to be replayed, and `config.json` has none."""
+def check_has_experts(path: str | None, trainer: TrainerConfig) -> None:
+    """Raise ConfigError for settings of experts where `config.json` has none."""
     settings = _read(path)
-    if replay is not RouterReplay.off and settings and not any(map(settings.get, EXPERTS)):
-        allowed = f"off ({settings.get('model_type', 'the model')} has no experts)"
-        raise ConfigError("trainer.router_replay", replay.value, allowed)
+    if settings and not any(map(settings.get, EXPERTS)):
+        for key, value, default in trainer.of_experts:
+            allowed = f"{default} ({settings.get('model_type', 'the model')} has no experts)"
+            raise ConfigError(key, value, allowed)
 
 
 def _read(path: str | None) -> dict[str, Any]:

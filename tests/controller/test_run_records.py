@@ -18,7 +18,8 @@ KINDS = {
     " recipe.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
     " warm_start.steps=1 trainer.steps=3 rollout.decode_steps=1 eval.num_samples=2 log.level=debug",
     "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3"
-    " model.tiny.num_experts=4 trainer.router_replay=rollout",
+    " model.tiny.num_experts=4 trainer.router_replay=rollout"
+    " trainer.router_aux_loss_coef=0.001",
     "safe_rlhf": "cluster.ranks=1 recipe=safe_rlhf trainer.steps=1",
     "dpo": "cluster.ranks=1 recipe=dpo trainer.steps=1",
     "distill": "cluster.ranks=1 recipe=distill trainer.steps=1",

@@ -13,7 +13,7 @@ from transformers import (
     T5Config,
 )
 
-from hybridrl.config import Attention, ConfigError, RouterReplay
+from hybridrl.config import Attention, ConfigError, RouterReplay, TrainerConfig
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import AttentionShape, attention_shape
 from hybridrl.models.config_json import check_config_json, check_has_experts
@@ -91,14 +91,20 @@ def test_what_config_json_leaves_to_other_checks(tmp_path):
     check_config_json("a/hub-name", "model.path")
 
 
-def test_a_dense_model_has_no_experts_to_replay(tmp_path):
+def test_a_dense_model_has_no_experts_to_replay_or_balance(tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
-    check_has_experts(str(tmp_path), RouterReplay.off)
+    replays = TrainerConfig(router_replay=RouterReplay.rollout)
+    balances = TrainerConfig(router_aux_loss_coef=0.1)
+    check_has_experts(str(tmp_path), TrainerConfig())
     wanted = r"^trainer.router_replay=rollout: wanted off \(llama has no experts\)$"
     with pytest.raises(ConfigError, match=wanted):
-        check_has_experts(str(tmp_path), RouterReplay.rollout)
+        check_has_experts(str(tmp_path), replays)
+    wanted = r"^trainer.router_aux_loss_coef=0.1: wanted 0 \(llama has no experts\)$"
+    with pytest.raises(ConfigError, match=wanted):
+        check_has_experts(str(tmp_path), balances)
     MixtralConfig().save_pretrained(tmp_path)
-    check_has_experts(str(tmp_path), RouterReplay.rollout)
+    check_has_experts(str(tmp_path), replays)
+    check_has_experts(str(tmp_path), balances)
 
 
 def test_nothing_is_random_in_training(tmp_path):

@@ -23,6 +23,7 @@ from hybridrl.engines.train.packed import (
 )
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
 from hybridrl.models.packed_attention import make_chunk_packing
+from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import NO_RECORD, Routing
 
 RowLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -49,6 +50,7 @@ def chunks_of(
             continue
         ids = sequences[index].ids
         whole = SequenceKeys(len(ids) + -len(ids) % (multiple * row.num_ranks))
+        counts: dict[tuple[int, int], torch.Tensor] = {}
         scored = scored_positions(sequences[index], trained_only)
         for start in range(0, len(ids), tokens * row.num_ranks):
             stop = min(start + tokens * row.num_ranks, len(ids))
@@ -56,6 +58,10 @@ def chunks_of(
             here = scored[(scored > start) & (scored <= stop)]
             size = stop - start + missing
             keys = ChunkKeys(whole, start, start + size)
+            of_token = (torch.arange(size) >= stop - start).long()
+            token_sequences = TokenSequences(
+                of_token, torch.tensor([len(ids)]), group, start, counts
+            )
             passes.append(
                 own_share(
                     PackedBatch(
@@ -68,6 +74,7 @@ def chunks_of(
                         packing=make_chunk_packing(keys, attention, device, group),
                         own=slice(None),
                         routing=_replay(sequences[index], start, stop, missing),
+                        token_sequences=None if row.token_sequences is None else token_sequences,
                     ),
                     device,
                 )

@@ -142,7 +142,9 @@ class TrainEngine(ModelShards):
         self._experts: ExpertShape | None = None
         if trainer.router_replay is not RouterReplay.off and not gives_values:
             self._experts = self._enable_replay()
-        self._expert_load = ExpertLoad(self.chunks, layers, device)
+        self._expert_load = ExpertLoad(
+            self.chunks, self.model.config, trainer, self.dims.axes.tp, device
+        )
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
         self.pipeline = self._make_pipeline(compute)
@@ -314,7 +316,8 @@ class TrainEngine(ModelShards):
         Sequences of one row of the loss are consecutive and on one rank.
 
         The gradient is that of sum_i w_i loss_i over the trained tokens of all ranks, with w by
-        `loss.normalize`. The split into ranks and micro-batches does not change it.
+        `loss.normalize`. `trainer.router_aux_loss_coef` adds the routers' balance loss
+        (`models.router_balance`). The split into ranks and micro-batches does not change it.
         `max_response_tokens` is the constant of the normalization `constant` (0: the longest
         response of this update). `compare` names fields with another engine's log-probabilities of
         the responses, which sequences may lack, and a prefix for metrics. These are the distance
@@ -342,7 +345,8 @@ class TrainEngine(ModelShards):
         totals = self._replica.totals(pooled, len(micros.parts))
         longest = max_response_tokens or totals.longest
         micros = self._replica.same_number(micros, totals.micro_batches, samples_per_row)
-        batches = self._replica.pack(micros, trained_only=True)
+        counts = self._expert_load.experts > 0
+        batches = self._replica.pack(micros, trained_only=True, counts_experts=counts)
         logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         sums: dict[str, torch.Tensor] = {}
         compared: list[torch.Tensor] = []
@@ -373,7 +377,7 @@ class TrainEngine(ModelShards):
                 compared.append(torch.stack(figures))
             return total
 
-        with self._dropout(), self._expert_load.counting():
+        with self._dropout(), self._expert_load.counting(totals.sequences):
             if self.pipeline is None:
                 self._train_alone(batches, finish)
             else:

@@ -1,61 +1,78 @@
-"""How evenly a router loads the experts: counts of tokens over an update."""
+"""How evenly routers load the experts over an update, and the two ways to even it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
-from hybridrl.models.expert_parallel import experts_of
+from hybridrl.config import TrainerConfig
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.parallel import num_experts
+from hybridrl.models.router_balance import RouterLoss, watch_routers
+from hybridrl.models.router_replay import ExpertShape
 from hybridrl.models.stages import Chunk
 
 
 class ExpertLoad:
-    """Counts the tokens of every expert of this rank's pipeline `chunks`, while it is asked to.
+    """Counts the tokens of every expert of this rank's pipeline `chunks`, and evens the load.
 
-    Recomputed layers count again, and so does padding. Example: of four experts one computes half
-    of the tokens and one none. Then `expert_load` is 2.0 and `dead_experts` 0.25.
+    Rows that update pass count, if they have `token_sequences`; what fills them up does not.
+    Recomputed layers count twice. Example: of four experts one computes half of the tokens and one
+    none. Then `expert_load` is 2.0 and `dead_experts` 0.25.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], num_layers: int, device: torch.device) -> None:
-        number = num_experts(chunks[0].model.config)
-        self._counts = torch.zeros(num_layers, number, dtype=torch.long, device=device)
-        self._counting = False
-        for chunk in chunks:
-            for index, layer in enumerate(chunk.model.base_model.layers, chunk.offset):
-                for module in experts_of(layer):
-                    module.register_forward_pre_hook(self._hook(index))
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        config: PretrainedConfig,
+        trainer: TrainerConfig,
+        tp: int,
+        device: torch.device,
+    ) -> None:
+        """`config` is that of the whole model. `tp` ranks have the same tokens."""
+        self.experts = num_experts(config)
+        self._counts = torch.zeros(
+            config.num_hidden_layers, self.experts, dtype=torch.long, device=device
+        )
+        self._coef, self._tp = trainer.router_aux_loss_coef, tp
+        self._loss: RouterLoss | None = None
+        self._layers = 0
+        if self.experts and self._coef:
+            self._loss = RouterLoss(device)
+            self._layers = len(ExpertShape.of(config).layers)
+        if self.experts:
+            for chunk in chunks:
+                layers = enumerate(decoder_layers(chunk.model), chunk.offset)
+                watch_routers(layers, self.experts, self._observe, self._loss)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count from zero."""
-        if self._counts.numel():  # a dense model launches nothing
+    def counting(self, sequences: int) -> Iterator[None]:
+        """Count an update of so many `sequences`, over all ranks, from zero."""
+        if self.experts:  # a dense model launches nothing
             self._counts.zero_()
-        self._counting = True
+        if self._loss is not None:
+            self._loss.start(self._coef / sequences / self._layers)
         yield
-        self._counting = False
 
     def metrics(self) -> dict[str, float]:
         """Largest load of an expert over the mean, by layer; and the share without a token.
 
-        Over all ranks, which call it together. Both are means over the layers. Empty for a dense
-        model.
+        Over all ranks, which call it together. Both are means over the layers. With an auxiliary
+        loss also its mean over layers and sequences. Empty for a dense model.
         """
-        if not self._counts.numel():
+        if not self.experts:
             return {}
-        counts = self._counts.clone()
-        dist.all_reduce(counts)
-        counts = counts[counts.sum(1) > 0].double()  # other layers are dense
+        dist.all_reduce(self._counts)
+        counts = self._counts[self._counts.sum(1) > 0].double()  # other layers are dense
         load = counts.amax(1) / counts.mean(1)
         values = torch.stack([load.mean(), (counts == 0).double().mean()]).tolist()
-        return dict(zip(("expert_load", "dead_experts"), values, strict=True))
+        metrics = dict(zip(("expert_load", "dead_experts"), values, strict=True))
+        if self._loss is not None:
+            dist.all_reduce(self._loss.value)
+            metrics["router_aux_loss"] = self._loss.value.item() / self._tp / self._coef
+        return metrics
 
-    def _hook(self, layer: int) -> Any:
-        def count(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if self._counting and torch.is_grad_enabled():  # else the pass is repeated
-                chosen = inputs[1].flatten()
-                self._counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
-
-        return count
+    def _observe(self, layer: int, counts: torch.Tensor) -> None:
+        self._counts[layer] += counts.sum(0)

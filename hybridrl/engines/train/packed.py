@@ -14,6 +14,8 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, make_packing
+from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
+from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
 from hybridrl.models.stages import Chunk, head_name
 
@@ -25,7 +27,8 @@ class PackedBatch:
     `ids` and `position_ids` [1, tokens]; `predicting` [scored] are the positions in the row whose
     hidden state predicts a scored token, `targets` [scored] those tokens. `order[i]` is the index
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
-    `routing` has the experts of the row's tokens, where they are replayed or recorded.
+    `routing` has the experts of the row's tokens, where they are replayed or recorded. Where the
+    load of experts is counted, `token_sequences` has the sequences of its tokens.
 
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
@@ -42,6 +45,7 @@ class PackedBatch:
     own: slice
     passes: "tuple[PackedBatch, ...]" = ()
     routing: Routing | None = None
+    token_sequences: TokenSequences | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -63,6 +67,7 @@ def pack(
     total_tokens: int = 0,
     group: ProcessGroup | None = None,
     records_experts: bool = False,
+    counts_experts: bool = False,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
@@ -71,8 +76,8 @@ def pack(
     A rank without work computes it to take part in the collectives, and its gradient is exactly
     zero. The ranks of `group` share the row's tokens, whose number they divide. With
     `records_experts` a pass records the experts of all tokens; without, tokens take those of their
-    sequences. Raises ValueError for a response without a token before it, or a mask of another
-    length.
+    sequences. With `counts_experts` the row has `token_sequences`. Raises ValueError for a response
+    without a token before it, or a mask of another length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
@@ -92,16 +97,18 @@ def pack(
         torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)
     )
     lengths = lengths or [1]
+    numbers = tuple(-1 if filler and i == len(sequences) - 1 else i for i in order)
     row = PackedBatch(
         ids=ids[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         predicting=torch.cat([empty, *predicting]),
         targets=torch.cat([empty, *targets]),
-        order=tuple(-1 if filler and i == len(sequences) - 1 else i for i in order),
+        order=numbers,
         counts=tuple(counts),
         packing=make_packing(lengths, attention, device, group),
         own=slice(None),
         routing=Routing(records=True) if records_experts else _replay(sequences, order),
+        token_sequences=_token_sequences(lengths, numbers, group) if counts_experts else None,
     )
     return own_share(row, device)
 
@@ -110,24 +117,37 @@ def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
     """This rank's tokens of a whole row, on `device`: all of them unless ranks share it."""
     group, names = row.packing.group, ("ids", "position_ids", "predicting", "targets")
     tensors = {name: getattr(row, name) for name in names}
-    own, routing = row.own, row.routing
+    own, routing, token_sequences = row.own, row.routing, row.token_sequences
+    tokens = slice(None)
     forced = None if routing is None else routing.forced
     if group is not None:
         size = row.ids.shape[1] // group.size()
         start = group.rank() * size
+        tokens = slice(start, start + size)
         bounds = torch.searchsorted(row.predicting, torch.tensor([start, start + size]))
         own = slice(*bounds.tolist())
         tensors = {
-            "ids": row.ids[:, start : start + size],
-            "position_ids": row.position_ids[:, start : start + size],
+            "ids": row.ids[:, tokens],
+            "position_ids": row.position_ids[:, tokens],
             "predicting": row.predicting[own] - start,
             "targets": row.targets[own],
         }
-        forced = None if forced is None else forced[start : start + size]
+        forced = None if forced is None else forced[tokens]
     if forced is not None:
         routing = Routing(forced.to(device))
+    if token_sequences is not None:
+        token_sequences = token_sequences.of_rank(tokens, device)
     on_device = {name: x.to(device) for name, x in tensors.items()}
-    return replace(row, own=own, routing=routing, **on_device)
+    return replace(row, own=own, routing=routing, token_sequences=token_sequences, **on_device)
+
+
+def _token_sequences(
+    lengths: Sequence[int], numbers: Sequence[int], group: ProcessGroup | None
+) -> TokenSequences:
+    """The sequences of a row's tokens, from the `numbers` of them among the caller's."""
+    sizes, real = torch.tensor(lengths), torch.tensor(numbers or (-1,)) >= 0
+    places = torch.where(real, real.cumsum(0) - 1, real.sum())
+    return TokenSequences(places.repeat_interleave(sizes), sizes[real], group)
 
 
 def _replay(sequences: Sequence[TrainSequence], order: Sequence[int]) -> Routing | None:
@@ -303,6 +323,8 @@ class PackedModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x}
         if batch.routing is not None:
             inputs[KEYWORD] = batch.routing
+        if batch.token_sequences is not None:
+            inputs[SEQUENCES_KEYWORD] = batch.token_sequences
         hidden: torch.Tensor = self.model.base_model(
             **inputs, position_ids=batch.position_ids, use_cache=False, packing=batch.packing
         ).last_hidden_state

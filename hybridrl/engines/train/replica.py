@@ -155,6 +155,7 @@ class Replica:
         micros: MicroBatches,
         trained_only: bool = False,
         records_experts: bool = False,
+        counts_experts: bool = False,
     ) -> list[PackedBatch]:
         """A row for each micro-batch, a multiple of the token shards; in a pipeline all equal."""
         group, multiple = self.dims.cp_group, self.dims.token_parts
@@ -172,6 +173,7 @@ class Replica:
                 total_tokens=-(-size // multiple) * multiple * number,
                 group=group if number > 1 else None,
                 records_experts=records_experts,
+                counts_experts=counts_experts,
             )
             for indices, size, number in zip(micros.parts, sizes, ranks, strict=True)
         ]

@@ -1,0 +1,260 @@
+"""How a router spreads tokens over the experts: counts by sequence, and the loss that evens them.
+
+The loss is that of DeepSeek-V3, by sequence (arXiv 2412.19437, equations 17 to 20). In a layer of
+N experts, of which a token takes K, for a sequence of T tokens:
+
+    f_i = N / (K T) x the tokens that take expert i
+    P_i = the mean over the tokens of s_i / (s_1 + ... + s_N), with the router's scores s
+    loss = f_1 P_1 + ... + f_N P_N
+
+It is 1 where the load is even, and N / K where K experts have all. A sequence's loss does not
+depend on the sequences beside it, so no layout and no packing changes it.
+
+f counts tokens and has no gradient, so the gradient of each score is known in the forward pass. It
+enters the backward pass at the weights of the experts, as in Megatron-LM. So each pipeline stage
+adds that of its layers, and recomputation adds none twice.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
+
+from hybridrl.models.expert_parallel import experts_of
+
+KEYWORD = "token_sequences"
+"""The keyword of a model's call that takes `TokenSequences`, once routers are watched."""
+
+
+class TokenSequences:
+    """The sequences of this rank's tokens of a row.
+
+    `of_token` [tokens] has the number of each token's sequence. Tokens that fill the row up have
+    the number after the last. `lengths` [sequences] count all tokens of each. The ranks of `group`
+    share the row. Chunks of one sequence share `chunks`, where each leaves its counts.
+
+    It is no dataclass, of which FSDP passes copies to the layers.
+
+    Example: of two sequences of 1 and 3 tokens and one that fills up, `of_token` is 0 1 1 1 2.
+    """
+
+    def __init__(
+        self,
+        of_token: torch.Tensor,
+        lengths: torch.Tensor,
+        group: ProcessGroup | None = None,
+        start: int = 0,
+        chunks: dict[tuple[int, int], torch.Tensor] | None = None,
+    ) -> None:
+        self.of_token, self.lengths, self.group = of_token, lengths, group
+        self._start, self._chunks = start, chunks
+
+    def of_rank(self, own: slice, device: torch.device) -> "TokenSequences":
+        """The same of the tokens `own` of the row, on `device`."""
+        tensors = self.of_token[own].to(device), self.lengths.to(device)
+        return TokenSequences(*tensors, self.group, self._start, self._chunks)
+
+    def counts(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
+        """This rank's tokens of each sequence and expert [sequences, experts].
+
+        `chosen` [tokens, k] are their experts.
+        """
+        rows = len(self.lengths) + 1
+        counts = torch.zeros(rows * experts, dtype=torch.long, device=chosen.device)
+        places = (self.of_token[:, None] * experts + chosen).flatten()
+        counts.scatter_add_(0, places, torch.ones_like(places))
+        return counts.view(rows, experts)[:-1]
+
+    def of_whole(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
+        """The `counts` of a layer over all ranks and chunks of the sequences.
+
+        Of chunks whose forward pass has run: all of them, before the first backward pass.
+        """
+        if self.group is not None:
+            counts = counts.clone()
+            dist.all_reduce(counts, group=self.group)
+        if self._chunks is not None:
+            self._chunks[layer, self._start] = counts
+            counts = torch.stack([x for (of, _), x in self._chunks.items() if of == layer]).sum(0)
+        return counts
+
+
+class RouterLoss:
+    """The balance loss of the layers of this rank, while their gradients are computed.
+
+    `scale` multiplies its gradient; with 0 there is no loss. `value` sums the scaled loss up.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = 0.0
+        self.value = torch.zeros((), device=device)
+
+    def start(self, scale: float) -> None:
+        """Sum from zero."""
+        self.scale = scale
+        self.value.zero_()
+
+    def attach(
+        self,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+        counts: torch.Tensor,
+        sequences: TokenSequences,
+    ) -> torch.Tensor:
+        """The `weights` [tokens, k] of the experts, whose backward pass adds the loss's gradient.
+
+        `scores` [tokens, experts] are the router's, `counts` [sequences, experts] those of whole
+        sequences.
+        """
+        experts, k = scores.shape[1], weights.shape[1]
+        per_token = self.scale * experts / k / sequences.lengths.float().square()
+        share = counts * per_token[:, None]
+        share = torch.cat([share, share.new_zeros(1, experts)])  # of what fills the row up
+        balanced: torch.Tensor = _Attached.apply(weights, scores, share, sequences, self.value)
+        return balanced
+
+
+class _Attached(torch.autograd.Function):
+    """`RouterLoss.attach`, with `share` = f_i / T of each sequence [sequences + 1, experts]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+        share: torch.Tensor,
+        sequences: TokenSequences,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(scores)
+        ctx.constants = share, sequences.of_token, value
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (scores,) = ctx.saved_tensors
+        share, of_token, value = ctx.constants
+        total = scores.float().sum(-1, keepdim=True)
+        wanted = share[of_token]
+        of_token_loss = (scores * wanted).sum(-1, keepdim=True) / total
+        value.add_(of_token_loss.sum())
+        return grad, ((wanted - of_token_loss) / total).to(scores.dtype), None, None, None
+
+
+Observe = Callable[[int, torch.Tensor], None]
+"""Gets a layer's number, and the counts [sequences, experts] of this rank's tokens."""
+
+
+def watch_routers(
+    layers: Iterable[tuple[int, nn.Module]],
+    experts: int,
+    observe: Observe,
+    loss: RouterLoss | None,
+) -> None:
+    """Let decoder `layers`, each with its number in the whole model, take `TokenSequences`.
+
+    `observe` is called where gradients are computed; again, where a layer is recomputed.
+    """
+    for number, layer in layers:
+        _WatchedLayer(number, layer, experts, observe, loss)
+
+
+class _WatchedLayer:
+    """A decoder layer that takes `TokenSequences`, with experts or without."""
+
+    def __init__(
+        self,
+        number: int,
+        layer: nn.Module,
+        experts: int,
+        observe: Observe,
+        loss: RouterLoss | None,
+    ) -> None:
+        self._number, self._experts, self._observe = number, experts, observe
+        self._loss = loss
+        self._sequences: TokenSequences | None = None
+        self._scores: _Scores | None = None
+        layer.register_forward_pre_hook(self._take_keyword, with_kwargs=True)
+        modules = experts_of(layer)
+        for module in modules:
+            module.register_forward_pre_hook(self._count)
+        if loss is not None:
+            for block in list(layer.modules()):
+                if any(child in modules for child in block.children()):
+                    block.forward = self._reading(block.forward)
+
+    def _take_keyword(
+        self, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._sequences = keywords.get(KEYWORD)
+        return args, {name: value for name, value in keywords.items() if name != KEYWORD}
+
+    def _reading(self, forward: Any) -> Any:
+        def read(*args: Any, **keywords: Any) -> Any:
+            if self._sequences is None:
+                return forward(*args, **keywords)
+            with _Scores(self._experts) as self._scores:
+                return forward(*args, **keywords)
+
+        return read
+
+    def _count(
+        self, _: nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        sequences = self._sequences
+        if sequences is None:
+            return None
+        counts = sequences.counts(inputs[1], self._experts)
+        if torch.is_grad_enabled():  # else the pass is repeated
+            self._observe(self._number, counts)
+        if self._loss is None:
+            return None
+        counts = sequences.of_whole(self._number, counts)
+        reader, self._scores = self._scores, None  # it holds the graph
+        if not torch.is_grad_enabled():
+            return None
+        assert reader is not None
+        weights = self._loss.attach(inputs[2], reader.read(), counts, sequences)
+        return *inputs[:2], weights, *inputs[3:]
+
+
+class _Scores(TorchFunctionMode):
+    """Reads a router's scores [tokens, experts] while a block computes.
+
+    They are what `softmax` or `sigmoid` makes of the logits of all experts. A router that takes
+    `topk` of the logits themselves has the softmax of those.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self._experts = experts
+        self._scores: Any = None
+        self._chosen = False
+
+    def read(self) -> torch.Tensor:
+        """The scores, once the router has chosen."""
+        assert self._chosen, "the router does not choose by topk"
+        scores: torch.Tensor = self._scores
+        return scores
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if self._chosen or name not in ("softmax", "sigmoid", "topk"):
+            return result
+        scores = result
+        if name == "topk":
+            scores = args[0] if args else kwargs["input"]
+        if scores.ndim != 2 or scores.shape[1] != self._experts:
+            return result
+        if name == "topk":
+            self._chosen = True
+            scores = scores.softmax(-1) if self._scores is None else self._scores
+        self._scores = scores
+        return result

@@ -1,0 +1,192 @@
+"""The balance loss of routers: under every layout as in one float64 process."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hybridrl.algorithms import Loss
+from hybridrl.config import (
+    ActivationMode,
+    ModelConfig,
+    OptimConfig,
+    PipelineSchedule,
+    RouterReplay,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.engines.train.engine import TrainEngine
+
+EXPERTS, K, COEF = 8, 3, 0.3
+SETTINGS = {
+    "num_hidden_layers": 5,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": K,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+LAYERS = 4
+
+
+class Surrogate(Loss):
+    """A smooth policy loss."""
+
+    normalize = "token"
+    fields = ("advantages", "old_log_probs")
+    needs_entropy = False
+
+    def __call__(self, log_probs, entropy, fields):
+        ratio = (log_probs - fields["old_log_probs"]).exp()
+        return -ratio * fields["advantages"], {"ratio": ratio}
+
+
+def balance(scores, chosen):
+    """DeepSeek-V3's loss (arXiv 2412.19437, equations 17 to 20) of a sequence in a layer.
+
+    From scores [tokens, experts] and experts [tokens, k].
+    """
+    tokens, experts = scores.shape
+    share = (scores / scores.sum(-1, keepdim=True)).mean(0)
+    total = 0.0
+    for expert in range(experts):
+        load = experts / (chosen.shape[1] * tokens) * (chosen == expert).any(-1).sum()
+        total = total + load * share[expert]
+    return total
+
+
+def oracle(path, sequences, coef, replayed=False):
+    """Loss, balance loss and gradients in float64, one sequence at a time."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(path, **eager).double()
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    forced, seen = {}, []
+
+    def route(gate, _, outputs):
+        logits, weights, chosen = outputs
+        scores = logits.softmax(-1)
+        if gate in forced:
+            chosen = torch.where(forced[gate] < 0, chosen, forced[gate])
+            weights = scores.gather(-1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True)
+        seen.append(balance(scores, chosen))
+        return logits, weights, chosen
+
+    for gate in gates:
+        gate.register_forward_hook(route)
+    masks = [torch.ones(s.response_tokens) if s.mask is None else s.mask for s in sequences]
+    tokens, total = sum(mask.sum() for mask in masks), torch.zeros((), dtype=torch.float64)
+    for s, mask in zip(sequences, masks, strict=True):
+        if replayed:
+            experts = torch.cat([s.routed_experts.long(), torch.full((1, LAYERS, K), -1)])
+            forced |= dict(zip(gates, experts.unbind(1), strict=True))
+        log_p = model(s.ids[None]).logits[0, -s.response_tokens - 1 : -1].log_softmax(-1)
+        chosen = log_p.gather(-1, s.ids[-s.response_tokens :, None])[:, 0]
+        fields = {**s.fields, "advantages": torch.tensor(s.fields["advantages"])}
+        total = total + (mask / tokens * Surrogate()(chosen, None, fields)[0]).sum()
+    assert len(seen) == LAYERS * len(sequences)
+    even = torch.stack(seen).mean()
+    (total + coef * even).backward()
+    return total.item(), even.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def step(path, sequences, layout, schedule, settings):
+    """Metrics and gradients of this rank's share of an update."""
+    pp, replicas, fsdp, tp, ep = layout
+    axes = {"pp": pp, "replicas": replicas, "fsdp": fsdp, "tp": tp, "ep": ep}
+    axes |= {key: settings.pop(key) for key in ("cp", "sequence_parallel") if key in settings}
+    engine = TrainEngine(
+        path,
+        model=ModelConfig(),
+        trainer=TrainerConfig(
+            max_tokens_per_micro_batch=settings.pop("most_tokens", 30),
+            optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
+            layout=TrainLayoutConfig(**axes, schedule=PipelineSchedule[schedule]),
+            router_aux_loss_coef=COEF,
+            **settings,
+        ),
+        device=torch.device("cpu"),
+    )
+    gradients = {}
+
+    def before_step(*_):
+        for chunk in engine.chunks:
+            for name, p in chunk.named_parameters():
+                gradients[name] = p.grad.full_tensor().clone()
+
+    engine.optimizer.register_step_pre_hook(before_step)
+    metrics = engine.update(sequences[dist.get_rank() :: dist.get_world_size()], Surrogate())
+    return metrics, gradients
+
+
+def check(ranks, path, sequences, wanted, layout, schedule, settings):
+    loss, even, want_gradients = wanted
+    results = ranks(math.prod(layout[:4]), step, path, sequences, layout, schedule, settings)
+    gradients = {name: g for _, of_rank in results for name, g in of_rank.items()}
+    for metrics, _ in results:
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+        assert metrics["router_aux_loss"] == pytest.approx(even, abs=1e-6)
+    for name, gradient in want_gradients.items():
+        got = gradients[name][: len(gradient)].double()
+        assert (got - gradient).abs().max() < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def case(tiny, sequences_of):
+    """A model and its sequences, and what one process computes."""
+    path, sequences = tiny("qwen3_moe", True, **SETTINGS), sequences_of()
+    return path, sequences, oracle(path, sequences, COEF)
+
+
+def test_the_loss_reaches_the_routers(case):
+    path, sequences, (_, even, gradients) = case
+    _, _, without = oracle(path, sequences, 0.0)
+    routers = [name for name in gradients if name.endswith("mlp.gate.weight")]
+    assert len(routers) == LAYERS
+    assert even > 1.2, "the load is even already"
+    assert all((gradients[x] - without[x]).abs().max() > 1e-3 for x in routers)
+
+
+def test_two_ranks_equal_one_process(ranks, case):
+    settings = {"activations": ActivationMode.recompute}
+    check(ranks, *case, (1, 1, 2, 1, 2), "one_f_one_b", settings)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("layout", "schedule", "settings"),
+    [
+        ((1, 1, 1, 1, 1), "one_f_one_b", {}),
+        ((1, 1, 2, 1, 1), "one_f_one_b", {"activations": ActivationMode.offload}),
+        ((1, 2, 1, 2, 1), "one_f_one_b", {}),
+        ((1, 1, 2, 2, 4), "one_f_one_b", {"sequence_parallel": True}),
+        ((2, 1, 1, 1, 1), "interleaved", {"activations": ActivationMode.recompute}),
+        ((2, 1, 2, 1, 2), "zero_bubble", {}),
+        ((2, 1, 2, 1, 2), "one_f_one_b", {"cp": 2, "most_tokens": 8}),
+        (
+            (1, 1, 2, 2, 2), "one_f_one_b",
+            {"cp": 2, "chunk_tokens": 3, "most_tokens": 5, "activations": ActivationMode.recompute},
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_layout_equals_one_process(ranks, case, layout, schedule, settings):
+    check(ranks, *case, layout, schedule, settings)
+
+
+@pytest.mark.layouts
+def test_replayed_experts_are_counted_and_live_scores_weigh(ranks, case):
+    path, sequences, own = copy.deepcopy(case)
+    random = torch.Generator().manual_seed(5)
+    for s in sequences:
+        shape = len(s.ids) - 1, LAYERS, EXPERTS
+        s.routed_experts = torch.rand(shape, generator=random).argsort(-1)[..., :K].byte()
+    wanted = oracle(path, sequences, COEF, replayed=True)
+    assert abs(wanted[1] - own[1]) > 0.05
+    settings = {"router_replay": RouterReplay.rollout, "activations": ActivationMode.recompute}
+    check(ranks, path, sequences, wanted, (1, 1, 2, 1, 2), "one_f_one_b", settings)
