@@ -191,6 +191,14 @@ WRONG = [
         "trainer.router_aux_loss_coef=0.1: wanted 0 with model.tiny.num_experts=0",
     ),
     (
+        "model=tiny_moe trainer.router_bias_update_rate=0.001",
+        "trainer.router_bias_update_rate=0.001: wanted 0 (the routers of qwen3_moe have no bias t",
+    ),
+    (
+        "model=tiny_moe trainer.router_bias_update_rate=0.001 rollout=vllm",
+        "trainer.router_bias_update_rate=0.001: wanted 0 with rollout.engine=vllm",
+    ),
+    (
         "model=tiny_moe trainer.router_replay=rollout rollout=vllm rollout.layout.pp=2",
         "trainer.router_replay=rollout: wanted off or trainer with rollout.engine=vllm and rollou",
     ),

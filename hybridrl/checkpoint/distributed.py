@@ -48,7 +48,7 @@ def progress_of(engine: TrainEngine) -> Progress:
 
 
 def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
-    """Write the trained parameters, their moments, and the tensors `kept`.
+    """Write trained parameters, their moments, biases that move, and the tensors `kept`.
 
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
@@ -113,12 +113,14 @@ def average_shards(kept: Mapping[str, torch.Tensor], role: str) -> NamedTensors:
 
 
 def _tensors(engine: TrainEngine) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Names and tensors of trained parameters; several if a rank has copies of a tied one."""
+    """Names and tensors of what is trained; several if a rank has copies of a tied parameter."""
     parameters_by_name: dict[str, list[torch.nn.Parameter]] = {}
     for chunk in engine.chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
                 parameters_by_name.setdefault(name, []).append(parameter)
+    for name, buffer in engine.moving_buffers().items():
+        yield f"model/{name}", [buffer]
     for name, parameters in parameters_by_name.items():
         yield f"model/{name}", [parameter.detach() for parameter in parameters]
         states = [engine.optimizer.state.get(parameter, {}) for parameter in parameters]

@@ -111,7 +111,7 @@ class Config:
         if self.cluster.requeue and not self.trainer.resumes:
             self.trainer.resume = "auto"
         self.check_schedule()
-        self.check_replay()
+        self.check_experts()
         self.cluster.check_request()
         self._resolve_dtypes()
         if self.cluster.ranks:
@@ -179,8 +179,8 @@ class Config:
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using)
 
-    def check_replay(self) -> None:
-        """Raise ConfigError for a replay of experts that the rollout engine or model lacks."""
+    def check_experts(self) -> None:
+        """Raise ConfigError for settings of experts that the rollout engine or model lacks."""
         replay, engine = self.trainer.router_replay, self.rollout.features
         using, pp = f"rollout.engine={self.rollout.engine.value}", self.rollout.layout.pp
         if replay is RouterReplay.rollout and pp > 1 and not engine.records_experts_under_pp:
@@ -189,6 +189,9 @@ class Config:
         if replay is RouterReplay.rollout and not engine.records_experts:
             allowed = f"off or trainer with {using}"
             raise ConfigError("trainer.router_replay", replay.value, allowed)
+        rate = self.trainer.router_bias_update_rate
+        if rate and not engine.shares_weights:
+            raise ConfigError("trainer.router_bias_update_rate", rate, f"0 with {using}")
         is_tiny = not (self.model.path or self.model.shape)
         if is_tiny and not self.model.tiny.num_experts:
             for key, value, default in self.trainer.of_experts:

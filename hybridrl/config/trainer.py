@@ -100,6 +100,9 @@ class TrainerConfig:
     the old policy's pass; `trainer`: those of the old policy's pass."""
     router_aux_loss_coef: float = bounded(0.0, least=0)
     """Weight of the loss that evens the load of a layer's experts, by sequence; 0 is none."""
+    router_bias_update_rate: float = bounded(0.0, least=0)
+    """How far the bias of each expert moves after an optimizer step, to even the load; 0 leaves
+    biases alone. For routers that have one (DeepSeek-V3, GLM-4 MoE)."""
     max_bad_steps: int = bounded(3, least=1)
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)
@@ -139,6 +142,7 @@ class TrainerConfig:
         settings: list[tuple[str, str | float, str]] = [
             ("trainer.router_replay", self.router_replay.value, "off"),
             ("trainer.router_aux_loss_coef", self.router_aux_loss_coef, "0"),
+            ("trainer.router_bias_update_rate", self.router_bias_update_rate, "0"),
         ]
         return [setting for setting in settings if setting[1] not in ("off", 0)]
 

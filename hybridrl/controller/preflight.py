@@ -210,6 +210,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.router_balance import check_bias_update
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.workers.actor import stop_strings
 
@@ -230,6 +231,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     if config.trainer.router_replay is not RouterReplay.off:
         check_replay(model, config.trainer.router_replay)
     check_balance(model, config.trainer)
+    check_bias_update(model, config.trainer.router_bias_update_rate)
     check_lora(model, config.actor.lora, "actor.lora")
     check_attention(config, model, local=not unknown_room(config))
     engine_checks(config.rollout).check_model(config.model, model)

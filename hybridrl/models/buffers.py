@@ -3,8 +3,13 @@
 The routing bias of DeepSeek and GLM is a buffer that checkpoints have: a persistent one.
 """
 
+from collections.abc import Mapping
+
 import torch
 from transformers import PreTrainedModel
+
+ROUTING_BIAS = "e_score_correction_bias"
+"""transformers' name of the bias that a router adds to scores for the choice alone."""
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -15,6 +20,18 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
+
+
+def routing_biases(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the `buffers`, by name, that are biases of routers."""
+    return {name: x for name, x in buffers.items() if name.rpartition(".")[2] == ROUTING_BIAS}
+
+
+@torch.no_grad()
+def copy_buffers(model: PreTrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Fill the persistent buffers of `model`, which may be a part of the whole, by name."""
+    for name, buffer in persistent_buffers(model).items():
+        buffer.copy_(buffers[name])
 
 
 @torch.no_grad()

@@ -23,11 +23,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
 
+from hybridrl.config import ConfigError
+from hybridrl.models.buffers import persistent_buffers, routing_biases
 from hybridrl.models.expert_parallel import experts_of
+from hybridrl.models.parallel import meta_model
 
 KEYWORD = "token_sequences"
 """The keyword of a model's call that takes `TokenSequences`, once routers are watched."""
+
+
+def check_bias_update(config: PretrainedConfig, rate: float) -> None:
+    """Raise ConfigError for biases that are to move in a model whose routers have none."""
+    if rate and not routing_biases(persistent_buffers(meta_model(config))):
+        allowed = f"0 (the routers of {config.model_type} have no bias to move)"
+        raise ConfigError("trainer.router_bias_update_rate", rate, allowed)
 
 
 class TokenSequences:

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, ConfigError, DType, RouterReplay
 from hybridrl.data import Item, end_token_id
@@ -34,6 +34,7 @@ from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, gather_groups
 from hybridrl.models.adapters import pair_of
+from hybridrl.models.buffers import copy_buffers
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription
@@ -149,9 +150,19 @@ class Actor:
     def _move_weights(self) -> SwitchStats:
         """Reshard the training weights into the rollout engine."""
         shards = self.train_engine.named_shards()
+        if self.rollout.model is not None:
+            self.copy_biases(self.rollout.model)
         if self.adapters is None:
             return self.rollout.update_weights(self.switch_plan.plan, shards)
         return self.adapters.switch(shards, self.rollout.write_weights, self.device)
+
+    def copy_biases(self, model: PreTrainedModel) -> None:
+        """Fill the routing biases of a `local_model` on this rank, if training moves them.
+
+        Collective. Small next to the weights, they go through the hosts.
+        """
+        if self.config.trainer.router_bias_update_rate:
+            copy_buffers(model, self.train_engine.buffers())
 
     def base_weights(self, dtype: DType) -> Mapping[str, torch.Tensor] | None:
         """The weights without adapters, as a `local_model` on this rank holds them.

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class ActorWorker(BaseWorker):
         self, references: Sequence[Any]
     ) -> Iterable[tuple[str, torch.Tensor]] | None:
         engine = self.actor.train_engine
-        return engine.weights() if engine.version else None
+        return chain(engine.weights(), engine.buffers().items()) if engine.version else None
 
     def _add_judge(self, name: str) -> None:
         if name in self.verifiers or name in self.scorers:
@@ -263,6 +264,7 @@ class ActorWorker(BaseWorker):
                 self.residency.activate(scorer)
                 dtype = self.config.model.compute_dtype
                 self.actor.copy_weights(scorer.parameters(), dtype, average.shards)
+                self.actor.copy_biases(scorer.engine.model)
                 average.moved = False
 
     # -- moving samples ------------------------------------------------------------------------

@@ -109,6 +109,7 @@ class ActorRoleFactory(RoleFactory):
         if self.actor.train_engine.version:  # a warm start has trained the file's weights
             self.residency.activate(scorer)
             self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
+            self.actor.copy_biases(scorer.engine.model)
             self.residency.activate(None)
         return scorer
 

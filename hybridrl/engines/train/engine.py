@@ -45,6 +45,7 @@ from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.buffers import routing_biases
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -218,6 +219,11 @@ class TrainEngine(ModelShards):
         self.optimizer, self.lr_scheduler = make_optimizer(
             self.trained_parameters(), self.optim, self.total_steps, steps, owners
         )
+
+    def moving_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of this rank's layers that updates change, by name; not copies."""
+        moves = self.trainer.router_bias_update_rate > 0
+        return routing_biases(self.local_buffers()) if moves else {}
 
     def resume(self, version: int, steps: int, moments: bool) -> None:
         """Set the state after `steps` optimizer steps of the present phase, `version` in all.
@@ -394,7 +400,10 @@ class TrainEngine(ModelShards):
             metrics["lr_scale"] = lr_scale
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
-        return metrics | self._expert_load.metrics() | self._of_sequences(pooled, batches)
+        load = self._expert_load.metrics()
+        if not metrics["bad_step"]:
+            self._expert_load.move_biases()
+        return metrics | load | self._of_sequences(pooled, batches)
 
     def _of_sequences(
         self, pooled: Sequence[TrainSequence], batches: Sequence[PackedBatch]

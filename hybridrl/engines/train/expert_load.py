@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PretrainedConfig
 
 from hybridrl.config import TrainerConfig
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.buffers import ROUTING_BIAS
 from hybridrl.models.parallel import num_experts
 from hybridrl.models.router_balance import RouterLoss, watch_routers
 from hybridrl.models.router_replay import ExpertShape
@@ -37,6 +39,9 @@ class ExpertLoad:
             config.num_hidden_layers, self.experts, dtype=torch.long, device=device
         )
         self._coef, self._tp = trainer.router_aux_loss_coef, tp
+        self._rate = trainer.router_bias_update_rate
+        # By layer; the biases are looked up when they move, since offloading replaces them.
+        self._routers: list[tuple[int, nn.Module]] = []
         self._loss: RouterLoss | None = None
         self._layers = 0
         if self.experts and self._coef:
@@ -44,8 +49,14 @@ class ExpertLoad:
             self._layers = len(ExpertShape.of(config).layers)
         if self.experts:
             for chunk in chunks:
-                layers = enumerate(decoder_layers(chunk.model), chunk.offset)
+                layers = [*enumerate(decoder_layers(chunk.model), chunk.offset)]
                 watch_routers(layers, self.experts, self._observe, self._loss)
+                self._routers += [
+                    (number, module)
+                    for number, layer in layers
+                    for module in layer.modules()
+                    if ROUTING_BIAS in module._buffers
+                ]
 
     @contextmanager
     def counting(self, sequences: int) -> Iterator[None]:
@@ -73,6 +84,19 @@ class ExpertLoad:
             dist.all_reduce(self._loss.value)
             metrics["router_aux_loss"] = self._loss.value.item() / self._tp / self._coef
         return metrics
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Raise the biases of experts below the mean load, lower those above, all by the rate.
+
+        By the loads over all ranks, which `metrics` has summed up (arXiv 2408.15664). An expert
+        with the mean load keeps its bias.
+        """
+        if not self._rate:
+            return
+        missing = self._counts.sum(1, keepdim=True) - self.experts * self._counts
+        for layer, router in self._routers:
+            getattr(router, ROUTING_BIAS).add_(missing[layer].sign(), alpha=self._rate)
 
     def _observe(self, layer: int, counts: torch.Tensor) -> None:
         self._counts[layer] += counts.sum(0)

@@ -82,10 +82,10 @@ class ModelShards:
         for parameter in (*self.adapters, *heads):
             yield parameter.name, self._full_tensor(parameter, shards)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that checkpoints have (`models.buffers`), by name, on the CPU.
+    def local_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of this rank's layers that checkpoints have (`models.buffers`), by name.
 
-        Every rank has all of those of its layers. All ranks call it together.
+        Not copies. Every rank of a stage has all of its layers' buffers.
         """
         own: dict[str, torch.Tensor] = {}
         for chunk in self.chunks:
@@ -94,7 +94,12 @@ class ModelShards:
                 if name.startswith(prefix):
                     number, _, suffix = name.removeprefix(prefix).partition(".")
                     name = f"{prefix}{int(number) + chunk.offset}.{suffix}"
-                own[plain_name(name)] = buffer.detach().cpu()
+                own[plain_name(name)] = buffer.detach()
+        return own
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those of all stages, on the CPU. All ranks call it together."""
+        own = {name: buffer.cpu() for name, buffer in self.local_buffers().items()}
         stages: list[dict[str, torch.Tensor]] = [own] * self.dims.axes.pp
         if self.dims.axes.pp > 1:
             dist.all_gather_object(stages, own, group=self.dims.mesh.get_group("pp"))
@@ -117,10 +122,11 @@ class ModelShards:
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy another model's full parameters [..] to the parameters of the same names.
+        """Copy another model's full parameters [..], and buffers, to those of the same names.
 
-        Every rank exhausts `weights` (an engine's, of any layout); other parameters are unchanged.
+        Every rank exhausts `weights` (an engine's, of any layout); all others are unchanged.
         """
+        buffers = self.local_buffers()
         named_parameters = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         for name, tensor in weights:
             for parameter in [cast(DTensor, p) for key, p in named_parameters if key == name]:
@@ -129,4 +135,6 @@ class ModelShards:
                     if unpadded is not None:  # else padding of a vocabulary
                         local = parameter.to_local()[unpadded.slices(held)]
                         local.copy_(tensor[unpadded.slices()])
+            if name in buffers:
+                buffers[name].copy_(tensor)
             del tensor  # before the next one is made

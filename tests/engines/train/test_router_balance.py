@@ -1,4 +1,4 @@
-"""The balance loss of routers: under every layout as in one float64 process."""
+"""What evens the load of experts: under every layout as in one process."""
 
 import copy
 import math
@@ -19,6 +19,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.models.buffers import routing_biases
 
 EXPERTS, K, COEF = 8, 3, 0.3
 SETTINGS = {
@@ -32,6 +33,17 @@ SETTINGS = {
     "mlp_only_layers": [1],
 }
 LAYERS = 4
+RATE = 0.03
+BIASED = {
+    "num_hidden_layers": 5,
+    "head_dim": 8,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": K,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "pad_token_id": None,
+}
 
 
 class Surrogate(Loss):
@@ -95,23 +107,26 @@ def oracle(path, sequences, coef, replayed=False):
     return total.item(), even.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def step(path, sequences, layout, schedule, settings):
-    """Metrics and gradients of this rank's share of an update."""
+def make_engine(path, layout, schedule, settings):
     pp, replicas, fsdp, tp, ep = layout
     axes = {"pp": pp, "replicas": replicas, "fsdp": fsdp, "tp": tp, "ep": ep}
     axes |= {key: settings.pop(key) for key in ("cp", "sequence_parallel") if key in settings}
-    engine = TrainEngine(
+    return TrainEngine(
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=settings.pop("most_tokens", 30),
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(**axes, schedule=PipelineSchedule[schedule]),
-            router_aux_loss_coef=COEF,
             **settings,
         ),
         device=torch.device("cpu"),
     )
+
+
+def step(path, sequences, layout, schedule, settings):
+    """Metrics and gradients of this rank's share of an update."""
+    engine = make_engine(path, layout, schedule, {"router_aux_loss_coef": COEF, **settings})
     gradients = {}
 
     def before_step(*_):
@@ -190,3 +205,58 @@ def test_replayed_experts_are_counted_and_live_scores_weigh(ranks, case):
     assert abs(wanted[1] - own[1]) > 0.05
     settings = {"router_replay": RouterReplay.rollout, "activations": ActivationMode.recompute}
     check(ranks, path, sequences, wanted, (1, 1, 2, 1, 2), "one_f_one_b", settings)
+
+
+def moved(path, sequences, layout, schedule, settings):
+    """The routing biases of the whole model after each of two updates of one engine."""
+    engine = make_engine(path, layout, schedule, {"router_bias_update_rate": RATE, **settings})
+    biases = []
+    for _ in range(2):
+        engine.update(sequences[dist.get_rank() :: dist.get_world_size()], Surrogate())
+        biases.append({k: x.clone() for k, x in routing_biases(engine.buffers()).items()})
+    return biases
+
+
+@pytest.fixture(scope="module")
+def biased(tiny, sequences_of):
+    """A model with routing biases, its sequences, and the biases after an update."""
+    path, sequences = tiny("glm4_moe", True, **BIASED), sequences_of()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    wanted = {}
+    for index, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            counts = torch.zeros(EXPERTS)
+
+            def count(_, inputs, counts=counts):
+                counts += inputs[1].flatten().bincount(minlength=EXPERTS)
+
+            layer.mlp.experts.register_forward_pre_hook(count)
+            wanted[f"model.layers.{index}.mlp.gate.e_score_correction_bias"] = counts
+    for s in sequences:
+        model(s.ids[None])
+    return path, sequences, {k: RATE * (n.mean() - n).sign() for k, n in wanted.items()}
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("layout", "schedule", "settings"),
+    [
+        ((1, 1, 1, 1, 1), "one_f_one_b", {"activations": ActivationMode.recompute}),
+        ((2, 1, 2, 1, 2), "zero_bubble", {}),  # rows are filled up: that is no load
+        ((1, 1, 2, 2, 4), "one_f_one_b", {}),
+        (
+            (1, 1, 2, 1, 2), "one_f_one_b",
+            {"cp": 2, "chunk_tokens": 3, "most_tokens": 5, "router_aux_loss_coef": COEF},
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_biases_move_by_the_load_of_all_ranks(ranks, biased, layout, schedule, settings):
+    path, sequences, wanted = biased
+    results = ranks(math.prod(layout[:4]), moved, path, sequences, layout, schedule, settings)
+    for first, second in results:
+        assert first.keys() == wanted.keys()
+        for name, bias in wanted.items():
+            assert torch.allclose(first[name], bias, rtol=0, atol=1e-7), name
+            assert torch.equal(second[name], results[0][1][name]), name
+            assert not torch.equal(second[name], bias), name
