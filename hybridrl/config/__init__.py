@@ -150,9 +150,14 @@ class Config:
     def _resolve_layouts(self) -> None:
         """Fill in the sizes of pools and axes, once the number of ranks is known."""
         self.cluster.resolve()
-        self.trainer.layout.resolve(self.ranks_of("actor"))
-        for role in VALUE_MODELS:
-            self.value_model_of(role).layout.resolve(self.ranks_of(self.value_pool))
+        layouts = {"actor": [self.trainer.layout]}
+        layouts.setdefault(self.value_pool, []).extend(
+            self.value_model_of(role).layout for role in VALUE_MODELS
+        )
+        for pool, of_pool in layouts.items():
+            for layout in of_pool:
+                layout.resolve(self.ranks_of(pool))
+                layout.place_experts(self.ranks_of(pool), self.cluster.ranks_per_node)
 
     def _check_layouts(self) -> None:
         """Raise ConfigError for pools and layouts that do not fit the ranks."""

@@ -1,5 +1,6 @@
 """Sharding of the weights over the ranks, in training and in generation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -48,6 +49,9 @@ class TrainLayoutConfig:
     """Tensor parallelism."""
     ep: int = bounded(1, least=1)
     """Expert parallelism, over the ranks of fsdp x tp; FSDP shards experts over those left."""
+    ep_grouping: Grouping = Grouping.auto
+    """Which ranks share the experts. `strided`: far ones, whose shards nest in those of generation;
+    `vanilla`: consecutive ones; `auto`: strided, or vanilla where only that stays in a node."""
     cp: int = bounded(1, least=1)
     """Context parallelism (Ulysses): so many ranks of fsdp share a row too long for one of them."""
     sequence_parallel: bool = False
@@ -60,6 +64,29 @@ class TrainLayoutConfig:
         others = self.pp * self.replicas * self.tp
         if self.fsdp == 0 and ranks % others == 0:
             self.fsdp = ranks // others
+
+    def place_experts(self, ranks: int, ranks_per_node: int) -> None:
+        """Decide an `ep_grouping` of `auto`, once the other axes are known.
+
+        It stays `auto`, which is strided, where that crosses no node or vanilla does too.
+        """
+        block = self.fsdp * self.tp
+        if self.ep_grouping is not Grouping.auto or not block or block % self.ep:
+            return
+        ranks_per_node = max(1, ranks_per_node)
+
+        def crosses(group: Sequence[int]) -> bool:
+            starts = range(0, ranks, block)
+            return any(len({(start + i) // ranks_per_node for i in group}) > 1 for start in starts)
+
+        efsdp = block // self.ep
+        near = [range(start, start + self.ep) for start in range(0, block, self.ep)]
+        far = [
+            [q % self.fsdp * self.tp + q // self.fsdp for q in range(start, block, efsdp)]
+            for start in range(efsdp)
+        ]
+        if any(map(crosses, far)) and not any(map(crosses, near)):
+            self.ep_grouping = Grouping.vanilla
 
     def check(
         self, ranks: int, key: str = "trainer.layout", ranks_key: str = "cluster.ranks"

@@ -74,6 +74,7 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     from hybridrl.planner.layout import report
 
     train, gen = config.trainer.layout, config.rollout.layout
+    train.place_experts(config.ranks_of("actor"), gpus_per_node)
     shape = _checked_shape(config)
     parameters = model_parameters(shape)
     zigzag = train.schedule is PipelineSchedule.zero_bubble

@@ -24,6 +24,7 @@ class TrainAxes:
     Experts have two axes over the ranks of fsdp x tp: q = t * fsdp + f = e * efsdp + f_e. `ep`
     splits the experts, and FSDP shards the experts of a rank over `efsdp`. The fine index q is also
     that of generation's strided order, so shards of experts nest as those of other weights do.
+    With `ep_near` the ranks of an ep group are consecutive: f * tp + t = f_e * ep + e.
     """
 
     pp: int = 1
@@ -31,11 +32,13 @@ class TrainAxes:
     fsdp: int = 1
     tp: int = 1
     ep: int = 1
+    ep_near: bool = False
 
     @classmethod
     def of(cls, layout: TrainLayoutConfig) -> "TrainAxes":
         """The axes of resolved settings."""
-        return cls(layout.pp, layout.replicas, layout.fsdp, layout.tp, layout.ep)
+        near = layout.ep_grouping is Grouping.vanilla
+        return cls(layout.pp, layout.replicas, layout.fsdp, layout.tp, layout.ep, near)
 
     @property
     def ranks(self) -> int:

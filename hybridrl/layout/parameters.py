@@ -39,8 +39,11 @@ def train_mesh(axes: TrainAxes) -> Mesh:
 def expert_mesh(axes: TrainAxes) -> Mesh:
     """The training ranks along the experts' axes; see `TrainAxes`."""
     sizes = (axes.pp, axes.replicas, axes.ep, axes.efsdp)
-    ranks = train_mesh(axes).grid().swapaxes(2, 3).ravel().tolist()
-    return Mesh(tuple(zip(("pp", "replica", "ep", "efsdp"), sizes, strict=True)), tuple(ranks))
+    ranks = train_mesh(axes).grid()
+    if axes.ep_near:
+        ranks = ranks.reshape(axes.pp, axes.replicas, axes.efsdp, axes.ep)
+    numbers = tuple(ranks.swapaxes(2, 3).ravel().tolist())
+    return Mesh(tuple(zip(("pp", "replica", "ep", "efsdp"), sizes, strict=True)), numbers)
 
 
 def context_mesh(axes: TrainAxes, cp: int) -> Mesh:

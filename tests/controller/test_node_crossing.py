@@ -1,9 +1,18 @@
 """Which layouts are said to cross nodes."""
 
+from typing import Any
+
 import pytest
 
-from hybridrl.config import ClusterConfig, Config, RolloutConfig, TrainerConfig, TrainLayoutConfig
-from hybridrl.config.layout import RolloutLayoutConfig
+from hybridrl.config import (
+    ClusterConfig,
+    ClusterKind,
+    Config,
+    RolloutConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
+from hybridrl.config.layout import Grouping, RolloutLayoutConfig
 from hybridrl.controller.node_crossing import crossing_warnings
 
 
@@ -35,6 +44,7 @@ def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[str]) -> N
         # Experts are the slower part of fsdp's numbering: ep 2 joins ranks 0 and 2.
         (TrainLayoutConfig(ep=2), "aabb", ["trainer.layout.ep=2: ranks 0, 2 are on several nod"]),
         (TrainLayoutConfig(ep=2), "abab", []),
+        (TrainLayoutConfig(ep=2, ep_grouping=Grouping.vanilla), "aabb", []),
         (TrainLayoutConfig(tp=2, ep=2), "aabb", []),
         (TrainLayoutConfig(cp=2), "aabb", []),
         (TrainLayoutConfig(cp=2), "abab", ["trainer.layout.cp=2: ranks 0, 1 are on several node"]),
@@ -47,3 +57,29 @@ def test_ep_and_cp_across_nodes(layout: TrainLayoutConfig, nodes: str, keys: lis
     assert len(lines) == len(keys)
     assert all(line.startswith(key) for line, key in zip(lines, keys, strict=True))
     assert all(line.endswith("every layer's all-to-alls cross the network") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "wanted"),
+    [
+        ({"ep": 4}, 2, Grouping.vanilla),  # strided: ranks 0, 2, 4, 6
+        ({"ep": 4}, 1, Grouping.auto),
+        ({"ep": 8}, 2, Grouping.auto),  # no order has eight ranks on four
+        ({"ep": 2, "tp": 2}, 2, Grouping.auto),  # ep's ranks are those of tp
+        ({"ep": 4, "tp": 2}, 2, Grouping.vanilla),
+        ({"ep": 2, "pp": 2}, 2, Grouping.auto),  # a stage is on a node
+        ({"ep": 2, "pp": 2}, 4, Grouping.vanilla),
+        ({"ep": 4, "ep_grouping": Grouping.strided}, 2, Grouping.strided),
+    ],
+    ids=str,
+)
+def test_ep_stays_on_a_node_where_it_can(
+    layout: dict[str, Any], nodes: int, wanted: Grouping
+) -> None:
+    cluster = ClusterConfig(kind=ClusterKind.slurm, nodes=nodes, ranks=8)
+    config = Config(cluster=cluster, trainer=TrainerConfig(layout=TrainLayoutConfig(**layout)))
+    assert config.trainer.layout.ep_grouping is wanted
+    node_of = [str(rank * nodes // 8) for rank in range(8)]
+    crosses = crossing_warnings(config, node_of, range(8), [[rank] for rank in range(8)])
+    expected = layout["ep"] == 8 or wanted is Grouping.strided
+    assert any("ep=" in line for line in crosses) == expected

@@ -16,7 +16,15 @@ from hybridrl.config.layout import Grouping
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.layout import Layout, Rule, Split, stages_of_layers
 from hybridrl.layout.mesh import Mesh, gen_mesh
-from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter, gen_layout, train_layout
+from hybridrl.layout.parameters import (
+    BOTH,
+    FIRST,
+    LAST,
+    Parameter,
+    expert_mesh,
+    gen_layout,
+    train_layout,
+)
 from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.switching import check_ascending, plan_switch
 
@@ -233,6 +241,31 @@ def test_bytes_equal_theory_where_whole_experts_nest(axes: TrainAxes, tp: int, e
     size = sum(math.prod(shape) for shape in switch.plan.dst.shapes.values())
     assert (received == switch.plan.least).all()
     assert received.sum() == switch.theory == (size // tp - size // axes.shards) * axes.ranks
+
+
+@pytest.mark.parametrize(
+    ("axes", "tp"),
+    [
+        (TrainAxes(fsdp=8, ep=4), 4),
+        (TrainAxes(fsdp=4, tp=2, ep=4), 4),
+        (TrainAxes(fsdp=4, ep=2), 2),
+    ],
+    ids=str,
+)
+def test_consecutive_ranks_share_experts_that_generate_on_consecutive_ranks(
+    axes: TrainAxes, tp: int
+) -> None:
+    """Shards of whole experts then nest in the order `vanilla`, not in `strided`."""
+    near = replace(axes, ep_near=True)
+    groups = expert_mesh(near).lines("ep")
+    assert all(group == [*range(group[0], group[0] + axes.ep)] for group in groups)
+    received = {}
+    for order in (Grouping.strided, Grouping.vanilla, Grouping.auto):
+        experts = [p for p in expert_model(8) if p.experts]
+        switch = plan_switch(experts, near, 1, tp, order, gen_ep=tp)
+        received[order] = switch.plan.traffic.received.sum()
+    assert received[Grouping.auto] == received[Grouping.vanilla] == switch.theory
+    assert received[Grouping.strided] > 1.2 * switch.theory
 
 
 @pytest.mark.parametrize(

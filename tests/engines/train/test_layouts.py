@@ -18,6 +18,7 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.config.layout import Grouping
 from hybridrl.engines.train import build
 from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
@@ -103,6 +104,7 @@ def step(
     recompute=False,
     cp=1,
     chunk=0,
+    ep_grouping="auto",
 ):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
     pp, replicas, fsdp, tp, *ep = layout
@@ -123,6 +125,7 @@ def step(
                 cp=cp,
                 schedule=PipelineSchedule[schedule],
                 sequence_parallel=sequence_parallel,
+                ep_grouping=Grouping[ep_grouping],
             ),
         ),
         device=torch.device("cpu"),
@@ -334,6 +337,13 @@ SLOW_EXPERTS = [
 )
 def test_experts(ranks, wanted, layout, schedule, sequence_parallel):
     check_all(ranks, [wanted("qwen3_moe", True)], layout, schedule, 1, sequence_parallel)
+
+
+@pytest.mark.layouts
+def test_experts_on_consecutive_ranks(ranks, wanted):
+    path, sequences, want = wanted("qwen3_moe", True)
+    args = ((1, 1, 4, 1, 2), "one_f_one_b", 1, 30, False, False, 1, 0, "vanilla")
+    check(ranks(4, step, path, sequences, *args), want, path)
 
 
 def loads(path, sequences, layout):
