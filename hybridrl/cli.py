@@ -64,14 +64,13 @@ def _run(action: str, args: list[str]) -> None:
 
     _check_config_files(args)
     from hybridrl.config import compose
-    from hybridrl.models.config_json import check_has_experts
 
     compose.register()
     args = compose.take_recipe_paths(args)
     first = compose.check_command_line(args)
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
-        check_has_experts(first.model.path, first.trainer)
+        _check_model_settings(first)
         _check_run_dir(action, first)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
@@ -84,7 +83,7 @@ def _run(action: str, args: list[str]) -> None:
             config = compose.to_config(composed)
             if config.model.shape and config.model.path is None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
-            check_has_experts(config.model.path, config.trainer)
+            _check_model_settings(config)
             _check_run_dir(action, config)  # of a sweep
             _job(action, config)
         except ConfigError as error:
@@ -110,6 +109,14 @@ def _check_config_files(args: Sequence[str]) -> None:
     for key, _, value in (arg.partition("=") for arg in args):
         if key.endswith((".path", ".model")):
             check_config_json(value.strip("'\""), key)
+
+
+def _check_model_settings(config: Config) -> None:
+    """Raise ConfigError for settings that the actor's `config.json` alone rules out."""
+    from hybridrl.models.config_json import check_has_experts, check_layouts
+
+    check_has_experts(config.model.path, config.trainer)
+    check_layouts(config.model, config.trainer.layout, config.rollout.layout)
 
 
 def _check_run_dir(action: str, config: Config) -> None:

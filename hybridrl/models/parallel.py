@@ -21,7 +21,7 @@ from transformers import (
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
+from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, cp_allowed, ep_allowed
 from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -146,7 +146,7 @@ def check_train_layout(
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
-    _check(f"{key}.cp", layout.cp, _cp_allowed(config, layout.cp, layout.tp))
+    _check(f"{key}.cp", layout.cp, cp_allowed(heads_of_rank(config, layout.tp), layout.cp))
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:
@@ -178,26 +178,9 @@ def _leaves_experts_whole(config: PretrainedConfig) -> bool:
 
 def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
     """The allowed values and the reason; None if `ep` is allowed."""
-    experts = num_experts(config)
-    if ep == 1:
-        return None
-    if not experts:
-        return f"1 (model type {config.model_type} has no experts)"
-    if _leaves_experts_whole(config):
+    if ep > 1 and _leaves_experts_whole(config):
         return f"1 (transformers has no plan for the experts of model type {config.model_type})"
-    if experts % ep == 0:
-        return None
-    choices = [str(n) for n in range(1, experts + 1) if experts % n == 0]
-    return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
-
-
-def _cp_allowed(config: PretrainedConfig, cp: int, tp: int) -> str | None:
-    """The allowed values and the reason; None if `cp` is allowed."""
-    heads = heads_of_rank(config, tp)
-    if heads % cp == 0:
-        return None
-    choices = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-    return f"one of {choices} (it must divide the {heads} attention heads of a rank; no ring yet)"
+    return ep_allowed(config.model_type, num_experts(config), ep)
 
 
 def _check(key: str, value: int, allowed: str | None) -> None:

@@ -13,10 +13,19 @@ from transformers import (
     T5Config,
 )
 
-from hybridrl.config import Attention, ConfigError, RouterReplay, TrainerConfig
+from hybridrl.config import (
+    Attention,
+    ConfigError,
+    ModelConfig,
+    RolloutLayoutConfig,
+    RouterReplay,
+    TinyModelConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import AttentionShape, attention_shape
-from hybridrl.models.config_json import check_config_json, check_has_experts
+from hybridrl.models.config_json import check_config_json, check_has_experts, check_layouts
 from hybridrl.models.load import check_supported, empty_causal_lm
 from hybridrl.models.packed_attention import choose_attention
 from hybridrl.models.stored_weights import StoredWeights
@@ -105,6 +114,46 @@ def test_a_dense_model_has_no_experts_to_replay_or_balance(tmp_path):
     MixtralConfig().save_pretrained(tmp_path)
     check_has_experts(str(tmp_path), replays)
     check_has_experts(str(tmp_path), balances)
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "message"),
+    [
+        ({"ep": 3}, {}, "trainer.layout.ep=3: wanted one of 1, 2, 4, 8 (it must divide the 8 exp"),
+        ({}, {"tp": 3, "ep": 3}, "rollout.layout.ep=3: wanted one of 1, 2, 4, 8 (it must divide"),
+        ({"cp": 3}, {}, "trainer.layout.cp=3: wanted one of 1, 2, 4, 8, 16, 32 (it must divide"),
+    ],
+)
+def test_layouts_that_config_json_rules_out(tmp_path, train, gen, message):
+    MixtralConfig().save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        check_layouts(model, TrainLayoutConfig(**train), RolloutLayoutConfig(**gen))
+    assert message in str(refused.value)
+    check_layouts(model, TrainLayoutConfig(ep=2, cp=4), RolloutLayoutConfig(tp=2, ep=2))
+
+
+def test_layouts_that_it_leaves_to_other_checks(tmp_path):
+    """Heads under tp, which transformers' plan cuts; models that are not here."""
+    LlamaConfig(hidden_size=48, num_attention_heads=6).save_pretrained(tmp_path)
+    gen = RolloutLayoutConfig()
+    check_layouts(ModelConfig(path=str(tmp_path)), TrainLayoutConfig(tp=2, cp=4), gen)
+    check_layouts(ModelConfig(path="a/hub-name"), TrainLayoutConfig(ep=2, cp=4), gen)
+    wanted = r"^trainer.layout.ep=2: wanted 1 \(model type llama has no experts\)$"
+    with pytest.raises(ConfigError, match=wanted):
+        check_layouts(ModelConfig(path=str(tmp_path)), TrainLayoutConfig(ep=2), gen)
+
+
+def test_so_do_the_sizes_of_a_model_that_is_made():
+    gen, dense, mixture = RolloutLayoutConfig(), TinyModelConfig(), TinyModelConfig(num_experts=8)
+    check_layouts(ModelConfig(tiny=mixture), TrainLayoutConfig(ep=2), gen)
+    for tiny, layout, wanted in (
+        (dense, {"ep": 2}, r"^trainer.layout.ep=2: wanted 1 \(model type qwen3 has no experts\)$"),
+        (mixture, {"ep": 3}, "^trainer.layout.ep=3: wanted one of 1, 2, 4, 8 "),
+        (dense, {"cp": 4}, "^trainer.layout.cp=4: wanted one of 1, 2, 3, 6 "),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            check_layouts(ModelConfig(tiny=tiny), TrainLayoutConfig(**layout), gen)
 
 
 def test_nothing_is_random_in_training(tmp_path):
