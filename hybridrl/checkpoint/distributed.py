@@ -8,10 +8,9 @@ the optimizer's tensors (`exp_avg`, `exp_avg_sq`, Muon's `momentum_buffer`), and
 
 import errno
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -79,7 +78,8 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
         copies = dict(_tensors(engine))
         state = kept | {name: dequantized(tensors[0]) for name, tensors in copies.items()}
         with logged(logger, f"load from {folder}"):
-            state_dict_loader.load(state, checkpoint_id=folder, planner=_AnyPadding())
+            planner = _AnyPadding(engine.vocabulary())
+            state_dict_loader.load(state, checkpoint_id=folder, planner=planner)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise ValueError(f"{folder}: {' '.join(str(first).split())}") from error
@@ -153,8 +153,12 @@ class _AnyPadding(DefaultLoadPlanner):
     """Accepts a vocabulary that was padded to another multiple: only common rows are read.
 
     Rows after the saved ones are zeros already: `models.tensor_parallel.pad_vocabulary` sets them,
-    and training does not change them.
+    and training does not change them. `vocabulary` are the parameters with a row for each token.
     """
+
+    def __init__(self, vocabulary: Collection[str]) -> None:
+        super().__init__()
+        self._vocabulary = tuple(f"/{name}" for name in vocabulary)
 
     def create_local_plan(self) -> LoadPlan:
         """The default's plan, for this run's sizes of the tensors."""
@@ -162,8 +166,8 @@ class _AnyPadding(DefaultLoadPlanner):
         known = self.metadata.state_dict_metadata
         for name, tensor in self.state_dict.items():
             saved = known.get(name)
-            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                saved = cast(TensorStorageMetadata, saved)
-                if saved.size[1:] == tensor.shape[1:]:
-                    known[name] = replace(saved, size=tensor.size())
+            if not name.endswith(self._vocabulary) or not isinstance(saved, TensorStorageMetadata):
+                continue
+            if saved.size[1:] == tensor.shape[1:]:
+                known[name] = replace(saved, size=tensor.size())
         return super().create_local_plan()

@@ -143,6 +143,19 @@ def test_so_does_muon(ranks, make_source, tmp_path) -> None:
 
 
 @pytest.mark.layouts
+def test_a_padded_vocabulary_by_any_name(ranks, tmp_path) -> None:
+    """GPT-NeoX's are `embed_in` and `embed_out`: 42 rows with tp 2, and 41 without."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_neox", vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+        num_attention_heads=2, initializer_range=0.3,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    check(ranks, tmp_path / "source", tmp_path / "saved", TP, WHOLE)
+
+
+@pytest.mark.layouts
 def test_experts_go_on_on_other_ranks(ranks, make_source, tmp_path) -> None:
     source = make_source(True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     check(ranks, source, tmp_path / "saved", EXPERTS, FEWER, WHOLE)

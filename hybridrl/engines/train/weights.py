@@ -62,6 +62,10 @@ class ModelShards:
         pairs = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         return {name for name, parameter in pairs if parameter.requires_grad}
 
+    def vocabulary(self) -> list[str]:
+        """The names of parameters with a row for each token, which tp pads."""
+        return [p.name for p in self.parameters if p.layer < 0 and p.tp_dim is not None]
+
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every parameter of the model, in its order; without tied ones and adapters."""
         return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
