@@ -114,8 +114,10 @@ class WeightSwitch:
             self.bytes_theory,
         )
 
-    def switch(self, source: Tensors, destination: Tensors) -> SwitchStats:
+    def switch(self, source: Tensors, destination: Tensors, *, waits: bool = True) -> SwitchStats:
         """Fill `destination` from `source`; every rank of the plan calls it.
+
+        Without `waits` the host does not wait for a GPU, and `seconds` count launches alone.
 
         Both hold the rank's shard of each parameter under its name, as `layout.local(name, rank)`
         says, padding included: its boxes are concatenated (`LocalTensor`). A parameter of which
@@ -156,7 +158,7 @@ class WeightSwitch:
             self._finish(len(self._rounds) - 1, work, slots, destination, stats)
         else:
             self._copy_kept(source, destination, stats)
-        if device.type == "cuda":
+        if waits and device.type == "cuda":
             torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
         stats.seconds = time.perf_counter() - begun
         logger.debug(

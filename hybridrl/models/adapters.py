@@ -101,8 +101,12 @@ def check_lora(config: PretrainedConfig, lora: LoraConfig, key: str) -> None:
     """Raise ConfigError for adapters of layers that the model does not have; `key` names them."""
     if not lora.rank:
         return
+    model = meta_model(config)
+    if not _linear_layers(model):  # GPT-2's are transformers' Conv1D
+        allowed = f"0 (adapters are for torch.nn.Linear, of which {config.model_type} has none)"
+        raise ConfigError(f"{key}.rank", lora.rank, allowed)
     try:
-        target_modules(meta_model(config), lora)
+        target_modules(model, lora)
     except ValueError as error:
         value, _, known = str(error).partition("; ")
         raise ConfigError(f"{key}.target_modules", value, f"{ALL_LINEAR}, or {known}") from None

@@ -12,3 +12,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     number = model.config.num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
     return next(candidate for candidate in lists if len(candidate) == number)
+
+
+def layers_name(model: PreTrainedModel) -> str:
+    """The name of `decoder_layers` in the base model."""
+    layers = decoder_layers(model)
+    return next(name for name, module in model.base_model.named_modules() if module is layers)

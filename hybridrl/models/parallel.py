@@ -21,6 +21,7 @@ from transformers import (
 from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.blocks import layers_name
 from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, cp_allowed, ep_allowed
 from hybridrl.models.stages import modules_before
 
@@ -96,13 +97,14 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
     prefix = f"{model.base_model_prefix}."
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied, first = head.weight is embedding, tuple(modules_before(config))
+    layers = f"{layers_name(model)}."
     parameters = []
     for name, tensor in model.named_parameters():
         inner = name.removeprefix(prefix)
         if tensor is embedding:
             layer = BOTH if tied else FIRST
-        elif inner.startswith("layers."):
-            layer = int(inner.split(".")[1])
+        elif inner.startswith(layers):
+            layer = int(inner.removeprefix(layers).partition(".")[0])
         else:
             layer = FIRST if inner.split(".")[0] in first else LAST
         if any(tensor is x for x in (embedding, head.weight, head.bias)):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
 from hybridrl.models.stages import per_layer_lists
 
@@ -42,7 +43,9 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in settings.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        if name in _AT_MOST:
+        if name.startswith("vocab_size"):  # Gemma 4 has a second vocabulary's width
+            settings[name] = VOCABULARY
+        elif name in _AT_MOST:
             settings[name] = min(value, _AT_MOST[name])
         elif "intermediate_size" in name or name in ("n_inner", "ffn_dim"):
             settings[name] = _width(name)
@@ -51,7 +54,6 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     for name in settings:
         if name.endswith("_token_id") and isinstance(settings[name], list):
             settings[name] = 1
-    settings["vocab_size"] = VOCABULARY
     depth = settings["num_hidden_layers"]
     small = _remade(config, settings)
     kept = _layers_needed(_kinds(small, depth))
@@ -109,13 +111,6 @@ def _kinds(config: PretrainedConfig, depth: int) -> list[tuple[Any, ...]]:
         )
         for index, layer in enumerate(decoder_layers(model))
     ]
-
-
-def decoder_layers(model: Any) -> torch.nn.ModuleList:
-    """The decoder's layers, by whatever name."""
-    depth = model.config.num_hidden_layers
-    modules = model.base_model.modules()
-    return next(m for m in modules if isinstance(m, torch.nn.ModuleList) and len(m) == depth)
 
 
 def _layers_needed(kinds: Iterable[tuple[Any, ...]]) -> int:

@@ -7,6 +7,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     Olmo2Config,
+    OPTConfig,
     PhiConfig,
     PhiForCausalLM,
     PretrainedConfig,
@@ -14,9 +15,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
+from hybridrl.config import ConfigError, LoraConfig, PipelineSchedule, TrainLayoutConfig
 from hybridrl.config.layout import RolloutLayoutConfig
+from hybridrl.layout.owners import matrices_of
 from hybridrl.layout.parameters import BOTH, FIRST, LAST
+from hybridrl.models.adapters import check_lora
 from hybridrl.models.parallel import (
     check_gen_layout,
     check_train_layout,
@@ -227,3 +230,31 @@ def test_modules_by_the_pipeline_plan() -> None:
     assert layers["gpt_neox.final_layer_norm.weight"] == LAST
     assert layers["embed_out.weight"] == LAST
     assert layers["gpt_neox.layers.2.mlp.dense_h_to_4h.weight"] == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "matrices"),
+    [(GPT2Config(), "transformer.h", 4), (OPTConfig(), "model.decoder.layers", 6)],
+    ids=["gpt2", "opt"],
+)
+def test_layers_by_any_name(config: PretrainedConfig, layers: str, matrices: int) -> None:
+    """Their matrices are those that Muon takes: of GPT-2 they are [inputs, outputs]."""
+    parameters = model_parameters(config)
+    in_layers = {p.name: p.layer for p in parameters if p.name.startswith(layers)}
+    numbers = {n: int(n.removeprefix(f"{layers}.").partition(".")[0]) for n in in_layers}
+    assert in_layers == numbers
+    assert set(numbers.values()) == set(range(12))
+    assert all(p.layer < 0 for p in parameters if p.name not in in_layers)
+    of_layers = [name for name in in_layers if name.endswith("weight") and "norm" not in name]
+    wanted = [name for name in of_layers if ".ln_" not in name]
+    assert matrices_of(parameters) == wanted
+    assert len(wanted) == 12 * matrices
+
+
+def test_adapters_need_linear_layers() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_lora(GPT2Config(), LoraConfig(rank=8), "actor.lora")
+    wanted = "0 (adapters are for torch.nn.Linear, of which gpt2 has none)"
+    assert str(refused.value) == f"actor.lora.rank=8: wanted {wanted}"
+    check_lora(GPT2Config(), LoraConfig(rank=0), "actor.lora")
+    check_lora(OPTConfig(), LoraConfig(rank=8), "actor.lora")

@@ -76,15 +76,19 @@ class MatrixOwners:
         return WeightSwitch(way, rank, self._dtype)
 
     def orthogonal(self, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's shards of the orthogonalized matrices, from its `shards` of the matrices."""
+        """This rank's shards of the orthogonalized matrices, from its `shards` of the matrices.
+
+        The host does not wait for a GPU: the stream orders messages and products.
+        """
         results: dict[str, torch.Tensor] = {}
         for there, back in self._trips:
             whole = self._empty(there.destination)
-            there.switch({name: shards[name] for name in there.source if name in shards}, whole)
+            own_shards = {name: shards[name] for name in there.source if name in shards}
+            there.switch(own_shards, whole, waits=False)
             for matrices in whole.values():
                 matrices.copy_(orthogonal(matrices))
             own = self._empty(back.destination)
-            back.switch(whole, own)
+            back.switch(whole, own, waits=False)
             results |= own
         return results
 

@@ -80,7 +80,8 @@ def reference(path, steps):
     """The weights after the same gradients, by torch's Muon and AdamW on whole tensors."""
     model = AutoModelForCausalLM.from_pretrained(path)
     named = dict(model.named_parameters())
-    matrices = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
+    in_layers = {name for name in named if ".layers." in name or ".h." in name}
+    matrices = [p for name, p in named.items() if name in in_layers and p.ndim == 2]
     others = [p for p in named.values() if not any(p is matrix for matrix in matrices)]
     settings = {"lr": OPTIM.lr, "weight_decay": OPTIM.weight_decay}
     muon = torch.optim.Muon(matrices, **settings, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
@@ -114,10 +115,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_updates_equal_those_of_one_process(ranks, tiny, sequences, layout) -> None:
-    """Whatever the layout, also where FSDP's shards are not equal (18 rows over 4 ranks)."""
-    path, sizes = tiny("qwen3", intermediate_size=18), LAYOUTS[layout]
+@pytest.mark.parametrize(
+    ("family", "layout"), [*(("qwen3", layout) for layout in LAYOUTS), ("gpt2", "fsdp 4")]
+)
+def test_updates_equal_those_of_one_process(ranks, tiny, sequences, family, layout) -> None:
+    """Whatever the layout, also where FSDP's shards are not equal (18 rows over 4 ranks).
+
+    GPT-2's layers are called `h`, and its matrices are [inputs, outputs].
+    """
+    path, sizes = tiny(family, intermediate_size=18), LAYOUTS[layout]
     num_ranks = sizes.pp * sizes.replicas * sizes.fsdp * sizes.tp
     results = ranks(num_ranks, train, path, sequences, sizes, DType.float32)
     before = AutoModelForCausalLM.from_pretrained(path).state_dict()
