@@ -70,6 +70,14 @@ test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machin
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
 	$(PYTEST) -q -m "slow and not vllm and not slurm"
 
+# In a folder: transformers imports an installed torchao in every process, in seconds, with warnings.
+.cache/torchao: scripts/constraints.txt
+	@$(PIP) --no-deps --upgrade --target $@ torchao
+	@touch $@
+
+test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
+	PYTHONPATH=.cache/torchao $(PYTEST) -q tests/engines/train/test_adamw8bit.py
+
 test-models: $(BIN)/.dev  ## every model family against transformers, the table of docs/models.md
 	$(PYTEST) -q -m models
 
@@ -154,4 +162,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-moe bench-placement bench-long bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-moe bench-placement bench-long bench-vllm

@@ -12,7 +12,9 @@ from hybridrl.config import ModelConfig, OptimConfig, OptimName, TrainerConfig, 
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.engine import TrainEngine
 
-torchao_optim = pytest.importorskip("torchao.optim", reason="the extra adamw8bit")
+torchao_optim = pytest.importorskip(
+    "torchao.optim", reason="torchao is not here: make test-adamw8bit"
+)
 
 OPTIM = OptimConfig(name=OptimName.adamw8bit, lr=1e-2, weight_decay=0.1, warmup_steps=2)
 FSDP, TP = TrainLayoutConfig(fsdp=2), TrainLayoutConfig(fsdp=1, tp=2)
