@@ -5,7 +5,7 @@ generation with transformers (`hybridrl.engines.probe`); two compare both again,
 pipeline or expert parallelism.
 
     python scripts/model_families.py                    print the table
-    python scripts/model_families.py --only olmo2,glm4  some families
+    python scripts/model_families.py --only olmo2,DIR   some families, or the config of a directory
     python scripts/model_families.py --write            into docs/models.md
     python scripts/model_families.py --check            exit 1 where docs/models.md differs
 """
@@ -114,9 +114,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str) -> PretrainedConfig:
-    """The family's config at its usual size."""
+    """The family's config at its usual size; that of a directory is its own."""
     transformers_logging.set_verbosity_error()
-    return AutoConfig.for_model(family, **FAMILIES[family])
+    if Path(family).is_dir():
+        config: PretrainedConfig = AutoConfig.from_pretrained(family)
+        return config
+    return AutoConfig.for_model(family, **FAMILIES.get(family, {}))
 
 
 class _Weighted(Loss):
@@ -292,15 +295,25 @@ def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
     return tuple(cells[column] for column in COLUMNS), reasons
 
 
+def documented() -> dict[str, tuple[str, ...]]:
+    """The rows of docs/models.md, by family."""
+    lines = [tuple(line.strip("| ").split(" | ")) for line in DOCS.read_text().splitlines()]
+    return {cells[0]: cells for cells in lines if len(cells) == len(COLUMNS)}
+
+
 def find_vllm() -> bool:
     """Whether vLLM is installed."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def _vllm(config: PretrainedConfig) -> str:
-    """What vLLM's registry says, or its backend for models of transformers."""
+    """What vLLM's registry says, or its backend for models of transformers.
+
+    Where vLLM is not installed, what docs/models.md says.
+    """
     if not find_vllm():
-        return "not tried"
+        row = documented().get(config.model_type)
+        return row[COLUMNS.index("vLLM")] if row else "not tried"
     from vllm.model_executor.models.registry import ModelRegistry
 
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -320,7 +333,9 @@ def render(rows: Sequence[tuple[tuple[str, ...], list[str]]]) -> str:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(FAMILIES), help="families, by comma")
+    parser.add_argument(
+        "--only", default=",".join(FAMILIES), help="families or directories, by comma"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     parser.add_argument("--check", action="store_true", help="compare with docs/models.md")
     options = parser.parse_args()
@@ -337,10 +352,8 @@ def main() -> None:
     if options.write:
         DOCS.write_text(f"{head}\n{render(rows)}\n{tail}")
     elif options.check:
-        shown = [tuple(line.strip("| ").split(" | ")) for line in text.splitlines()]
-        tried = [i for i, name in enumerate(COLUMNS) if name != "vLLM" or find_vllm()]
-        known = {tuple(cells[i] for i in tried) for cells in shown if len(cells) == len(COLUMNS)}
-        different = [cells for cells, _ in rows if tuple(cells[i] for i in tried) not in known]
+        known = documented()
+        different = [cells for cells, _ in rows if known.get(cells[0]) != cells]
         for cells in different:
             print(f"docs/models.md differs: {' | '.join(cells)}")
         sys.exit(bool(different))
