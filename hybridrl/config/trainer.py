@@ -120,13 +120,8 @@ class TrainerConfig:
     def check(self) -> None:
         """Raise ConfigError where a run that resumes keeps no checkpoint, or for the optimizer.
 
-        Also for chunks that are larger than a micro-batch. A replay cannot record experts of a
-        sequence of which no pass sees all tokens.
+        Also for chunks that are larger than a micro-batch.
         """
-        if self.router_replay is RouterReplay.trainer and (self.chunk_tokens or self.layout.cp > 1):
-            cut_by = "trainer.chunk_tokens" if self.chunk_tokens else "trainer.layout.cp"
-            allowed = f"off or rollout with {cut_by}"
-            raise ConfigError("trainer.router_replay", self.router_replay.value, allowed)
         if self.chunk_tokens > self.max_tokens_per_micro_batch:
             allowed = (
                 f"at most trainer.max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"

@@ -366,7 +366,7 @@ def _routed(
     routing.records = True
     log_probs, _ = model(batch.ids, replace(batch, routing=routing))
     by_sequence = dict(recorded_experts(batch, routing.on_host()))
-    return log_probs, [by_sequence[index] for index in range(len(sequences))]
+    return log_probs, [by_sequence[index][:-1] for index in range(len(sequences))]
 
 
 # The cache

@@ -6,7 +6,7 @@ from hybridrl.config import (
     Config,
     DType,
     OptimName,
-    RouterReplay,
+    PipelineSchedule,
     TrainLayoutConfig,
 )
 from hybridrl.planner.memory import MemoryPhase
@@ -99,12 +99,11 @@ def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig, heads: 
     if most >= of_rank:
         return [_SMALLER, *([_SHORTER] if most == of_rank else [])]
     texts = [_SHORTER]
-    if config.trainer.router_replay is not RouterReplay.trainer:
-        sizes = range(layout.cp + 1, layout.fsdp + 1)
-        if any(layout.fsdp % cp == 0 and heads % cp == 0 for cp in sizes):
-            texts.append(f"a larger {place}.layout.cp")
-        if _may_chunk(config):
-            texts.append("trainer.chunk_tokens")
+    sizes = range(layout.cp + 1, layout.fsdp + 1)
+    if any(layout.fsdp % cp == 0 and heads % cp == 0 for cp in sizes):
+        texts.append(f"a larger {place}.layout.cp")
+    if _may_chunk(config):
+        texts.append("trainer.chunk_tokens")
     return texts
 
 
@@ -114,7 +113,8 @@ def _may_chunk(config: Config) -> bool:
     layouts = [config.trainer.layout, *(model.layout for model in values)]
     adapters = [config.actor.lora, *(model.lora for model in values)]
     drops = any(lora.rank and lora.dropout for lora in adapters)
-    return not drops and all(layout.pp == 1 for layout in layouts)
+    split_backward = PipelineSchedule.zero_bubble
+    return not drops and all(x.pp == 1 or x.schedule is not split_backward for x in layouts)
 
 
 def _shorter_scored_rows(config: Config) -> list[str]:

@@ -26,12 +26,12 @@ from hybridrl.config import (
     LoraConfig,
     MemoryCheck,
     OptimName,
+    PipelineSchedule,
     Placement,
     PoolsConfig,
     RewardConfig,
     RewardKind,
     RolloutConfig,
-    RouterReplay,
     TrainLayoutConfig,
     ValueModelConfig,
 )
@@ -475,6 +475,8 @@ def test_advice_leaves_out_what_is_set() -> None:
 
 SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
 SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
+CHUNKS = "trainer.chunk_tokens"
+ZERO_BUBBLE = {"layout__pp": 2, "layout__schedule": PipelineSchedule.zero_bubble}
 
 
 @pytest.mark.parametrize(
@@ -490,8 +492,8 @@ SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
         ("train actor", {"chunk_tokens": 20}, SMALLER),
         ("train actor", {"chunk_tokens": 40}, f"{SMALLER} with trainer.chunk_tokens"),
         ("train critic", {}, f"{SHORTER}; a larger critic.layout.cp; trainer.chunk_tokens"),
-        ("train actor", {"router_replay": RouterReplay.trainer}, SHORTER),
-        ("train actor", {"layout__pp": 2}, f"{SHORTER}; a larger trainer.layout.cp"),
+        ("train actor", {"layout__pp": 2}, f"{SHORTER}; a larger trainer.layout.cp; {CHUNKS}"),
+        ("train actor", ZERO_BUBBLE, f"{SHORTER}; a larger trainer.layout.cp"),
         ("score reference", {"layout__cp": 4, "chunk_tokens": 20}, SHORTER),
         ("score reference", {"max_tokens_per_micro_batch": 201}, SMALLER),
     ],

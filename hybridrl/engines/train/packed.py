@@ -1,5 +1,6 @@
 """A micro-batch as one packed row, and the module that computes its log-probabilities or values."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -171,14 +172,14 @@ def forced_experts(sequence: TrainSequence, shape: torch.Size) -> torch.Tensor:
 def recorded_experts(
     batch: PackedBatch, by_layer: Mapping[int, torch.Tensor]
 ) -> list[tuple[int, torch.Tensor]]:
-    """The experts [tokens - 1, layers, k] of each sequence, with its index among the caller's.
+    """The experts [tokens, layers, k] of each sequence, with its index among the caller's.
 
     `by_layer` has those of the row's tokens, [tokens, k] for each layer of the whole model.
     """
     whole = torch.stack([by_layer[layer] for layer in sorted(by_layer)], 1)
     pieces = whole.split(batch.packing.starts.diff().tolist())
     pairs = zip(batch.order, pieces, strict=False)  # a row without sequences has one token
-    return [(index, piece[:-1].clone()) for index, piece in pairs if index >= 0]
+    return [(index, piece) for index, piece in pairs if index >= 0]
 
 
 def keep_experts(
@@ -189,17 +190,41 @@ def keep_experts(
 ) -> None:
     """Fill `routed_experts` of each row's sequences with what a pass over `batches` has recorded.
 
-    All ranks of `pp_group` call it: each stage has recorded its own layers.
+    All ranks of `pp_group` call it, of which each has recorded its own layers. So do all ranks that
+    share rows, of which each has recorded its own tokens.
     """
-    own = [batch.routing.on_host() for batch in batches if batch.routing is not None]
-    stages = [own]
+    passes = [(n, row) for n, batch in enumerate(batches) for row in batch.passes or (batch,)]
+    by_layer = _of_all_ranks([row for _, row in passes], pp_group)
+    pieces: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+    for (number, row), whole in zip(passes, by_layer, strict=True):
+        for index, experts in recorded_experts(row, whole) if whole else ():
+            pieces[number, index].append(experts)
+    for (number, index), experts_of_chunks in pieces.items():
+        sequence = rows[number][index]
+        experts = torch.cat(experts_of_chunks)[: len(sequence.ids) - 1]
+        sequence.routed_experts = experts.to(dtype)
+
+
+def _of_all_ranks(
+    passes: Sequence[PackedBatch], pp_group: ProcessGroup | None
+) -> list[dict[int, torch.Tensor]]:
+    """The experts [tokens, k] by layer that each pass has recorded; empty for one without."""
+    own = [{} if row.routing is None else row.routing.on_host() for row in passes]
     if pp_group is not None:
-        stages *= pp_group.size()
+        stages: list[Any] = [None] * pp_group.size()
         dist.all_gather_object(stages, own, group=pp_group)
-    for members, batch, *by_stage in zip(rows, batches, *stages, strict=True):
-        whole = {layer: experts for stage in by_stage for layer, experts in stage.items()}
-        for index, experts in recorded_experts(batch, whole):
-            members[index].routed_experts = experts.to(dtype)
+        own = [
+            {k: v for stage in of_pass for k, v in stage.items()}
+            for of_pass in zip(*stages, strict=True)
+        ]
+    shared = [number for number, row in enumerate(passes) if row.packing.group is not None]
+    if shared:
+        shares: list[Any] = [None] * passes[shared[0]].num_ranks
+        group = passes[shared[0]].packing.group
+        dist.all_gather_object(shares, [own[number] for number in shared], group=group)
+        for number, *of_ranks in zip(shared, *shares, strict=True):
+            own[number] = {k: torch.cat([x[k] for x in of_ranks]) for k in own[number]}
+    return own
 
 
 def scored_positions(sequence: TrainSequence, trained_only: bool) -> torch.Tensor:
