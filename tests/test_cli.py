@@ -170,7 +170,11 @@ WRONG = [
     ),
     (
         "trainer.chunk_tokens=64 trainer.layout.pp=2",
-        "trainer.chunk_tokens=64: wanted 0 with trainer.layout.pp=2",
+        "trainer.chunk_tokens=64: wanted 0 or trainer.max_tokens_per_micro_batch=8192 with trainer",
+    ),
+    (
+        "trainer.chunk_tokens=8192 trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
+        "trainer.chunk_tokens=8192: wanted 0 with trainer.layout.schedule=zero_bubble",
     ),
     (
         "trainer.chunk_tokens=64 actor.lora.rank=4 actor.lora.dropout=0.1",
@@ -205,10 +209,6 @@ WRONG = [
     (
         "model=tiny_moe trainer.router_replay=trainer",
         "trainer.router_replay=trainer: wanted off, rollout, or a recipe with the old policy's p",
-    ),
-    (
-        "model=tiny_moe trainer.router_replay=trainer trainer.chunk_tokens=64",
-        "trainer.router_replay=trainer: wanted off or rollout with trainer.chunk_tokens",
     ),
     ("rollout.layout.ep=2", "rollout.layout.ep=2: wanted 1, or rollout.layout.tp=1"),
     (

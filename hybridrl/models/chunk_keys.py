@@ -6,23 +6,26 @@ values with them. The classes are no dataclasses, of which FSDP passes copies to
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 KeysValues = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Attention of a query to keys and values, with sinks or None."""
 
 
 class SequenceKeys:
     """Keys and values of a sequence of `tokens`, and their gradients, by attention module.
 
-    They are stored as [tokens, kv_heads, dim], and go in and out as [kv_heads, tokens, dim].
+    They are stored as [tokens, kv_heads, dim], and go in and out as [kv_heads, tokens, dim]. Those
+    `for_backward` stay until the backward pass of the first chunk.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: int, for_backward: bool) -> None:
+        self.tokens, self.for_backward = tokens, for_backward
         self.kept: dict[nn.Module, KeysValues] = {}
         self.gradients: dict[nn.Module, KeysValues] = {}
 
@@ -34,33 +37,49 @@ class SequenceKeys:
         for buffer, x in zip(self.kept[module], pair, strict=True):
             buffer[start : start + x.shape[1]] = x.detach().transpose(0, 1)
 
-    def before(self, module: nn.Module, stop: int) -> list[torch.Tensor]:
-        """Keys and values of the tokens before `stop`, none for 0; backward adds to `gradients`."""
-        if not stop:
-            return []
-        leaves = [x[:stop].detach() for x in self.kept[module]]
-        if torch.is_grad_enabled():
-            if module not in self.gradients:
-                key, value = (torch.zeros_like(x) for x in self.kept[module])
-                self.gradients[module] = key, value
-            for leaf, gradient in zip(leaves, self.gradients[module], strict=True):
-                leaf.requires_grad_().grad = gradient[:stop]
-        return [leaf.transpose(0, 1) for leaf in leaves]
+    def joined(self, module: nn.Module, start: int, pair: KeysValues) -> KeysValues:
+        """`pair` behind the keys and values of the tokens before `start`."""
+        if not start:
+            return pair
+        key, value = self.kept[module]
+        earlier = key[:start].transpose(0, 1), value[:start].transpose(0, 1)
+        return torch.cat((earlier[0], pair[0]), 1), torch.cat((earlier[1], pair[1]), 1)
+
+    def exchange(self, module: nn.Module, start: int, pair: KeysValues) -> list[torch.Tensor]:
+        """The gradients of a chunk's own keys and values, from those of the joined ones.
+
+        Gradients of later chunks are added to them; those before `start` are left for their chunks.
+        """
+        if start and module not in self.gradients:
+            key, value = (torch.zeros_like(x) for x in self.kept[module])
+            self.gradients[module] = key, value
+        own = [x[:, start:] for x in pair]
+        if module not in self.gradients:
+            return own
+        for index, (buffer, x) in enumerate(zip(self.gradients[module], pair, strict=True)):
+            buffer[:start] += x[:, :start].transpose(0, 1)
+            own[index] = own[index] + buffer[start : start + own[index].shape[1]].transpose(0, 1)
+        return own
+
+    def drop(self, module: nn.Module) -> None:
+        """Free those of a module, to which nothing attends any more."""
+        self.kept.pop(module, None)
+        self.gradients.pop(module, None)
 
 
 class ChunkKeys:
-    """Keys and values of the tokens `start` to `stop` of a sequence.
+    """The tokens `start` to `stop` of a sequence, which attend to all tokens before them.
 
-    A pass over the chunk sets them. `keep` stores them for later chunks, whose backward passes then
-    leave gradients. `gradients` pairs those with the keys and values of another pass.
+    A pass without a graph keeps its keys and values for later chunks. In scoring the last chunk's
+    frees them. A backward pass leaves gradients to the earlier chunks, and takes up those that are
+    left to it; the first chunk's frees them.
 
-    Example of two chunks: a pass over the first without graph, and `keep`. A pass over the second
-    and backward. A pass over the first, and backward from its outputs and its `gradients()`.
+    Example of two chunks: a pass over the first without graph. A pass over the second and backward.
+    A pass over the first and backward.
     """
 
     def __init__(self, sequence: SequenceKeys, start: int, stop: int) -> None:
         self.sequence, self.start, self.stop = sequence, start, stop
-        self._of_pass: dict[nn.Module, KeysValues] = {}
 
     def attend(
         self,
@@ -68,6 +87,7 @@ class ChunkKeys:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sinks: torch.Tensor | None,
         attend: Attend,
     ) -> torch.Tensor:
         """The result of `attend` with the keys and values of all chunks up to this one.
@@ -75,37 +95,50 @@ class ChunkKeys:
         The joined ones are not kept for backward, which joins them again and repeats `attend`:
         memory would grow with the number of chunks.
         """
-        self._of_pass[module] = key, value
-        earlier = self.sequence.before(module, self.start)
-
-        def run(query: torch.Tensor, *pairs: torch.Tensor) -> torch.Tensor:
-            return attend(query, torch.cat(pairs[::2], 1), torch.cat(pairs[1::2], 1))
-
-        if not torch.is_grad_enabled():
-            return run(query, *earlier, key, value)
-        out: torch.Tensor = checkpoint(
-            run, query, *earlier, key, value, use_reentrant=False, preserve_rng_state=False
-        )
+        if torch.is_grad_enabled():
+            out: torch.Tensor = _ChunkAttention.apply(
+                query, key, value, sinks, module, self, attend
+            )
+            return out
+        out = attend(query, *self.sequence.joined(module, self.start, (key, value)), sinks)
+        if self.stop < self.sequence.tokens:
+            self.sequence.write(module, self.start, (key, value))
+        elif not self.sequence.for_backward:
+            self.sequence.drop(module)
         return out
 
-    def keep(self) -> None:
-        """Store what the last pass has computed, for later chunks."""
-        for module, pair in self._of_pass.items():
-            self.sequence.write(module, self.start, pair)
-        self._of_pass = {}
 
-    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each of the last pass's keys and values, with the gradient from later chunks."""
-        if self.stop == self.sequence.tokens:
-            return []
-        return [
-            (own, gradient[self.start : self.stop].transpose(0, 1))
-            for module, pair in self._of_pass.items()
-            for own, gradient in zip(pair, self.sequence.gradients[module], strict=True)
-        ]
+class _ChunkAttention(torch.autograd.Function):
+    """`ChunkKeys.attend` with a graph. It is one node, which pipelines too run once."""
 
-    def free(self) -> None:
-        """Forget the pass, and with the first chunk the sequence: nothing comes after it."""
-        self._of_pass = {}
-        if not self.start:
-            self.sequence.kept, self.sequence.gradients = {}, {}
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        module: nn.Module,
+        chunk: ChunkKeys,
+        attend: Attend,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.call = module, chunk, attend
+        return attend(query, *chunk.sequence.joined(module, chunk.start, (key, value)), sinks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        module, chunk, attend = ctx.call
+        query, key, value, sinks = ctx.saved_tensors
+        keys, start = chunk.sequence, chunk.start
+        joined = keys.joined(module, start, (key, value))
+        leaves = [x.detach().requires_grad_() for x in (query, *joined)]
+        own_sinks = [] if sinks is None else [sinks.detach().requires_grad_()]
+        with torch.enable_grad():
+            out = attend(leaves[0], leaves[1], leaves[2], own_sinks[0] if own_sinks else None)
+        of_query, of_key, of_value, *of_sinks = torch.autograd.grad(out, leaves + own_sinks, grad)
+        own = keys.exchange(module, start, (of_key, of_value))
+        if not start:
+            keys.drop(module)
+        return of_query, *own, of_sinks[0] if of_sinks else None, None, None, None

@@ -174,16 +174,18 @@ def packed_attention(
         tensors = to_heads(*tensors, packing.group)
         s_aux = None if s_aux is None else own_heads(s_aux, packing.group)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         if packing.implementation is Attention.flash:
-            assert s_aux is None, "flash-attn has no attention sinks"
+            assert sinks is None, "flash-attn has no attention sinks"
             return _flash(q, k, v, packing, scaling, window, softcap)
-        return _torch(q, k, v, packing, scaling, window, softcap, s_aux)
+        return _torch(q, k, v, packing, scaling, window, softcap, sinks)
 
     if packing.chunk is not None:
-        out = packing.chunk.attend(module, *tensors, attend)
+        out = packing.chunk.attend(module, *tensors, s_aux, attend)
     else:
-        out = attend(*tensors)
+        out = attend(*tensors, s_aux)
     if packing.group is not None:
         out = to_tokens(out, packing.group)
     return out[None], None

@@ -115,7 +115,7 @@ def test_chunks_equal_the_whole_sequence(case):
     used = inputs if "s_aux" in CASES[case] else inputs[:3]
     want = torch.autograd.grad(out, used, weight)
 
-    module, sequence, rows = torch.nn.Module(), SequenceKeys(TOKENS), []
+    module, sequence, rows = torch.nn.Module(), SequenceKeys(TOKENS, for_backward=True), []
     for start, stop in [(0, 9), (9, 18), (18, TOKENS)]:
         keys = ChunkKeys(sequence, start, stop)
         packing = make_chunk_packing(keys, Attention.torch, torch.device("cpu"))
@@ -128,11 +128,8 @@ def test_chunks_equal_the_whole_sequence(case):
     with torch.no_grad():
         for place, own, packing in rows:
             torch.testing.assert_close(run(own, packing), out[:, place], rtol=0, atol=1e-12)
-            packing.chunk.keep()
     for place, own, packing in reversed(rows):
-        result = run([x * 1 for x in own], packing)
-        pairs = [(result, weight[:, place]), *packing.chunk.gradients()]
-        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+        run([x * 1 for x in own], packing).backward(weight[:, place])
     got = [torch.cat([own[i].grad for _, own, _ in rows], 2) for i in range(3)]
     got += [inputs[3].grad] if "s_aux" in CASES[case] else []
     for gradient, expected in zip(got, want, strict=True):
@@ -147,14 +144,14 @@ def test_flash_gets_the_keys_of_earlier_chunks(monkeypatch):
         return torch.zeros_like(q)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
-    module, sequence = torch.nn.Module(), SequenceKeys(10)
+    module, sequence = torch.nn.Module(), SequenceKeys(10, for_backward=False)
     for start, stop in [(0, 6), (6, 10)]:
         keys = ChunkKeys(sequence, start, stop)
         packing = make_chunk_packing(keys, Attention.flash, torch.device("cpu"))
         tensors = [x[:, :, start:stop] for x in _inputs(8, 8)[:3]]
         with torch.no_grad():
             packed_attention(module, *tensors, None, packing=packing)
-        keys.keep()
+    assert not sequence.kept, "nothing attends to them any more"
     assert calls[1][:2] == (4, 10)
     assert calls[1][2]["cu_seqlens_q"].tolist() == [0, 4]
     assert calls[1][2]["cu_seqlens_k"].tolist() == [0, 10]

@@ -26,6 +26,8 @@ from hybridrl.models.packed_attention import make_chunk_packing
 from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import NO_RECORD, Routing
 
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+"""Log-probabilities and entropies [scored], or values and None."""
 RowLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss [] of a row from log-probabilities and entropies [scored], or values and None."""
 
@@ -35,13 +37,14 @@ def chunks_of(
     row: PackedBatch,
     tokens: int,
     attention: Attention,
-    trained_only: bool = False,
-    multiple: int = 1,
+    trained_only: bool,
+    multiple: int,
 ) -> list[PackedBatch]:
     """A pass for each chunk of up to `tokens` of each of the row's `sequences`, in its order.
 
     The ranks that share the row share each chunk. A sequence's last chunk is filled up to a
-    `multiple` on each of them, with tokens that none before them sees.
+    `multiple` on each of them, with tokens that none before them sees. With `trained_only` they are
+    for an update, which keeps keys and values until its backward pass.
     """
     group, device = row.packing.group, row.ids.device
     passes = []
@@ -49,7 +52,8 @@ def chunks_of(
         if index < 0:  # what fills the row up
             continue
         ids = sequences[index].ids
-        whole = SequenceKeys(len(ids) + -len(ids) % (multiple * row.num_ranks))
+        length = len(ids) + -len(ids) % (multiple * row.num_ranks)
+        whole = SequenceKeys(length, for_backward=trained_only)
         counts: dict[tuple[int, int], torch.Tensor] = {}
         scored = scored_positions(sequences[index], trained_only)
         for start in range(0, len(ids), tokens * row.num_ranks):
@@ -73,7 +77,9 @@ def chunks_of(
                         counts=(len(here),),
                         packing=make_chunk_packing(keys, attention, device, group),
                         own=slice(None),
-                        routing=_replay(sequences[index], start, stop, missing),
+                        routing=Routing(records=True)
+                        if row.routing is not None and row.routing.records
+                        else _replay(sequences[index], start, stop, missing),
                         token_sequences=None if row.token_sequences is None else token_sequences,
                     ),
                     device,
@@ -91,6 +97,46 @@ def _replay(sequence: TrainSequence, start: int, stop: int, missing: int) -> Rou
     return Routing(torch.cat([forced, filler]))
 
 
+class LossOfPasses:
+    """The loss of a row that has `passes`, as a number for each of them with the same gradient.
+
+    All passes but the last are made without a graph first (`keep`). Then each is called for, the
+    last one first, with what it has computed.
+    """
+
+    def __init__(self, row: PackedBatch, loss: RowLoss) -> None:
+        self._sizes, self._loss = [sum(batch.counts) for batch in row.passes], loss
+        self._outputs: list[Outputs] = []
+        self._gradients: list[tuple[torch.Tensor, ...]] = []
+
+    def keep(self, outputs: Outputs) -> None:
+        """Take what the next pass without a graph has computed."""
+        self._outputs.append(outputs)
+
+    def __call__(self, outputs: Outputs) -> torch.Tensor:
+        """A number [] whose gradient by `outputs` is that of the row's loss."""
+        if self._outputs:
+            self._gradients = self._of_row([*self._outputs, outputs])
+            self._outputs = []
+        gradients = self._gradients.pop()
+        values = [x for x in outputs if x is not None]
+        terms = [(x * grad).sum() for x, grad in zip(values, gradients, strict=True)]
+        return torch.stack(terms).sum()
+
+    def _of_row(self, outputs: Sequence[Outputs]) -> list[tuple[torch.Tensor, ...]]:
+        """The gradients of the row's loss for each pass."""
+        scores = torch.cat([scores for scores, _ in outputs]).detach().requires_grad_()
+        entropies = [entropy for _, entropy in outputs if entropy is not None]
+        entropy = torch.cat(entropies).detach().requires_grad_() if entropies else None
+        self._loss(scores, entropy).backward()
+        gradients = [
+            torch.zeros_like(x) if x.grad is None else x.grad
+            for x in (scores, entropy)
+            if x is not None
+        ]
+        return [*zip(*(gradient.split(self._sizes) for gradient in gradients), strict=True)]
+
+
 def train_in_passes(
     model: PackedModel,
     row: PackedBatch,
@@ -101,61 +147,15 @@ def train_in_passes(
 
     The last pass computes its forward once, the others twice.
     """
-    first, last = row.passes[:-1], row.passes[-1]
+    of_row = LossOfPasses(row, loss)
     with torch.no_grad():
-        outputs = [_forward_and_keep(model, batch, True) for batch in first]
-    before_backward(not first)
-    outputs.append(model(last.ids, last, True))
-
-    # The loss of the whole row, and its gradient for each pass.
-    scores = torch.cat([log_probs for log_probs, _ in outputs]).detach().requires_grad_()
-    entropies = [entropy for _, entropy in outputs if entropy is not None]
-    entropy = torch.cat(entropies).detach().requires_grad_() if entropies else None
-    loss(scores, entropy).backward()
-    sizes = [sum(batch.counts) for batch in row.passes]
-    gradients = [
-        torch.zeros_like(x) if x.grad is None else x.grad
-        for x in (scores, entropy)
-        if x is not None
-    ]
-    of_passes = [*zip(*(gradient.split(sizes) for gradient in gradients), strict=True)]
-
-    (*_, final) = outputs
-    _backward(last, final, of_passes[-1])
-    for number in reversed(range(len(first))):
+        for batch in row.passes[:-1]:
+            of_row.keep(model(batch.ids, batch, True))
+    for number, batch in reversed([*enumerate(row.passes)]):
         before_backward(number == 0)
-        batch = first[number]
-        _backward(batch, model(batch.ids, batch, True), of_passes[number])
+        of_row(model(batch.ids, batch, True)).backward()
 
 
 def score_in_passes(model: PackedModel, row: PackedBatch) -> torch.Tensor:
     """Log-probabilities, or values, [scored] of a row that has `passes`; without a graph."""
-    scores = torch.cat([_forward_and_keep(model, batch, False)[0] for batch in row.passes])
-    for batch in row.passes:
-        if batch.packing.chunk is not None:
-            batch.packing.chunk.free()
-    return scores
-
-
-def _forward_and_keep(
-    model: PackedModel, batch: PackedBatch, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A pass without graph, whose keys and values stay for later chunks."""
-    scores, entropy = model(batch.ids, batch, with_entropy)
-    if batch.packing.chunk is not None:
-        batch.packing.chunk.keep()
-    return scores, entropy
-
-
-def _backward(
-    batch: PackedBatch,
-    outputs: tuple[torch.Tensor, torch.Tensor | None],
-    gradients: Sequence[torch.Tensor],
-) -> None:
-    """Backward from a pass's outputs, and from the keys and values that later chunks have read."""
-    chunk = batch.packing.chunk
-    roots = [x for x in outputs if x is not None]
-    pairs = [*zip(roots, gradients, strict=True), *(chunk.gradients() if chunk else [])]
-    torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-    if chunk is not None:
-        chunk.free()
+    return torch.cat([model(batch.ids, batch)[0] for batch in row.passes])

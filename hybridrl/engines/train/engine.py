@@ -291,7 +291,7 @@ class TrainEngine(ModelShards):
         self._reshard()
         if records_experts:
             assert self._experts is not None, "trainer.router_replay is off"
-            rows = [[pooled[i] for i in indices] for indices in parts]
+            rows = [[micros.sequences[i] for i in indices] for indices in parts]
             group = None if self.pipeline is None else self.dims.mesh.get_group("pp")
             keep_experts(rows, batches, self._experts.dtype, group)
             for sequence, scored in zip(sequences, pooled[own_slice], strict=True):
@@ -416,7 +416,8 @@ class TrainEngine(ModelShards):
             metrics["routed_experts_bytes"] = total / self._replica.size
         if self.pipeline is not None or self.dims.token_parts > 1:
             real = sum(len(sequence.ids) for sequence in pooled)
-            computed = sum(batch.ids.numel() for batch in batches)
+            rows = [row for batch in batches for row in batch.passes or (batch,)]
+            computed = sum(row.ids.numel() for row in rows)
             real, computed = self._reduce([real, computed], dist.ReduceOp.SUM)
             metrics["padding_share"] = 1 - real / computed
         return metrics

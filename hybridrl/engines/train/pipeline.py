@@ -1,7 +1,9 @@
 """Micro-batches through a pipeline of chunks, by torch's own schedules."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from hybridrl.config import PipelineSchedule
+from hybridrl.engines.train.chunks import LossOfPasses
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.layout.layout import rank_of_chunk
 
@@ -87,16 +90,72 @@ class Pipeline:
         stages = self.group.size()
         return max(1, -(-least // stages)) * stages
 
-    def train(self, batches: Sequence[PackedBatch], finish: Finish) -> None:
-        """Forward and backward of all micro-batches. Gradients are summed."""
+    def train(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
+        """Forward and backward of all micro-batches. Gradients are summed.
+
+        Each row with passes has a round of its own, so that the keys of one row are kept. Other
+        rows fill its last passes up to an allowed number.
+        """
+        rounds = []
+        others = [number for number, row in enumerate(rows) if not row.passes]
+        for number, row in enumerate(rows):
+            if row.passes:
+                filling = self.num_micro_batches(len(row.passes)) - len(row.passes)
+                rounds.append([number, *others[:filling]])
+                others = others[filling:]
+        for numbers in [*rounds, others] if others else rounds:
+            with self._adding_gradients():
+                self._train_round(rows, numbers, finish)
+
+    def _train_round(
+        self, rows: Sequence[PackedBatch], numbers: Sequence[int], finish: Finish
+    ) -> None:
+        """The rows of these `numbers`, of which the first one alone may have passes."""
+        passes = rows[numbers[0]].passes
+        of_row = LossOfPasses(rows[numbers[0]], partial(finish, numbers[0]))
+        others = numbers[1:] if passes else numbers
+        batches = [*reversed(passes), *(rows[number] for number in others)]
+
+        def finish_pass(
+            place: int, scores: torch.Tensor, entropy: torch.Tensor | None
+        ) -> torch.Tensor:
+            if place < len(passes):
+                return of_row((scores, entropy))
+            return finish(others[place - len(passes)], scores, entropy)
+
+        def keep(_: int, scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+            of_row.keep((scores, entropy))
+            return torch.zeros(1)
+
+        if passes:
+            self._forward(passes[:-1], keep, with_entropy=True)
         schedule = self._schedule(len(batches), batches[0].ids.shape[1])
-        numbers = torch.arange(len(batches))
+        places = torch.arange(len(batches))
         inputs = [torch.cat([batch.ids for batch in batches])] if self.numbers[0] == 0 else []
-        with self._prepared(batches, finish, with_entropy=True):
-            schedule.step(*inputs, target=numbers, number=numbers)
+        with self._prepared(batches, finish_pass, with_entropy=True):
+            schedule.step(*inputs, target=places, number=places)
+
+    def score(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
+        """Forward of all rows. Those with passes are finished with the scores of all of them."""
+        numbers = [number for number, row in enumerate(rows) for _ in row.passes or (row,)]
+        batches = [batch for row in rows for batch in row.passes or (row,)]
+        scores: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+        def finish_pass(
+            place: int, values: torch.Tensor, entropy: torch.Tensor | None
+        ) -> torch.Tensor:
+            number = numbers[place]
+            if not rows[number].passes:
+                return finish(number, values, entropy)
+            scores[number].append(values)
+            if len(scores[number]) < len(rows[number].passes):
+                return torch.zeros(1)
+            return finish(number, torch.cat(scores.pop(number)), entropy)
+
+        self._forward(batches, finish_pass, with_entropy=False)
 
     @torch.no_grad()
-    def score(self, batches: Sequence[PackedBatch], finish: Finish) -> None:
+    def _forward(self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool) -> None:
         """Forward of all micro-batches: through one chunk of this rank after the other.
 
         torch's schedules with several chunks a rank have no forward alone. All ranks count the same
@@ -110,7 +169,7 @@ class Pipeline:
         hidden: dict[tuple[int, int], torch.Tensor] = {}  # inputs by chunk and micro-batch
         messages: dict[int, list[dist.Work]] = {}  # by tick
         sent: list[torch.Tensor] = []  # kept until it has left
-        with self._prepared(batches, finish, with_entropy=False):
+        with self._prepared(batches, finish, with_entropy):
             for tick in range(starts[-1] + num_batches):
                 operations: list[dist.P2POp] = []
                 for index, number in _active(starts, num_batches, tick):
@@ -159,6 +218,17 @@ class Pipeline:
         finally:
             for chunk in self.chunks:
                 chunk.batches, chunk.finish = (), None
+
+    @contextmanager
+    def _adding_gradients(self) -> Iterator[None]:
+        """Add to the gradients of earlier rounds, which a new schedule of torch clears."""
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        earlier = [p.grad for p in parameters]
+        yield
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if gradient is not None:
+                assert parameter.grad is not None
+                parameter.grad += gradient
 
     def _schedule(self, num_batches: int, tokens: int) -> Any:
         pairs = zip(self.chunks, self.numbers, strict=True)

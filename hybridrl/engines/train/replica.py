@@ -66,7 +66,9 @@ class Replica:
         Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
         """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
-        self.max_tokens, self.chunk_tokens = max_tokens, chunk_tokens
+        assert pipeline is None or chunk_tokens in (0, max_tokens), "all rows are equally long"
+        self.max_tokens = max_tokens
+        self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
         self._last_stage = dims.stage_of_layer(num_layers)[-1]
 
@@ -139,6 +141,8 @@ class Replica:
         self, micros: MicroBatches, number: int, samples_per_row: int = 1
     ) -> MicroBatches:
         """`number` micro-batches, the same on all ranks, or more if a pipeline needs more."""
+        if self.pipeline is not None and self.chunk_tokens:
+            return self._same_rounds(micros, self.pipeline, samples_per_row)
         shared, rest = micros.parts[: micros.shared], micros.parts[micros.shared :]
         if self.pipeline is None:
             rest = rest + [[]] * (number - len(micros.parts))
@@ -150,6 +154,58 @@ class Replica:
             rest = [[own[i] for i in indices] for indices in split]
         return replace(micros, parts=shared + rest)
 
+    def _same_rounds(
+        self, micros: MicroBatches, pipeline: Pipeline, samples_per_row: int
+    ) -> MicroBatches:
+        """Rows with chunks first, which make a round each, equally long on all ranks.
+
+        Those with most chunks come first, since a rank with fewer computes empty ones. Other rows
+        fill the rounds up, and what is left is a round.
+        """
+        chunks = [self._num_chunks(micros, i) for i in range(len(micros.parts))]
+        order = sorted(range(len(chunks)), key=lambda i: -chunks[i])
+        parts = [micros.parts[i] for i in order]
+        chunked = sum(number > 1 for number in chunks)
+        shared, rest = parts[: max(chunked, micros.shared)], parts[max(chunked, micros.shared) :]
+
+        # Rounds of all ranks, and the rows that they have place for.
+        most_chunked, least = self._most([chunked, len(parts) - chunked])
+        missing = most_chunked - chunked
+        own_rounds = sorted(chunks, reverse=True)[:chunked] + [2] * missing
+        rounds = self._most(own_rounds) if own_rounds else []
+        places = sum(pipeline.num_micro_batches(number) - number for number in rounds)
+        if least > places or not rounds:
+            places += pipeline.num_micro_batches(least - places)
+        shared = shared[:chunked] + [[]] * missing + shared[chunked:]
+
+        # The rows that this rank has alone, balanced anew if they still fit.
+        own = sorted(index for indices in rest for index in indices)
+        lengths = [len(micros.sequences[i].ids) for i in own]
+        left = most_chunked + places - len(shared)
+        balanced = balance(lengths, left, samples_per_row) if left else []
+        if all(sum(lengths[i] for i in indices) <= self.chunk_tokens for indices in balanced):
+            rest = [[own[i] for i in indices] for indices in balanced]
+        rest += [[]] * (left - len(rest))
+        return replace(micros, parts=shared + rest, shared=len(shared))
+
+    def _num_chunks(self, micros: MicroBatches, index: int) -> int:
+        """The number of chunks of a row; 1 for one that fits its ranks."""
+        ranks = self._num_ranks(micros, index)
+        if not self.chunk_tokens or micros.tokens(index) <= self.max_tokens * ranks:
+            return 1
+        lengths = [len(micros.sequences[i].ids) for i in micros.parts[index]]
+        return sum(-(-length // (self.chunk_tokens * ranks)) for length in lengths)
+
+    def _num_ranks(self, micros: MicroBatches, index: int) -> int:
+        """The number of ranks that share a row."""
+        return self.dims.config.cp if index < micros.shared else 1
+
+    def _most(self, numbers: list[int]) -> list[int]:
+        """The largest of each of the `numbers` over all ranks of the world."""
+        most = torch.tensor(numbers, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most.tolist()
+
     def pack(
         self,
         micros: MicroBatches,
@@ -159,42 +215,44 @@ class Replica:
     ) -> list[PackedBatch]:
         """A row for each micro-batch, a multiple of the token shards; in a pipeline all equal."""
         group, multiple = self.dims.cp_group, self.dims.token_parts
-        ranks = [self.dims.config.cp if i < micros.shared else 1 for i in range(len(micros.parts))]
+        ranks = [self._num_ranks(micros, i) for i in range(len(micros.parts))]
         # Tokens of a rank.
         sizes = [max(1, -(-micros.tokens(i) // number)) for i, number in enumerate(ranks)]
         if self.pipeline is not None:
+            sizes = [min(size, self.chunk_tokens or size) for size in sizes]
             sizes = [self._largest(max(sizes))] * len(sizes)
+        sizes = [-(-size // multiple) * multiple for size in sizes]
         rows = [
             pack(
                 [micros.sequences[i] for i in indices],
                 self.attention,
                 self.device,
                 trained_only,
-                total_tokens=-(-size // multiple) * multiple * number,
+                total_tokens=size * number,
                 group=group if number > 1 else None,
                 records_experts=records_experts,
                 counts_experts=counts_experts,
             )
             for indices, size, number in zip(micros.parts, sizes, ranks, strict=True)
         ]
-        return self._in_chunks(micros, rows, trained_only) if self.chunk_tokens else rows
+        if not self.chunk_tokens:
+            return rows
+        multiple = multiple if self.pipeline is None else sizes[0]
+        return self._in_chunks(micros, rows, trained_only, multiple)
 
     def _in_chunks(
-        self, micros: MicroBatches, rows: list[PackedBatch], trained_only: bool
+        self, micros: MicroBatches, rows: list[PackedBatch], trained_only: bool, multiple: int
     ) -> list[PackedBatch]:
         """`rows`, the long ones in chunks. All ranks of the world make equally many passes."""
-        multiple = self.dims.token_parts
-        tokens = -(-self.chunk_tokens // multiple) * multiple
+        args = (self.chunk_tokens, self.attention, trained_only, multiple)
         chunks: list[list[PackedBatch]] = []
-        for row, indices in zip(rows, micros.parts, strict=True):
-            members = [micros.sequences[i] for i in indices]
-            is_long = sum(len(s.ids) for s in members) > self.max_tokens * row.num_ranks
-            args = (tokens, self.attention, trained_only, multiple)
+        for number, row in enumerate(rows):
+            members = [micros.sequences[i] for i in micros.parts[number]]
+            is_long = self._num_chunks(micros, number) > 1
             chunks.append(chunks_of(members, row, *args) if is_long else [])
-        most = torch.tensor([max(1, len(passes)) for passes in chunks], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        most = self._most([max(1, len(passes)) for passes in chunks])
         in_chunks = []
-        for row, passes, number in zip(rows, chunks, most.tolist(), strict=True):
+        for row, passes, number in zip(rows, chunks, most, strict=True):
             if number > 1:  # some rank has chunks
                 missing = number - max(1, len(passes))
                 empty = pack([], self.attention, self.device, total_tokens=multiple)

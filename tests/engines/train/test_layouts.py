@@ -425,8 +425,29 @@ def test_rows_in_chunks(ranks, wanted, family, layout, cp, sequence_parallel, re
 
 
 @pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule", "cp", "sequence_parallel", "recompute"),
+    [
+        ("qwen3", (2, 1, 1, 1), "one_f_one_b", 1, False, False),
+        ("gemma3_text", (2, 1, 2, 1), "interleaved", 1, False, True),
+        ("qwen3", (2, 1, 2, 1), "one_f_one_b", 2, False, False),
+        ("qwen3_moe", (2, 1, 1, 2, 2), "one_f_one_b", 1, True, False),
+    ],
+    ids=str,
+)
+def test_chunks_in_pipelines(
+    ranks, wanted, family, layout, schedule, cp, sequence_parallel, recompute
+):
+    """Of 4 tokens on a rank; other rows fill the rounds up."""
+    path, sequences, want = wanted(family, True)
+    args = (layout, schedule, 1, 4, sequence_parallel, recompute, cp, 4)
+    check(ranks(math.prod(layout[:4]), step, path, sequences, *args), want, path)
+
+
+@pytest.mark.layouts
 def test_chunks_of_a_large_model(fresh_ranks, wanted):
     """Ranks with fewer chunks make empty passes, since all of them gather each layer's weights."""
     path, sequences, want = wanted("qwen3", True)
-    args = ([path], sequences, (1, 1, 2, 1), "one_f_one_b", 1, 5, False, False, 1, 3)
-    check([result for (result,) in fresh_ranks(2, large_steps, *args)], want, path)
+    for layout, most, chunk in [((1, 1, 2, 1), 5, 3), ((2, 1, 1, 1), 4, 4)]:
+        args = ([path], sequences, layout, "one_f_one_b", 1, most, False, False, 1, chunk)
+        check([result for (result,) in fresh_ranks(2, large_steps, *args)], want, path)

@@ -22,6 +22,7 @@ SPLITS = {
     "pp 2": ([range(6), range(6, 8)], {"pp": 2}),
     "cp 2": ([range(6), range(6, 8)], {"cp": 2}),
     "chunks": ([range(6), range(6, 8)], {"chunk_tokens": 4}),
+    "chunks, pp 2": ([range(6), range(6, 8)], {"chunk_tokens": 14, "pp": 2}),
 }
 GSPO = GSPOLoss(clip_low=0.3, clip_high=0.4)
 DPO = DPOLoss(beta=0.4, label_smoothing=0.1)

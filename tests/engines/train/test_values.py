@@ -30,6 +30,7 @@ LAYOUTS = {
     "pp 2 x fsdp 2": ("llama", {"pp": 2, "fsdp": 2}),
     "cp 2": ("qwen3", {"cp": 2}),
     "chunks": ("qwen3", {"chunk_tokens": 5}),
+    "chunks, pp 2": ("qwen3", {"chunk_tokens": 8, "pp": 2}),
 }
 
 
