@@ -62,7 +62,7 @@ def check_has_experts(path: str | None, trainer: TrainerConfig) -> None:
 
 
 def check_layouts(model: ModelConfig, train: TrainLayoutConfig, gen: RolloutLayoutConfig) -> None:
-    """Raise ConfigError for an ep or cp that `config.json` rules out, or the tiny model's sizes.
+    """Raise ConfigError for an ep that `config.json` rules out, or the tiny model's sizes.
 
     Other axes depend on transformers' plans: see `hybridrl.models.parallel`.
     """
@@ -71,7 +71,6 @@ def check_layouts(model: ModelConfig, train: TrainLayoutConfig, gen: RolloutLayo
         settings = {
             "model_type": "qwen3_moe" if tiny.num_experts else "qwen3",
             "num_experts": tiny.num_experts,
-            "num_attention_heads": tiny.num_heads,
         }
     if not settings:
         return
@@ -80,10 +79,6 @@ def check_layouts(model: ModelConfig, train: TrainLayoutConfig, gen: RolloutLayo
     for key, ep in (("trainer.layout.ep", train.ep), ("rollout.layout.ep", gen.ep)):
         if allowed := ep_allowed(name, experts, ep):
             raise ConfigError(key, ep, allowed)
-    # With tp, heads of a rank depend on transformers' plan.
-    heads = settings.get("num_attention_heads")
-    if heads and train.tp == 1 and (allowed := cp_allowed(heads, train.cp)):
-        raise ConfigError("trainer.layout.cp", train.cp, allowed)
 
 
 def ep_allowed(model_type: str, experts: int, ep: int) -> str | None:
@@ -96,14 +91,6 @@ def ep_allowed(model_type: str, experts: int, ep: int) -> str | None:
         return None
     choices = [str(n) for n in range(1, experts + 1) if experts % n == 0]
     return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
-
-
-def cp_allowed(heads: int, cp: int) -> str | None:
-    """The allowed values and the reason; None if ranks with so many heads each take `cp`."""
-    if heads % cp == 0:
-        return None
-    choices = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-    return f"one of {choices} (it must divide the {heads} attention heads of a rank; no ring yet)"
 
 
 def _read(path: str | None) -> dict[str, Any]:

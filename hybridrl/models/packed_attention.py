@@ -13,8 +13,9 @@ Where scores are capped, torch's kernels do not serve: that block's scores exist
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,12 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from hybridrl.config import Attention, ConfigError
 from hybridrl.models.attention_keywords import check_keywords
 from hybridrl.models.attention_shape import AttentionShape
 from hybridrl.models.chunk_keys import ChunkKeys
+from hybridrl.models.gathered_keys import OwnTokens, gather_tokens
 from hybridrl.models.ulysses import own_heads, to_heads, to_tokens
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ class Packing:
 
     `blocks` holds (number of sequences, length) of each run of equal lengths. `starts` [sequences +
     1] has the first token of each sequence (int32, on the row's device) and the end, `longest` the
-    length of the longest. The ranks of `group` share the row's tokens, if there is one.
+    length of the longest. The ranks of `group` share the row's tokens, if there is one; `own` are
+    this rank's.
 
     A row that is a `chunk` has tokens of one sequence. Then `key_starts` and `longest` count its
     earlier tokens, too.
@@ -53,6 +57,7 @@ class Packing:
     starts: torch.Tensor
     longest: int
     group: ProcessGroup | None = None
+    own: OwnTokens | None = None
     chunk: ChunkKeys | None = None
     key_starts: torch.Tensor | None = None
 
@@ -67,7 +72,8 @@ def make_packing(
     assert list(lengths) == sorted(lengths), "sequences must be packed by ascending length"
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     blocks = tuple((len(list(group)), length) for length, group in groupby(lengths))
-    return Packing(implementation, blocks, ends.to(device), lengths[-1], group)
+    own = None if group is None else OwnTokens(blocks, group, device)
+    return Packing(implementation, blocks, ends.to(device), lengths[-1], group, own)
 
 
 def make_chunk_packing(
@@ -79,7 +85,8 @@ def make_chunk_packing(
     """Describe a row of the tokens of one chunk."""
     packing = make_packing([chunk.stop - chunk.start], implementation, device, group)
     starts = torch.tensor([0, chunk.stop], dtype=torch.int32, device=device)
-    return replace(packing, longest=chunk.stop, chunk=chunk, key_starts=starts)
+    own = None if group is None else OwnTokens(packing.blocks, group, device, chunk.start)
+    return replace(packing, longest=chunk.stop, chunk=chunk, key_starts=starts, own=own)
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -169,26 +176,71 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: softcap with s_aux is not supported")
     assert packing is not None, "packed attention needs the keyword `packing`"
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
-    tensors = query[0], key[0], value[0]
-    if packing.group is not None:
-        tensors = to_heads(*tensors, packing.group)
-        s_aux = None if s_aux is None else own_heads(s_aux, packing.group)
 
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+        packing: Packing,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if packing.implementation is Attention.flash:
             assert sinks is None, "flash-attn has no attention sinks"
             return _flash(q, k, v, packing, scaling, window, softcap)
         return _torch(q, k, v, packing, scaling, window, softcap, sinks)
 
+    tensors, group = (query[0], key[0], value[0]), packing.group
+    if group is not None and len(query[0]) % group.size():
+        return _gathered(module, *tensors, s_aux, packing, group, attend)[None], None
+    if group is not None:
+        tensors = to_heads(*tensors, group)
+        s_aux = None if s_aux is None else own_heads(s_aux, group)
     if packing.chunk is not None:
-        out = packing.chunk.attend(module, *tensors, s_aux, attend)
+        out = packing.chunk.attend(module, *tensors, s_aux, partial(attend, packing))
     else:
-        out = attend(*tensors, s_aux)
-    if packing.group is not None:
-        out = to_tokens(out, packing.group)
+        out = attend(packing, *tensors, s_aux)
+    if group is not None:
+        out = to_tokens(out, group)
     return out[None], None
+
+
+def _gathered(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    packing: Packing,
+    group: ProcessGroup,
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """The result of `attend` for this rank's tokens of a row, with the keys of all ranks.
+
+    The gathered ones are not kept for backward, but those of a chunk.
+    """
+    own = packing.own
+    assert own is not None
+    queries, keys = own.starts()
+    described = replace(packing, blocks=own.blocks, starts=queries, key_starts=keys)
+
+    def attend_to_seen(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return attend(described, q, k[:, own.keys], v[:, own.keys], sinks)
+
+    if packing.chunk is not None:
+        whole = gather_tokens(key, value, group)
+        return packing.chunk.attend(module, query, *whole, sinks, attend_to_seen)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend_to_seen(q, *gather_tokens(k, v, group), sinks)
+
+    if not torch.is_grad_enabled():
+        return run(query, key, value)
+    out: torch.Tensor = checkpoint(
+        run, query, key, value, use_reentrant=False, preserve_rng_state=False
+    )
+    return out
 
 
 def _torch(
@@ -209,12 +261,13 @@ def _torch(
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
     groups = query.shape[0] // key.shape[0]
     sizes = [count * length for count, length in packing.blocks]
-    earlier = key.shape[1] - query.shape[1]  # of a chunk, which is one block
     outputs = []
     # One split, not slices: the backward of a slice would write zeros for the whole row.
-    of_keys = [size + earlier for size in sizes]
+    of_keys = [*sizes]
+    of_keys[0] += key.shape[1] - query.shape[1]  # of the first block's sequence, which is alone
     rows = zip(query.split(sizes, 1), key.split(of_keys, 1), value.split(of_keys, 1), strict=True)
     for (count, length), (q, k, v) in zip(packing.blocks, rows, strict=True):
+        earlier = k.shape[1] - q.shape[1]
         q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in (q, k, v))
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))

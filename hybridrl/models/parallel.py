@@ -22,7 +22,7 @@ from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import layers_name
-from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, cp_allowed, ep_allowed
+from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, ep_allowed
 from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -148,7 +148,6 @@ def check_train_layout(
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
-    _check(f"{key}.cp", layout.cp, cp_allowed(heads_of_rank(config, layout.tp), layout.cp))
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:

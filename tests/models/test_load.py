@@ -121,7 +121,6 @@ def test_a_dense_model_has_no_experts_to_replay_or_balance(tmp_path):
     [
         ({"ep": 3}, {}, "trainer.layout.ep=3: wanted one of 1, 2, 4, 8 (it must divide the 8 exp"),
         ({}, {"tp": 3, "ep": 3}, "rollout.layout.ep=3: wanted one of 1, 2, 4, 8 (it must divide"),
-        ({"cp": 3}, {}, "trainer.layout.cp=3: wanted one of 1, 2, 4, 8, 16, 32 (it must divide"),
     ],
 )
 def test_layouts_that_config_json_rules_out(tmp_path, train, gen, message):
@@ -130,15 +129,15 @@ def test_layouts_that_config_json_rules_out(tmp_path, train, gen, message):
     with pytest.raises(ConfigError) as refused:
         check_layouts(model, TrainLayoutConfig(**train), RolloutLayoutConfig(**gen))
     assert message in str(refused.value)
-    check_layouts(model, TrainLayoutConfig(ep=2, cp=4), RolloutLayoutConfig(tp=2, ep=2))
+    check_layouts(model, TrainLayoutConfig(ep=2), RolloutLayoutConfig(tp=2, ep=2))
 
 
 def test_layouts_that_it_leaves_to_other_checks(tmp_path):
-    """Heads under tp, which transformers' plan cuts; models that are not here."""
+    """Other axes than ep; models that are not here."""
     LlamaConfig(hidden_size=48, num_attention_heads=6).save_pretrained(tmp_path)
     gen = RolloutLayoutConfig()
-    check_layouts(ModelConfig(path=str(tmp_path)), TrainLayoutConfig(tp=2, cp=4), gen)
-    check_layouts(ModelConfig(path="a/hub-name"), TrainLayoutConfig(ep=2, cp=4), gen)
+    check_layouts(ModelConfig(path=str(tmp_path)), TrainLayoutConfig(tp=4, cp=4), gen)
+    check_layouts(ModelConfig(path="a/hub-name"), TrainLayoutConfig(ep=2), gen)
     wanted = r"^trainer.layout.ep=2: wanted 1 \(model type llama has no experts\)$"
     with pytest.raises(ConfigError, match=wanted):
         check_layouts(ModelConfig(path=str(tmp_path)), TrainLayoutConfig(ep=2), gen)
@@ -150,7 +149,6 @@ def test_so_do_the_sizes_of_a_model_that_is_made():
     for tiny, layout, wanted in (
         (dense, {"ep": 2}, r"^trainer.layout.ep=2: wanted 1 \(model type qwen3 has no experts\)$"),
         (mixture, {"ep": 3}, "^trainer.layout.ep=3: wanted one of 1, 2, 4, 8 "),
-        (dense, {"cp": 4}, "^trainer.layout.cp=4: wanted one of 1, 2, 3, 6 "),
     ):
         with pytest.raises(ConfigError, match=wanted):
             check_layouts(ModelConfig(tiny=tiny), TrainLayoutConfig(**layout), gen)

@@ -82,19 +82,22 @@ def _shared(case, heads, kv_heads):
     return out.detach(), torch.autograd.grad(out, used, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (3, 1)])
 @pytest.mark.parametrize("case", CASES)
-def test_a_shared_row_equals_one_rank(ranks, case, kv_heads):
-    """Two ranks of 11 tokens, with heads of keys and values for both, or for one alone."""
+def test_a_shared_row_equals_one_rank(ranks, case, heads, kv_heads):
+    """Two ranks of 11 tokens, with heads of keys and values for both, or for one alone.
+
+    Three heads are no multiple of the ranks, which then gather the keys and values of the row.
+    """
     inputs = _inputs(8, 6)
-    tensors = [inputs[0], inputs[1][:, :kv_heads], inputs[2][:, :kv_heads]]
+    tensors = [inputs[0][:, :heads], inputs[1][:, :kv_heads], inputs[2][:, :kv_heads]]
     packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"))
-    sinks = {"s_aux": inputs[3]} if "s_aux" in CASES[case] else {}
+    sinks = {"s_aux": inputs[3][:heads]} if "s_aux" in CASES[case] else {}
     out, _ = packed_attention(
         torch.nn.Module(), *tensors, None, scaling=0.4, packing=packing, **CASES[case] | sinks
     )
     want = torch.autograd.grad(out, [*tensors, *sinks.values()], torch.ones_like(out))
-    shares = ranks(2, _shared, case, HEADS, kv_heads)
+    shares = ranks(2, _shared, case, heads, kv_heads)
     torch.testing.assert_close(torch.cat([x for x, _ in shares], 1), out, rtol=0, atol=1e-12)
     by_kind = zip(*(gradients for _, gradients in shares), strict=True)
     for number, (of_ranks, gradient) in enumerate(zip(by_kind, want, strict=True)):

@@ -406,6 +406,16 @@ def test_shared_rows(ranks, wanted, family, layout, schedule, cp, sequence_paral
 
 
 @pytest.mark.layouts
+@pytest.mark.parametrize(("most", "chunk"), [(SHARED, 0), (5, 3)])
+def test_shared_rows_of_fewer_heads_than_ranks(ranks, tiny, sequences, most, chunk):
+    """Two ranks with three heads gather keys and values, whole rows' and those of chunks."""
+    few = {"num_hidden_layers": 5, "num_attention_heads": 3, "num_key_value_heads": 1}
+    path = tiny("mistral", True, **few, **EXTRAS["mistral"])
+    args = ((1, 1, 2, 1), "one_f_one_b", 1, most, False, False, 2, chunk)
+    check(ranks(2, step, path, sequences, *args), oracle(path, sequences), path)
+
+
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "layout", "cp", "sequence_parallel", "recompute"),
     [
