@@ -76,7 +76,8 @@ def plan_of(config: Config, keys: PlanKeys) -> tuple[dict[str, int], str]:
         from gpu_steps.planned import planned_peaks
     except ImportError as error:
         return {}, f"the memory plan cannot be computed here: {error}"
-    return planned_peaks(config, keys.kv_cache_tokens, (keys.row_tokens, keys.scored_tokens)), ""
+    row = keys.row_tokens, keys.scored_tokens
+    return planned_peaks(config, keys.kv_cache_tokens, row, keys.decode_rows), ""
 
 
 def report_peaks(

@@ -1,7 +1,6 @@
 """What `hybridrl plan memory` predicts of the run whose peaks the report measures."""
 
 from copy import deepcopy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,18 +30,24 @@ def _update_alone(flow: Flow, cfg: Any) -> None:
     flow.actor.update(samples, loss=ReinforceLoss())
 
 
-def planned_peaks(config: Config, cache_tokens: int, row: tuple[int, int]) -> dict[str, int]:
-    """Bytes by phase, for a KV cache as large as the measured one and the measured row.
+def planned_peaks(
+    config: Config, cache_tokens: int, row: tuple[int, int], decode_rows: int
+) -> dict[str, int]:
+    """Bytes by phase, for a KV cache as large as the measured one, and what was computed at once.
 
-    `row` has the row's tokens, and those of responses.
+    `row` has the row's tokens, and those of responses. So many `decode_rows` are full samples.
     """
     config = deepcopy(config)
-    config.rollout.kv_cache_tokens = cache_tokens
+    config.rollout.kv_cache_tokens, config.rollout.max_running = cache_tokens, decode_rows
     assert config.model.path is not None
     shape = load_config(config.model.path)
     graph = _update_alone.build(SimpleNamespace())
     longest = PackedRow(*row, number=1)
-    inputs = replace(LongestInputs.of(config, graph), row=lambda *_: longest)
+    inputs = LongestInputs(
+        row=lambda *_: longest,
+        prompt=config.data.max_prompt_tokens,
+        copied=decode_rows * config.longest_sample,
+    )
     run = plan_run(config, graph, shape, Room(2**40, 0), inputs)
     sizes = {phase.name: phase.total for phase in run.pools["actor"].phases}
     return {phase: max(sizes[name] for name in names) for phase, names in PLANNED.items()}

@@ -1,7 +1,8 @@
 """`python -m gpu_dry.report_steps FILE`: the steps of the GPU report on a fake GPU of this process.
 
-No figure means anything. The file has each step's figures, of which there must be as many as on a
-real GPU. It also has the results of one rank of the weight switch between ranks.
+No figure means anything but bytes, which torch's tracker counts. The file has each step's figures,
+of which there must be as many as on a real GPU. It also has the results of one rank of the weight
+switch between ranks.
 """
 
 from gpu_dry import fake_cuda
@@ -20,14 +21,17 @@ from pathlib import Path  # noqa: E402
 from unittest import mock  # noqa: E402
 
 import torch  # noqa: E402
-from gpu_steps import ranks  # noqa: E402
+from gpu_steps import ranks, sizes  # noqa: E402
 from gpu_steps.figures import Figures  # noqa: E402
 from gpu_steps.steps import STEPS, Settings  # noqa: E402
 from gpu_steps.switch import switches_on_ranks  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.fake_device import FakeDevice  # noqa: E402
 from gpu_dry.world import joined, kernels, weights_without_values  # noqa: E402
+from hybridrl.config import TinyModelConfig  # noqa: E402
+from hybridrl.models.tiny import make_char_tokenizer  # noqa: E402
 
 RUN = (
     "bandwidth",
@@ -38,9 +42,13 @@ RUN = (
     "train",
     "activations",
     "offload",
-    "memory",
 )
-"""Steps of one process without vLLM; `mismatch` compares values, and there are none."""
+"""Steps of one process without vLLM, with a tiny model.
+
+`mismatch` compares values, and there are none. `memory` has a model of its own.
+"""
+LAYERS = 4
+"""Of that model, whose memory is compared with the plan: in a tiny one buckets outweigh it."""
 RANK, RANKS = 3, 8
 """The weight switch is also seen by this rank of several."""
 
@@ -50,9 +58,9 @@ def surroundings(device: FakeDevice) -> Iterator[None]:
     """What the steps ask a GPU, besides what a dry run's engines do."""
     answers = {
         "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
-        "max_memory_allocated": lambda device=None: 2**30,
-        "max_memory_reserved": lambda device=None: 2**30,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "max_memory_allocated": lambda _=None: device.memory.peak("cuda"),
+        "max_memory_reserved": lambda _=None: 2**30,
+        "reset_peak_memory_stats": lambda _=None: device.memory.restart(),
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -63,8 +71,25 @@ def surroundings(device: FakeDevice) -> Iterator[None]:
             kernels(device, flash=True),
             torch.autograd.set_multithreading_enabled(False),
             device,
+            device.memory,
         ):
             stack.enter_context(manager)
+        yield
+
+
+@contextmanager
+def large_model(folder: Path) -> Iterator[None]:
+    """In place of the tiny model a few layers of the one that GPUs measure, without weights."""
+    whole = sizes._SIZES["1.5b"]
+    cut = replace(whole, shape=whole.shape | {"num_hidden_layers": LAYERS})
+    shape = dict(cut.shape)
+    AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(folder)
+    tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, shape["max_position_embeddings"])
+    tokenizer.save_pretrained(folder)
+    with (
+        mock.patch.dict(sizes._SIZES, {"tiny": cut}),
+        mock.patch.object(ranks, "model_directory", return_value=str(folder)),
+    ):
         yield
 
 
@@ -82,11 +107,17 @@ def main() -> None:
         fake_cuda.install(lambda name: device.sync("wait"))
         fake_device.install(device)
         device.integer = 3  # a token that ends nothing
-        for name in RUN:
+
+        def run(name: str) -> None:
             file = Path(folder) / f"{name}.json"
             with surroundings(device):
                 pkgutil.resolve_name(STEPS[name].target)(settings, Figures(file, "cuda"))
             results[name] = json.loads(file.read_text())["figures"]
+
+        for name in RUN:
+            run(name)
+        with large_model(Path(folder) / "large"):
+            run("memory")
         with surroundings(device), joined(RANK, RANKS, False) as cuda:
             results["between ranks"] = switches_on_ranks(cuda, settings, RANKS)
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))

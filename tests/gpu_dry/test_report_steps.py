@@ -39,5 +39,8 @@ def test_every_step_takes_its_figures_on_a_gpu(tmp_path: Path) -> None:
         "switch_1_to_1x1_rate", "mfu_of_datasheet", "offload_rate", "onload_rate",
         "peak_forward_backward", "activations_offload",
     }  # fmt: skip
+    planned = {f["name"]: f["about"].get("planned_by_measured") for f in results["memory"]}
+    for name in ("peak_build", "peak_switch", "peak_decode", "peak_update"):
+        assert abs(planned[name] - 1) < 0.05, planned
     (choice,) = (f for f in figures if f["name"] == "attention_choice_bfloat16")
     assert (choice["value"], choice["about"]["reason"]) == ("flash", "flash-attn can run")
