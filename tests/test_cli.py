@@ -550,6 +550,17 @@ def test_a_plan_for_machines_that_are_not_here(
     assert "\x1b" not in "".join(table)
 
 
+@pytest.mark.parametrize("order", ["auto", "strided"])
+def test_a_plan_places_experts_on_nodes(
+    files: Path, capfd: pytest.CaptureFixture[str], order: str
+) -> None:
+    """Of two ranks: consecutive ones, unless the far ones are asked for."""
+    layout = ["trainer.layout.ep=2", f"trainer.layout.ep_grouping={order}"]
+    cli.main(["plan", "layout", "--gpus-per-node=2", "model=tiny_moe", "cluster.ranks=4", *layout])
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["experts"].endswith("ep crosses nodes of 2") == (order == "strided")
+
+
 def test_a_plan_from_config_json_alone(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cli.main(["plan", "layout", "model.path=unweighted", "cluster.ranks=2"])
     from_file = json.loads(capfd.readouterr().out.splitlines()[-1])

@@ -383,7 +383,8 @@ class TrainEngine(ModelShards):
                 compared.append(torch.stack(figures))
             return total
 
-        with self._dropout(), self._expert_load.counting(totals.sequences):
+        self._expert_load.start(totals.sequences)
+        with self._dropout():
             if self.pipeline is None:
                 self._train_alone(batches, finish)
             else:

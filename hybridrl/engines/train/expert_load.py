@@ -1,7 +1,6 @@
 """How evenly routers load the experts over an update, and the two ways to even it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,11 @@ from hybridrl.models.stages import Chunk
 class ExpertLoad:
     """Counts the tokens of every expert of this rank's pipeline `chunks`, and evens the load.
 
-    Rows that update pass count, if they have `token_sequences`; what fills them up does not.
-    Recomputed layers count twice. Example: of four experts one computes half of the tokens and one
-    none. Then `expert_load` is 2.0 and `dead_experts` 0.25.
+    It counts the rows that have `token_sequences`, which are those of updates, without what fills
+    them up. Recomputed layers count twice.
+
+    Example: of four experts one computes half of the tokens and one none. Then `expert_load` is 2.0
+    and `dead_experts` 0.25.
     """
 
     def __init__(
@@ -58,14 +59,12 @@ class ExpertLoad:
                     if ROUTING_BIAS in module._buffers
                 ]
 
-    @contextmanager
-    def counting(self, sequences: int) -> Iterator[None]:
+    def start(self, sequences: int) -> None:
         """Count an update of so many `sequences`, over all ranks, from zero."""
         if self.experts:  # a dense model launches nothing
             self._counts.zero_()
         if self._loss is not None:
             self._loss.start(self._coef / sequences / self._layers)
-        yield
 
     def metrics(self) -> dict[str, float]:
         """Largest load of an expert over the mean, by layer; and the share without a token.
