@@ -230,6 +230,8 @@ NEEDS_MORE = {
     "hybridrl.config.compose",
     "hybridrl.config.recipe_folder",
     "hybridrl.config.recipe_source",
+    "hybridrl.engines.rollout.vllm.experts",
+    "hybridrl.engines.rollout.vllm.names",
     "hybridrl.engines.rollout.vllm.sampling",
     "hybridrl.engines.rollout.vllm.weights",
     "hybridrl.engines.train.adamw8bit",

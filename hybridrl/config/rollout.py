@@ -68,6 +68,7 @@ ENGINES = {
         takes_share=True,
         ascending=True,
         records_experts=True,
+        whole_experts=True,
         records_experts_under_pp=False,
         vocab_multiple=64,
         block_multiple=32,  # of its CPU attention; the GPU ones take multiples of 16

@@ -234,7 +234,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     check_bias_update(model, config.trainer.router_bias_update_rate)
     check_lora(model, config.actor.lora, "actor.lora")
     check_attention(config, model, local=not unknown_room(config))
-    engine_checks(config.rollout).check_model(config.model, model)
+    engine_checks(config.rollout).check_model(config, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
     check_stored(model_path, model)

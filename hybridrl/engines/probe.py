@@ -33,7 +33,7 @@ import hybridrl.engines
 import hybridrl.kernels
 import hybridrl.models
 from hybridrl.config import Attention, ConfigError, RouterReplay, TrainerConfig
-from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.interface import Request, RolloutEngine, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedModel, pack, recorded_experts
@@ -265,7 +265,7 @@ def make_engine(config: PretrainedConfig, parallel: GenParallel | None = None) -
 
 
 @torch.no_grad()
-def compare_responses(model: PreTrainedModel, engine: NativeEngine) -> str | None:
+def compare_responses(model: PreTrainedModel, engine: RolloutEngine) -> str | None:
     """Why greedy responses to prompts of several lengths differ from the oracle `model`'s."""
     prompts = {i: torch.randint(1, model.config.vocab_size, (n,)) for i, n in enumerate(_LENGTHS)}
     sampling = SamplingParams(_NEW_TOKENS, temperature=0.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -9,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
+from hybridrl.models.parallel import meta_model
 from hybridrl.models.shard import GenParallel, instance_layout
 from hybridrl.models.stored_weights import StoredWeights
 
@@ -37,6 +39,14 @@ def load_buffers(model: PreTrainedModel, path: str, config: PretrainedConfig) ->
     if persistent_buffers(model):
         with StoredWeights(path, config) as weights:
             weights.fill_buffers(model)
+
+
+def stored_buffers(path: str, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """The persistent buffers that a causal language model has at `path`, by name."""
+    if not persistent_buffers(meta_model(config)):
+        return {}
+    with StoredWeights(path, config) as weights:
+        return weights.buffers()
 
 
 def fill_parameters(

@@ -24,13 +24,11 @@ _AT_MOST = {
     "sliding_window": WINDOW,
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
-    "qk_nope_head_dim": HEAD_DIM,
-    "v_head_dim": HEAD_DIM,
 }
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with small widths, a small vocabulary and its first layers.
+def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConfig:
+    """`config` with small widths, heads of `head_dim`, a small vocabulary and its first layers.
 
     Layers reach as far as needed for two of every kind: of a type, with or without experts, with or
     without rotation. The ratio of query to key heads and the experts per token stay, as far as
@@ -39,14 +37,15 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     settings = copy.deepcopy(config.to_dict())
     own_names = {name: config.attribute_map.get(name, name) for name in _RENAMED}
     settings |= {name: settings.pop(own) for name, own in own_names.items() if own in settings}
-    _shrink_heads(settings)
+    _shrink_heads(settings, head_dim)
+    at_most = {**_AT_MOST, "qk_nope_head_dim": head_dim, "v_head_dim": head_dim}
     for name, value in settings.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
         if name.startswith("vocab_size"):  # Gemma 4 has a second vocabulary's width
             settings[name] = VOCABULARY
-        elif name in _AT_MOST:
-            settings[name] = min(value, _AT_MOST[name])
+        elif name in at_most:
+            settings[name] = min(value, at_most[name])
         elif "intermediate_size" in name or name in ("n_inner", "ffn_dim"):
             settings[name] = _width(name)
         elif name.endswith("_token_id"):
@@ -65,7 +64,7 @@ def _width(name: str) -> int:
     return 24 if "moe" in name or "expert" in name else 48
 
 
-def _shrink_heads(settings: dict[str, Any]) -> None:
+def _shrink_heads(settings: dict[str, Any], width: int) -> None:
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     kv_heads = settings.get("num_key_value_heads") or heads
     size = settings.get("head_dim") or hidden // heads
@@ -73,25 +72,27 @@ def _shrink_heads(settings: dict[str, Any]) -> None:
     latent = settings.get("kv_lora_rank") is not None
     if latent:
         groups, kv = 1, min(heads, 2)
-        settings["qk_rope_head_dim"] = settings["head_dim"] = HEAD_DIM
-        settings["qk_head_dim"] = min(settings["qk_nope_head_dim"], HEAD_DIM) + HEAD_DIM
+        settings["qk_rope_head_dim"] = settings["head_dim"] = width
+        settings["qk_head_dim"] = min(settings["qk_nope_head_dim"], width) + width
     elif "head_dim" in settings:
-        settings["head_dim"] = HEAD_DIM
+        settings["head_dim"] = width
     settings["num_attention_heads"] = groups * kv
     if "num_key_value_heads" in settings:
         settings["num_key_value_heads"] = kv
+    if settings.get("rotary_dim"):
+        settings["rotary_dim"] = settings["rotary_dim"] * width // size
     equal = hidden == heads * size or "head_dim" not in settings
-    settings["hidden_size"] = groups * kv * HEAD_DIM if equal else groups * kv * HEAD_DIM + 32
-    _shrink_rotation(settings, size)
+    settings["hidden_size"] = groups * kv * width + (0 if equal else 32)
+    _shrink_rotation(settings, width, size)
 
 
-def _shrink_rotation(settings: dict[str, Any], size: int) -> None:
-    """Factors by frequency are as many as a head has."""
+def _shrink_rotation(settings: dict[str, Any], width: int, size: int) -> None:
+    """Factors by frequency are as many as a head has: `width` now, `size` before."""
     rotations = [settings.get(name) for name in ("rope_parameters", "rope_scaling")]
     for rotation in [r for r in rotations if isinstance(r, dict)]:
         for name, value in rotation.items():
             if name.endswith("_factor") and isinstance(value, list):
-                rotation[name] = value[: max(1, len(value) * HEAD_DIM // size)]
+                rotation[name] = value[: max(1, len(value) * width // size)]
 
 
 def _remade(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:

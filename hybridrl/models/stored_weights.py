@@ -97,6 +97,15 @@ class StoredWeights:
                 stored = self._tensor(name)
                 stored.copy_to(buffer, Box.whole(stored.shape))
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers that are stored, by name, on the host."""
+        buffers = {}
+        for name, buffer in persistent_buffers(self._model).items():
+            if name in self:  # else the family computes it
+                buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                self._tensor(name).copy_to(buffers[name], Box.whole(tuple(buffer.shape)))
+        return buffers
+
     def _tensor(self, name: str) -> StoredTensor:
         return self._tensors[self._tied(name)]
 

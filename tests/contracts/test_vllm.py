@@ -95,6 +95,22 @@ CALLS = [
         "method.process_weights_after_loading",
         "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
     ),
+    (
+        "weights.py",
+        "method.moe_kernel.fused_experts.process_weights_after_loading",
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts"
+        ".process_weights_after_loading",
+    ),
+    (
+        "names.py",
+        "mapper.get_rename_mapper",
+        "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
+    ),
+    (
+        "names.py",
+        "mapper.get_rename_mapper().apply_list",
+        "vllm.model_executor.models.utils:WeightsMapper.apply_list",
+    ),
 ]
 
 # What we read or replace of vLLM's objects.
@@ -199,6 +215,7 @@ def test_engine_arguments_exist_and_take_our_values(vllm: Sources) -> None:
         "load_format": ("vllm.model_executor.model_loader", "LoadFormats"),
         "distributed_executor_backend": ("vllm.config.parallel", "DistributedExecutorBackend"),
         "dtype": ("vllm.config.model", "ModelDType"),
+        "moe_backend": ("vllm.config.kernel", "MoEBackend"),
     }
     for key, (module, name) in literals.items():
         assert arguments[key] in vllm.literal(module, name), key
@@ -581,6 +598,85 @@ def test_a_family_fuses_the_tensors_that_we_write(vllm: Sources, family: str) ->
         and ast.unparse(statement.targets[0]) == "packed_modules_mapping"
     )
     assert fused == FUSED
+
+
+# Experts
+
+MOE = "vllm.model_executor.layers.fused_moe"
+ROUTED = f"{MOE}.routed_experts:RoutedExperts"
+UNQUANTIZED = f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+
+
+def test_experts_are_held_as_the_switch_writes_them(vllm: Sources) -> None:
+    """[experts, 2 x width, hidden], gate before up, and [experts, hidden, width]."""
+    assert "quant_method" in vllm.attributes(ROUTED)
+    begun = ast.unparse(vllm.find(f"{ROUTED}.__init__"))
+    assert "self.intermediate_size_per_partition" in begun
+    create = vllm.load(f"{UNQUANTIZED}.create_weights", torch=torch, set_weight_attrs=Mock())
+    method = SimpleNamespace(moe=SimpleNamespace(is_act_and_mul=True, has_bias=False))
+    layer = torch.nn.Module()
+    create(method, layer, 3, 4, 5, torch.float32)
+    assert layer.w13_weight.shape == (3, 10, 4)
+    assert layer.w2_weight.shape == (3, 4, 5)
+
+    load = vllm.load(f"{ROUTED}._load_w13", torch=torch)
+    routed = SimpleNamespace(
+        moe_config=SimpleNamespace(is_act_and_mul=True),
+        _get_hidden_dim=lambda *_: 1,
+        _narrow_expert_data_for_padding=lambda data, *_, **__: data,
+    )
+    for shard, value in (("w1", 1.0), ("w3", 3.0)):  # gate_proj, up_proj
+        load(routed, layer.w13_weight.data[0], 0, shard, torch.full((5, 4), value), 0, True)
+    assert layer.w13_weight[0, :, 0].tolist() == [1.0] * 5 + [3.0] * 5
+
+
+def test_experts_written_in_place_stay_as_they_are(vllm: Sources) -> None:
+    """Of the kernel that we ask for, processed again after every switch."""
+    oracle = f"{MOE}.oracle.unquantized"
+    names = ("TRITON", "BATCHED_TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "AITER")
+    backends = SimpleNamespace(**{name: name for name in names})
+    ask = vllm.load(f"{oracle}:map_unquantized_backend", UnquantizedMoeBackend=backends)
+    assert ask(_arguments()["moe_backend"]) == "TRITON"
+    convert = vllm.load(
+        f"{oracle}:convert_to_unquantized_kernel_format",
+        UnquantizedMoeBackend=backends,
+        current_platform=SimpleNamespace(is_rocm=lambda: False),
+    )
+    replace = vllm.load(
+        "vllm.model_executor.utils:replace_parameter", torch=torch, set_weight_attrs=Mock()
+    )
+    set_up = vllm.load(
+        f"{UNQUANTIZED}._setup_kernel",
+        convert_to_unquantized_kernel_format=convert,
+        replace_parameter=replace,
+        UnquantizedMoeBackend=SimpleNamespace(CPU="CPU"),
+    )
+    layer = torch.nn.Module()
+    layer.moe_config = None
+    for name in ("w13_weight", "w2_weight"):
+        setattr(layer, name, torch.nn.Parameter(torch.rand(2, 4, 6), requires_grad=False))
+    before = {name: (p.data_ptr(), p.clone()) for name, p in layer.named_parameters()}
+    method = SimpleNamespace(moe_kernel=object(), unquantized_backend="TRITON")
+    set_up(method, layer, layer.w13_weight, layer.w2_weight)
+    for name, (place, values) in before.items():
+        assert getattr(layer, name).data_ptr() == place
+        assert torch.equal(getattr(layer, name), values)
+    kernels = {
+        node.name
+        for node in vllm.find(f"{MOE}.experts.triton_moe:TritonExperts").body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert "process_weights_after_loading" not in kernels  # that of its base class
+    base = vllm.load(f"{MOE}.modular_kernel:FusedMoEExperts.process_weights_after_loading")
+    assert base(None, layer) is None
+
+
+def test_whole_experts_are_consecutive(vllm: Sources) -> None:
+    """Those of a tp rank are the layout's: its share, in order."""
+    place = vllm.load(f"{MOE}.expert_map_manager:determine_expert_map", torch=torch)
+    count, places, _ = place(4, 1, 8)
+    assert count == 2
+    assert places.tolist() == [-1, -1, 0, 1, -1, -1, -1, -1]
 
 
 # Memory

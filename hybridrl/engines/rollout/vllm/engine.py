@@ -36,6 +36,7 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.models.local_weights import stored_buffers
 from hybridrl.models.router_replay import ExpertShape
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class VLLMEngine:
     same tokens, up to the order of float operations (`vllm.sampling`). A parked request is
     resubmitted as a prompt. On the same engine, vLLM's prefix cache has all its full blocks.
 
+    With `whole_experts` a tp rank has some of the experts, else a part of each.
+
     With `router_replay` at `rollout` it records every token's experts. It cannot be told which to
     take: a token that is computed again keeps its record, whichever it takes then.
 
@@ -93,6 +96,7 @@ class VLLMEngine:
         bucket_bytes: int = BUCKET_BYTES,
         gpu_memory_utilization: float = _GPU_SHARE,
         router_replay: RouterReplay = RouterReplay.off,
+        whole_experts: bool = False,
     ) -> None:
         check_positions(max_sequence, model_config.max_position_embeddings)
         self._rank, self._dtype = dist.get_rank(), dtype
@@ -118,9 +122,12 @@ class VLLMEngine:
             gpu_memory_utilization=gpu_memory_utilization,
             sampler=self._sampling.StreamSampler,
             records_experts=self._experts is not None,
+            whole_experts=whole_experts,
         )
+        # Before the start: then vLLM may have changed transformers' classes for itself.
+        constants = stored_buffers(model_path, model_config)
         self._start(arguments, mesh, block_size, device)
-        self._reach_weights(layout, device)
+        self._reach_weights(layout, device, constants)
         self._open_queue(model_config.vocab_size, max_sequence, block_size)
 
     def _import_vllm(self, stages: Sequence[int]) -> None:
@@ -148,13 +155,16 @@ class VLLMEngine:
             runner, model = self._worker.model_runner, self._worker.get_model()
             make_intermediate_tensors(runner, model, self._dtype, device)
 
-    def _reach_weights(self, layout: Layout, device: torch.device) -> None:
-        """Find the weights that a switch fills, and the memory that sleep frees."""
+    def _reach_weights(self, layout: Layout, device: torch.device, constants: Tensors) -> None:
+        """Find the weights that a switch fills, and the memory that sleep frees.
+
+        `constants` are tensors that no switch brings, see `VLLMWeights`.
+        """
         from hybridrl.engines.rollout.vllm.weights import VLLMWeights
 
         self._names = tuple(layout.rules)
         shapes = {name: LocalTensor(layout.local(name, self._rank)).shape for name in layout.rules}
-        self._weights = VLLMWeights(self._worker.get_model(), shapes, self._dtype)
+        self._weights = VLLMWeights(self._worker.get_model(), shapes, self._dtype, constants)
         caches = self._worker.model_runner.kv_caches
         self._memory: MemoryApi = (
             DeviceMemory(self._worker) if device.type == "cuda" else HostMemory(caches)
@@ -194,6 +204,7 @@ class VLLMEngine:
             bucket_bytes=parts.bucket_bytes,
             gpu_memory_utilization=share,
             router_replay=parts.router_replay,
+            whole_experts=parts.parallel.ep > 1,
         )
 
     # Requests
@@ -343,6 +354,7 @@ class VLLMEngine:
         else:
             stats = switch.switch(source, self._weights.tensors())
             self._weights.process()
+        self._weights.fill_constants()
         self._forget_prompts()
         return stats
 
@@ -361,6 +373,7 @@ class VLLMEngine:
         else:
             write(self._weights.tensors())
             self._weights.process()
+        self._weights.fill_constants()
         self._forget_prompts()
 
     def _make_switch(self, plan: Plan) -> WeightSwitch | LayerwiseSwitch:

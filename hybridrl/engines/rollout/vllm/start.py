@@ -25,6 +25,7 @@ def engine_arguments(
     gpu_memory_utilization: float,
     sampler: type,
     records_experts: bool = False,
+    whole_experts: bool = False,
 ) -> dict[str, Any]:
     """vLLM's `EngineArgs`; `sampler` is its logits processor that draws every token."""
     on_gpu = device.type == "cuda"
@@ -43,6 +44,9 @@ def engine_arguments(
         "tensor_parallel_size": mesh.extent("tp"),
         "pipeline_parallel_size": mesh.extent("pp"),
         "distributed_executor_backend": "external_launcher",
+        "enable_expert_parallel": whole_experts,
+        # Others rearrange experts, or find other kernels' order of gate and up.
+        "moe_backend": "triton" if on_gpu else "auto",
         # the cache
         **cache_arguments(blocks, block_size, bytes_per_token, max_sequence),
         "gpu_memory_utilization": gpu_memory_utilization,
@@ -68,6 +72,10 @@ def start_engine(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     devices = [device] if device.type == "cuda" else []
+    if arguments["enable_expert_parallel"] and not devices:
+        from hybridrl.engines.rollout.vllm.experts import compute_own_experts
+
+        compute_own_experts()
     with groups_of(mesh), uniform_cache(block_size), torch.random.fork_rng(devices):
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
