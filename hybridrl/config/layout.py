@@ -53,7 +53,7 @@ class TrainLayoutConfig:
     """Which ranks share the experts. `strided`: far ones, whose shards nest in those of generation;
     `vanilla`: consecutive ones; `auto`: strided, or vanilla where only that stays in a node."""
     cp: int = bounded(1, least=1)
-    """Context parallelism (Ulysses): so many ranks of fsdp share a row too long for one of them."""
+    """Context parallelism: so many ranks of fsdp share a row too long for one of them."""
     sequence_parallel: bool = False
     """Under tp, split activations between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b

@@ -4,7 +4,8 @@ The gap. Random models generate in bfloat16 by the native engine, and the train 
 same tokens' log-probabilities in float32. Sides are a mixture that trains with the experts of
 generation (`trainer.router_replay=rollout`), the same with its own, and a dense model. The dense
 one has the mixture's size in a token's eyes: its feed-forward layer is as wide as the experts that
-a token takes. A round is a model of another seed.
+a token takes. In one more side, with replay, the experts of a token have equal weights, so that
+their scores do nothing. A round is a model of another seed.
 
 The step. Real gloo processes train the mixture under ep 1, 2 and 4, and that dense model under the
 same fsdp; sides take turns. Tokens a second are those of all ranks together. A side's time is that
@@ -15,16 +16,19 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lines import line, show, take_turns
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.config import ModelConfig, RouterReplay, TrainerConfig, TrainLayoutConfig
@@ -124,9 +128,25 @@ def other_experts(engine: TrainEngine, responses: list[tuple[Any, Output]]) -> f
     return float(torch.cat(differ).double().mean())
 
 
+@contextmanager
+def equal_weights() -> Iterator[None]:
+    """Let the experts of a token have equal weights, whatever their scores."""
+    forward = Qwen3MoeTopKRouter.forward
+
+    def equal(
+        router: Qwen3MoeTopKRouter, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, weights, experts = forward(router, hidden)
+        return logits, torch.full_like(weights, 1 / PER_TOKEN), experts
+
+    with patch.object(Qwen3MoeTopKRouter, "forward", equal):
+        yield
+
+
 def compare_gaps(shape: str, seeds: int) -> Iterable[dict[str, Any]]:
     """Lines of the gap."""
-    figures: dict[str, list[torch.Tensor]] = {"with": [], "without": [], "dense": []}
+    sides = ("with", "without", "equal", "dense")
+    figures: dict[str, list[torch.Tensor]] = {side: [] for side in sides}
     shares = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as directory:
@@ -137,6 +157,9 @@ def compare_gaps(shape: str, seeds: int) -> Iterable[dict[str, Any]]:
             figures["with"].append(gaps(engine, responses, replays=True))
             figures["without"].append(gaps(engine, responses, replays=False))
             shares.append(other_experts(engine, responses))
+            with equal_weights():
+                responses = generate(model, shape, RouterReplay.rollout)
+                figures["equal"].append(gaps(engine, responses, replays=True))
             model = write_model(dense, shape, False, seed)
             responses = generate(model, shape, RouterReplay.off)
             engine = train_engine(dense, RouterReplay.off)
@@ -151,6 +174,8 @@ def compare_gaps(shape: str, seeds: int) -> Iterable[dict[str, Any]]:
         for other in ("without", "dense"):
             name = f"moe_gap_{kind}_vs_{other}" + ("_replay" if other == "without" else "")
             yield line(name, "nats", "lower", of_side["with"], of_side[other], **extra)
+        name = f"moe_gap_{kind}_equal_weights_vs_dense"
+        yield line(name, "nats", "lower", of_side["equal"], of_side["dense"], **extra)
 
 
 # The step

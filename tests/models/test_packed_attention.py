@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hybridrl.config import Attention
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
+from hybridrl.models.gathered_keys import OwnTokens
 from hybridrl.models.packed_attention import make_chunk_packing, make_packing, packed_attention
 
 LENGTHS, HEADS, KV_HEADS = [3, 5, 5, 9], 4, 2
@@ -159,6 +160,24 @@ def test_flash_gets_the_keys_of_earlier_chunks(monkeypatch):
     assert calls[1][2]["cu_seqlens_q"].tolist() == [0, 4]
     assert calls[1][2]["cu_seqlens_k"].tolist() == [0, 10]
     assert calls[1][2]["max_seqlen_k"] == 10
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rank", "before", "own", "keys", "ends"),
+    [
+        ([(1, 3), (1, 5)], 0, 0, ((1, 3), (1, 1)), slice(0, 4), ([0, 3, 4], [0, 3, 4])),
+        ([(1, 3), (1, 5)], 1, 0, ((1, 4),), slice(3, 8), ([0, 4], [0, 5])),
+        ([(4, 2)], 1, 0, ((1, 2), (1, 2)), slice(4, 8), ([0, 2, 4], [0, 2, 4])),
+        ([(2, 1), (2, 3)], 1, 0, ((1, 1), (1, 3)), slice(2, 8), ([0, 1, 4], [0, 3, 6])),
+        ([(1, 8)], 1, 16, ((1, 4),), slice(0, 24), ([0, 4], [0, 24])),
+    ],
+)
+def test_what_the_queries_of_a_rank_see(blocks, rank, before, own, keys, ends):
+    """Of two ranks with four tokens each."""
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+    tokens = OwnTokens(blocks, group, torch.device("cpu"), before)
+    assert (tokens.blocks, tokens.keys) == (own, keys)
+    assert tuple(x.tolist() for x in tokens.starts()) == ends
 
 
 def test_a_cap_with_sinks_is_refused():

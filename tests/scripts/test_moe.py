@@ -21,9 +21,8 @@ def test_every_line() -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     records = {record["name"]: record for record in map(json.loads, lines)}
     steps = [f"ep{ep}_vs_dense" for ep in (1, 2, 4)] + [f"ep{ep}_vs_ep1" for ep in (2, 4)]
-    gaps = [
-        f"{kind}_vs_{other}" for kind in ("mean", "max") for other in ("without_replay", "dense")
-    ]
+    others = ("vs_without_replay", "vs_dense", "equal_weights_vs_dense")
+    gaps = [f"{kind}_{other}" for kind in ("mean", "max") for other in others]
     wanted = [f"moe_gap_{gap}" for gap in gaps]
     assert list(records) == wanted + [f"moe_train_tokens_per_s_{step}" for step in sorted(steps)]
     for record in records.values():
