@@ -183,6 +183,7 @@ def test_two_ranks_equal_one_process(ranks, case):
         ((2, 1, 1, 1, 1), "interleaved", {"activations": ActivationMode.recompute}),
         ((2, 1, 2, 1, 2), "zero_bubble", {}),
         ((2, 1, 2, 1, 2), "one_f_one_b", {"cp": 2, "most_tokens": 8}),
+        ((2, 1, 1, 1, 1), "one_f_one_b", {"chunk_tokens": 4, "most_tokens": 4}),
         (
             (1, 1, 2, 2, 2), "one_f_one_b",
             {"cp": 2, "chunk_tokens": 3, "most_tokens": 5, "activations": ActivationMode.recompute},
