@@ -24,11 +24,15 @@ from hybridrl.layout.layerwise import by_layer
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter, gen_layout
-from hybridrl.models.activations import head_activations, layer_activations
+from hybridrl.models.activations import Activations, head_activations, layer_activations
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
 from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
 from hybridrl.planner.memory import ScoringSizes
+
+MALLOC_KEEPS = 64 * 2**20
+"""Freed memory that glibc does not give back, at most: M_TRIM_THRESHOLD, which it raises to twice
+the largest M_MMAP_THRESHOLD. Blocks of 32 MiB and more it gives back at once."""
 
 
 def generation_sizes(
@@ -115,11 +119,16 @@ def scoring_sizes(
         if not classifier:
             triton = has_triton(config)
             head = head_activations(its, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
-            most = max(most, head.scoring)
+            most = max(most, head.scoring + _kept_by_malloc(config, layer))
         hidden = row.tokens * its.hidden_size * dtype.itemsize
         weights = dtype.itemsize * _generation_elements(config, its, stages, classifier)
         sizes[role] = ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
     return sizes
+
+
+def _kept_by_malloc(config: Config, layer: Activations) -> int:
+    """Of the layers' memory on a CPU, what is still resident when the head computes."""
+    return min(layer.scoring, MALLOC_KEEPS) if config.cluster.device is Device.cpu else 0
 
 
 def model_shape_at(path: str | None) -> PretrainedConfig | None:

@@ -17,12 +17,16 @@ from hybridrl.models.packed_attention import flash_obstacle
 class PackedRow:
     """The longest row of tokens: `scored` of them have a log-probability, or a value.
 
-    `number` is how many rows an update has on a rank; 0 is unknown, and more than one.
+    `number` is how many rows an update has on a rank; 0 is unknown, and more than one. A row that
+    is a chunk of a sequence comes after `earlier` tokens of it. So many `ranks` share the row, each
+    with `tokens`.
     """
 
     tokens: int
     scored: int
     number: int = 0
+    earlier: int = 0
+    ranks: int = 1
 
     @classmethod
     def of(
@@ -47,30 +51,47 @@ class PackedRow:
             replicas = ranks // (layout.pp * layout.tp)
             share = -(-samples * longest // replicas) + longest
             number = 1 if share <= most and layout.pp == 1 else 0
+            if layout.pp > 1:  # a multiple of the stages
+                number = -(-share // (most * layout.pp)) * layout.pp
             most = min(most, share)
         if isinstance(layout, RolloutLayoutConfig) and config.strict:  # it scores one by one
             most = longest
         # Ranks of cp share a longer sample; of chunks each has at most a micro-batch.
-        of_rank = longest
+        of_rank, sharing = longest, 1
         if isinstance(layout, TrainLayoutConfig):
             chunks = config.trainer.chunk_tokens
             of_rank = min(-(-longest // layout.cp), most if chunks else longest)
+            sharing = layout.cp if longest > config.trainer.max_tokens_per_micro_batch else 1
         tokens = max(most, of_rank)
-        return cls(tokens, -(-tokens * config.rollout.max_new_tokens // longest), number)
+        new = config.rollout.max_new_tokens
+        # Of ranks that share a sample the last ones have nothing of its prompt.
+        scored = -(-tokens * new // longest) if sharing == 1 else min(tokens, new)
+        return cls(tokens, scored, number, ranks=sharing)
+
+    @classmethod
+    def chunk_of(cls, config: Config, layout: TrainLayoutConfig) -> "PackedRow | None":
+        """The last chunk of the longest sample; None where no sample is trained in chunks."""
+        tokens, most = config.trainer.chunk_tokens, config.trainer.max_tokens_per_micro_batch
+        longest = config.longest_sample
+        if not tokens or longest <= most * layout.cp:
+            return None
+        scored = min(tokens, config.rollout.max_new_tokens)
+        return cls(tokens, scored, earlier=longest - tokens * layout.cp, ranks=layout.cp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongestInputs:
     """What a rank computes at once, at most.
 
-    `row` gives that of a layout on a number of ranks, in training or in scoring. `prompt` are the
-    tokens that a prefill reads of one sample. A decode step copies the keys and values of `copied`
-    tokens; 0: of the whole cache.
+    `row` gives that of a layout on a number of ranks, in training or in scoring; `chunk` that of a
+    sample that a layout trains in chunks. `prompt` are the tokens that a prefill reads of one
+    sample. A decode step copies the keys and values of `copied` tokens; 0: of the whole cache.
     """
 
     row: Callable[[TrainLayoutConfig | RolloutLayoutConfig, int], PackedRow]
     prompt: int
     copied: int = 0
+    chunk: Callable[[TrainLayoutConfig], PackedRow | None] = lambda layout: None
 
     @classmethod
     def of(cls, config: Config, graph: Graph) -> "LongestInputs":
@@ -80,6 +101,7 @@ class LongestInputs:
             row=lambda layout, ranks: PackedRow.of(config, graph, layout, ranks),
             prompt=config.data.max_prompt_tokens if config.strict else longest,
             copied=longest if config.strict else 0,  # each sample decodes alone
+            chunk=lambda layout: PackedRow.chunk_of(config, layout),
         )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,10 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
+    LoraConfig,
     MemoryCheck,
+    OptimConfig,
+    TrainLayoutConfig,
 )
 from hybridrl.controller.placement import HOME
 from hybridrl.flow import Graph
@@ -23,7 +27,7 @@ from hybridrl.planner.train_memory import TrainSizes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hybridrl.controller.memory_inputs import LongestInputs
+    from hybridrl.controller.memory_inputs import LongestInputs, PackedRow
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ def plan_run(
     for pool in config.cluster.pool_ranks:
         sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
-        pools[pool] = _advised(plan, config, pool, shape)
+        pools[pool] = _advised(plan, config, pool)
     return RunPlan(pools, attention.value, reason)
 
 
@@ -81,24 +85,21 @@ def _pool_sizes(
         model_shape_at,
         scoring_sizes,
     )
-    from hybridrl.controller.train_sizes import train_sizes
 
     train_stage, gen_stage = stages or (None, None)
     trained, from_actor = {}, set()
     if pool == HOME:
         layout, optim = config.trainer.layout, config.trainer.optim
-        row = inputs.row(layout, config.ranks_of(pool))
-        sizes = train_sizes(config, shape, layout, config.actor.lora, row, optim)
-        trained["actor"] = _stage(sizes, train_stage)
+        rows = _rows(config, pool, layout, inputs)
+        args = shape, layout, config.actor.lora, optim
+        trained["actor"] = _heaviest(config, rows, train_stage, *args)
     for role in VALUE_MODELS:
         if role in graph.learned and pool == config.value_pool:
             own = config.value_model_of(role)
             own_shape = model_shape_at(own.path) or shape
-            row = inputs.row(own.layout, config.ranks_of(pool))
-            sizes = train_sizes(
-                config, own_shape, own.layout, own.lora, row, own.optim, classifier=True
-            )
-            trained[role] = _stage(sizes, train_stage)
+            rows = _rows(config, pool, own.layout, inputs)
+            args = own_shape, own.layout, own.lora, own.optim
+            trained[role] = _heaviest(config, rows, train_stage, *args, classifier=True)
             from_actor |= set() if own.path else {role}
     return PoolSizes(
         trained=trained,
@@ -108,20 +109,9 @@ def _pool_sizes(
     )
 
 
-def _advised(plan: MemoryPlan, config: Config, pool: str, shape: "PretrainedConfig") -> MemoryPlan:
+def _advised(plan: MemoryPlan, config: Config, pool: str) -> MemoryPlan:
     """With advice where it does not fit."""
-    from hybridrl.controller.generation_sizes import model_shape_at
-    from hybridrl.models.parallel import heads_of_rank
-
-    if plan.fits:
-        return plan
-    work, _, role = plan.peak.name.partition(" ")
-    layout = config.trainer.layout
-    if work == "train" and role in VALUE_MODELS:
-        own = config.value_model_of(role)
-        shape, layout = model_shape_at(own.path) or shape, own.layout
-    heads = heads_of_rank(shape, layout.tp)
-    return replace(plan, advice=advice(config, plan.peak, pool, heads))
+    return plan if plan.fits else replace(plan, advice=advice(config, plan.peak, pool))
 
 
 def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attention, str]:
@@ -223,8 +213,29 @@ def gpu_room(total: int) -> Room:
     return Room(total, device_margin(total))
 
 
-def _stage(stages: list[TrainSizes], stage: int | None) -> TrainSizes:
-    """A pipeline stage, or the one that needs most."""
-    if stage is not None:
-        return stages[stage]
-    return max(stages, key=lambda s: sum(s.state.values()) + sum(s.update().values()))
+def _rows(
+    config: Config, pool: str, layout: TrainLayoutConfig, inputs: "LongestInputs"
+) -> "list[PackedRow]":
+    """What a rank of the pool trains at once: the longest row, or a chunk of a longer one."""
+    rows = inputs.row(layout, config.ranks_of(pool)), inputs.chunk(layout)
+    return [row for row in rows if row is not None]
+
+
+def _heaviest(
+    config: Config,
+    rows: "Sequence[PackedRow]",
+    stage: int | None,
+    shape: "PretrainedConfig",
+    layout: TrainLayoutConfig,
+    lora: LoraConfig,
+    optim: OptimConfig,
+    classifier: bool = False,
+) -> TrainSizes:
+    """A trained model with the row that needs most, on a pipeline stage, or on that with most."""
+    from hybridrl.controller.train_sizes import train_sizes
+
+    sizes: list[TrainSizes] = []
+    for row in rows:
+        of_stages = train_sizes(config, shape, layout, lora, row, optim, classifier)
+        sizes += of_stages if stage is None else [of_stages[stage]]
+    return max(sizes, key=lambda s: sum(s.state.values()) + sum(s.update().values()))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -17,16 +18,23 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.controller.memory_inputs import PackedRow, attention_of, has_triton, itemsize_of
+from hybridrl.controller.pipeline_sizes import zero_bubble_update
 from hybridrl.engines.train.build import ONE_GROUP_PARAMETERS
 from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, train_layout
-from hybridrl.models.activations import Activations, head_activations, layer_activations
+from hybridrl.models.activations import (
+    Activations,
+    Halves,
+    backward_in_halves,
+    head_activations,
+    layer_activations,
+)
 from hybridrl.models.adapters import adapter_parameters, add_adapters
 from hybridrl.models.load import SCORE, TORCH_DTYPES
-from hybridrl.models.parallel import meta_model, model_parameters
+from hybridrl.models.parallel import meta_model, model_parameters, num_experts
 from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, MASTER, ActivationSizes, TrainSizes
 
 
@@ -53,6 +61,9 @@ def train_sizes(
     layer = _layer(config, shape, layout, lora, row)
     has_head = not classifier and not lora.rank
     head = -(-shape.vocab_size // layout.tp) * shape.hidden_size * has_head
+    embedding = 0
+    if layout.tp > 1 and not lora.rank:
+        embedding = -(-shape.vocab_size // layout.tp) * layout.tp * shape.hidden_size
     names = matrices_of(adapters if lora.rank else parameters)
     muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
     sizes = []
@@ -83,14 +94,24 @@ def train_sizes(
                 several_rows=row.number != 1,
                 earlier_gradients=not row.number or row.number > in_flight,
                 layer_activations=ActivationSizes(layer.kept, layer.backward),
+                embedding=embedding * (stage == 0),
+                chunk_keys=layer.keys * stages.count(stage),
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
                 offloads=_offloads(config),
                 moment=EIGHT_BIT_MOMENT if optim.name is OptimName.adamw8bit else MASTER,
+                zero_bubble=None,  # which depends on the others
                 **muon[stage],
             )
         )
-    return sizes
+    if not zigzag or layout.pp == 1:
+        return sizes
+    halves = _halves(config, shape, layout, lora, row)
+    args = shape, layout, row
+    return [
+        replace(x, zero_bubble=zero_bubble_update(*args, stage, x, halves, not classifier))
+        for stage, x in enumerate(sizes)
+    ]
 
 
 def _muon_elements(placed: Layout, names: Sequence[str]) -> list[dict[str, int]]:
@@ -175,6 +196,28 @@ def _layer(
         attention=attention_of(config, shape),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
+        checkpointing=config.trainer.activations is ActivationMode.recompute,
+        lora=lora,
+        fused_dropout=config.cluster.device is Device.cuda,
+        cp=row.ranks,
+        earlier=row.earlier,
+        ep=layout.ep if num_experts(shape) and layout.ep * layout.tp > 1 else None,
+    )
+
+
+def _halves(
+    config: Config,
+    shape: PretrainedConfig,
+    layout: TrainLayoutConfig,
+    lora: LoraConfig,
+    row: PackedRow,
+) -> Halves:
+    return backward_in_halves(
+        shape,
+        row.tokens,
+        dtype=TORCH_DTYPES[config.model.compute_dtype],
+        attention=attention_of(config, shape),
+        tp=layout.tp,
         checkpointing=config.trainer.activations is ActivationMode.recompute,
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,

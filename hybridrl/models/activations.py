@@ -7,12 +7,16 @@ head's follow `linear_log_probs`, where Triton computes it; else that runs, too.
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from hybridrl.config import Attention, LoraConfig
@@ -20,11 +24,14 @@ from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
+from hybridrl.models.expert_parallel import LocalExperts, experts_of
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import capped_attention, with_sink
 from hybridrl.models.paged_attention import PagedGroup, attend_scores
 from hybridrl.models.parallel import head_size
 from hybridrl.models.peak_memory import PeakMemory
+from hybridrl.models.ulysses import to_heads, to_tokens
 
 _NAME = "hybridrl_counted"
 
@@ -34,12 +41,26 @@ class Activations(NamedTuple):
 
     `kept` from forward to backward; a layer's input counts where backward needs it. `backward` is
     the most within backward, with the gradients of the module's weights. `scoring` is the most of a
-    forward pass that has none, besides its input.
+    forward pass that has none, besides its input. Of a row in chunks, `keys` are the keys and
+    values of the whole sequence, with their gradients.
     """
 
     kept: int
     backward: int
     scoring: int
+    keys: int = 0
+
+
+class Halves(NamedTuple):
+    """Bytes of a backward pass in two halves: gradients of the input, then those of the weights.
+
+    `between` them come to what is kept from the forward pass. `first` and `second` are the most in
+    each half, with what is kept, and with the gradients of the module's weights.
+    """
+
+    between: int
+    first: int
+    second: int
 
 
 _P = ParamSpec("_P")
@@ -59,7 +80,8 @@ def _once(
         named = sorted((name, repr(value)) for name, value in settings.items())
         arguments = config.to_json_string(use_diff=False), tokens, repr(options), *named
         if arguments not in known:
-            known[arguments] = count(config, tokens, *options, **settings)
+            with _GroupedProducts():
+                known[arguments] = count(config, tokens, *options, **settings)
         return known[arguments]
 
     return call
@@ -77,13 +99,80 @@ def layer_activations(
     checkpointing: bool = False,
     lora: LoraConfig | None = None,
     fused_dropout: bool = False,
+    cp: int = 1,
+    earlier: int = 0,
+    ep: int | None = None,
 ) -> Activations:
     """Of a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
     Under sequence parallelism norms and sums have 1 / tp of the tokens. With `fused_dropout`, as on
-    GPUs, a mask of dropout has a byte for each number.
+    GPUs, a mask of dropout has a byte for each number. `cp` ranks share the row, each with
+    `tokens`. With `earlier` tokens before it, the row is the last chunk of a sequence. With `ep`
+    training spreads experts over its ranks, and over those of tp; each computes as many tokens.
     """
+    row = _Row(attention, cp)
+    if earlier:
+        stop = earlier + tokens * cp
+        row = _Row(attention, cp, ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop))
     model = _narrow_model(config, tp, dtype, lora)
+    if ep is not None:
+        for module in experts_of(model):
+            module.forward = _SpreadExperts(module, ep, tp)
+    layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
+    keys = row.sequence_keys()
+    counts = _count(run, hidden, layer, *present, *keys, previous=True)
+    counts = counts._replace(keys=sum(x.nbytes for x in keys))
+    if not sequence_parallel or tp == 1:
+        return counts
+    norm = _count(layer.input_layernorm, hidden, layer)
+    two_norms = 2 * norm.kept * (tp - 1) // tp
+    kept = hidden.nbytes * (tp - 1) // tp if checkpointing else two_norms
+    return counts._replace(
+        kept=counts.kept - kept,
+        backward=counts.backward - two_norms,
+        scoring=counts.scoring - two_norms // 2,
+    )
+
+
+@_once
+def backward_in_halves(
+    config: PretrainedConfig,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    tp: int = 1,
+    checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    fused_dropout: bool = False,
+) -> Halves:
+    """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
+    model = _narrow_model(config, tp, dtype, lora)
+    layer, hidden, run, present = _trained_layer(
+        model, tokens, _Row(attention), checkpointing, fused_dropout
+    )
+    hidden.requires_grad_(True)
+    memory = PeakMemory()
+    memory.track_external(hidden, layer, *present)
+    before = memory.allocated("meta")
+    with memory:
+        out = run(hidden.clone())
+        kept, grad = memory.allocated("meta") - out.nbytes, torch.empty_like(out)
+        memory.restart()
+        _, groups = stage_backward_input([out], [grad], [hidden], layer.parameters())
+        first = memory.peak("meta")
+        del out, grad
+        between = memory.allocated("meta") - hidden.nbytes  # the gradient, which is sent
+        memory.restart()
+        stage_backward_weight(layer.parameters(), groups)
+        second = memory.peak("meta") - hidden.nbytes
+    return Halves(between - kept, first - before, second - before)
+
+
+def _trained_layer(
+    model: Any, tokens: int, row: "_Row", checkpointing: bool, fused_dropout: bool
+) -> tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:
+    """The layer, its input, its forward pass, and the tensors that all layers share."""
     if fused_dropout:
         for name, module in [*model.named_modules()]:
             if isinstance(module, nn.Dropout):
@@ -91,25 +180,15 @@ def layer_activations(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     layer: Any = decoder_layers(model.train())[0]
-    hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
-    keywords = _layer_keywords(model, layer, hidden, attention)
+    width = model.config.hidden_size
+    hidden = torch.empty(1, tokens, width, dtype=model.dtype, device="meta")
+    keywords = _layer_keywords(model, layer, hidden, row)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out = layer(x, **keywords)
         return out if isinstance(out, torch.Tensor) else out[0]
 
-    present = [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
-    counts = _count(run, hidden, layer, *present, previous=True)
-    if not sequence_parallel or tp == 1:
-        return counts
-    norm = _count(layer.input_layernorm, hidden, layer)
-    two_norms = 2 * norm.kept * (tp - 1) // tp
-    kept = hidden.nbytes * (tp - 1) // tp if checkpointing else two_norms
-    return Activations(
-        counts.kept - kept,
-        counts.backward - two_norms,
-        counts.scoring - two_norms // 2,
-    )
+    return layer, hidden, run, [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
 
 
 @_once
@@ -201,6 +280,78 @@ class _FusedDropout(nn.Dropout):
         return out
 
 
+class _Exchange(torch.autograd.Function):
+    """An all-to-all: as much arrives as is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, messages: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(messages)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(grad)
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Products of experts in every format: torch's `meta` kernel knows bfloat16 alone."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        left, right, ends = args[:3]
+        shape = left.shape[0], right.shape[-1]
+        return left.new_empty(shape if right.ndim == 3 else (len(ends), *shape))
+
+
+class _SpreadExperts:
+    """Experts as `expert_parallel` computes them, if every rank gets as many tokens as it sends."""
+
+    def __init__(self, module: nn.Module, ep: int, tp: int) -> None:
+        self._module, self._ep, self._tp = module, ep, tp
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            own = torch.empty_like(parameter[: len(parameter) // ep])
+            module.register_parameter(name, nn.Parameter(own, parameter.requires_grad))
+
+    def __call__(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As transformers': tokens [tokens, features], their experts and weights [tokens, k]."""
+        (tokens, features), k = hidden.shape, chosen.shape[1]
+        share = -(-tokens // self._tp)
+        hidden, weights = hidden[:share], weights[:share]
+        experts, order = chosen[:share].flatten().sort(stable=True)
+        rows = hidden[order // k]
+        rows = rows if self._ep == 1 else _Exchange.apply(rows)
+        outputs = LocalExperts(self._module)(rows, experts[:, None], torch.ones_like(rows[:, :1]))
+        outputs = outputs if self._ep == 1 else _Exchange.apply(outputs)
+        outputs = outputs * weights.flatten()[order, None]
+        sums = outputs[order.argsort()].view(share, k, features).sum(1)
+        if self._tp == 1:
+            return sums
+        # The tokens of all ranks of tp.
+        return sums.repeat(self._tp, 1)[:tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """How a row is attended: by `cp` ranks that share it, and as a `chunk` of a sequence."""
+
+    attention: Attention
+    cp: int = 1
+    chunk: ChunkKeys | None = None
+
+    def sequence_keys(self) -> list[torch.Tensor]:
+        """Keys and values of the chunk's sequence, and their gradients."""
+        if self.chunk is None:
+            return []
+        sequence = self.chunk.sequence
+        return [
+            x for side in (sequence.kept, sequence.gradients) for x in tree_leaves([*side.values()])
+        ]
+
+
 def _counted_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -213,26 +364,74 @@ def _counted_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`packed_attention`, as far as its tensors go; `packing` is the implementation.
+    """`packed_attention`, as far as its tensors go; `packing` is a `_Row`.
 
     The row is one sequence: capped scores are then most. Or `packing` are the prompts of a prefill,
     as in `paged_attention`.
     """
     if isinstance(packing, PagedGroup):
         return _counted_prefill(packing, query, key, value, softcap, s_aux), None
-    if packing is Attention.flash:
-        return _FusedAttention.apply(query, key, value).transpose(1, 2), None
+    row, tensors = packing, (query[0], key[0], value[0])
+    gathers = len(query[0]) % row.cp > 0
+    if row.cp > 1 and not gathers:
+        tensors = to_heads(*tensors, row.cp, _Exchange.apply)
+        s_aux = None if s_aux is None else s_aux[: len(tensors[0])]
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _attend(row.attention, q[None], k[None], v[None], scaling, softcap, sinks)[0]
+
+    def attend_to_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k.repeat(1, row.cp, 1), v.repeat(1, row.cp, 1), s_aux)
+
+    if row.chunk is None and gathers:
+        out = checkpoint(attend_to_row, *tensors, use_reentrant=False, preserve_rng_state=False)
+    elif row.chunk is None:
+        out = attend(*tensors, s_aux)
+    else:
+        q, k, v = tensors
+        if gathers:
+            k, v = (x.repeat(1, row.cp, 1) for x in (k, v))
+        sequence = row.chunk.sequence
+        for side in (sequence.kept, sequence.gradients):
+            if module not in side:  # in the first pass, which is not counted
+                sizes = [(sequence.tokens, len(x), x.shape[2]) for x in (k, v)]
+                side[module] = query.new_empty(sizes[0]), query.new_empty(sizes[1])
+        out = row.chunk.attend(module, q, k, v, s_aux, attend)
+    if row.cp > 1 and not gathers:
+        out = to_tokens(out, row.cp, _Exchange.apply)
+    return out[None], None
+
+
+def _attend(
+    attention: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The tensors of one sequence's attention, [1, tokens, heads, dim]; keys may be more."""
+    if attention is Attention.flash:
+        out: torch.Tensor = _FusedAttention.apply(*(x.transpose(1, 2) for x in (query, key, value)))
+        return out
     if query.shape[1] > key.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    mask = None
+    if key.shape[2] > query.shape[2]:
+        near = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        mask = near.tril(key.shape[2] - query.shape[2])
     if softcap is not None:
-        out = capped_attention(query, key, value, None, scaling, softcap)
-    elif s_aux is not None:
-        wide = with_sink(query, key, value, s_aux)
+        out = capped_attention(query, key, value, mask, scaling, softcap)
+    elif sinks is not None:
+        wide = with_sink(query, key, value, sinks)
         out = _FusedAttention.apply(*wide)[..., 1:, : value.shape[-1]]
     else:
         out = _FusedAttention.apply(query, key, value)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _counted_prefill(
@@ -296,7 +495,7 @@ def _narrow_model(
 
 
 def _layer_keywords(
-    model: Any, layer: nn.Module, hidden: torch.Tensor, attention: Attention | PagedGroup
+    model: Any, layer: nn.Module, hidden: torch.Tensor, packing: _Row | PagedGroup
 ) -> dict[str, Any]:
     """What the model passes to its layer besides the hidden states: families differ."""
     passed: dict[str, Any] = {}
@@ -308,7 +507,7 @@ def _layer_keywords(
     positions = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")
     with torch.no_grad():
         model.base_model(
-            inputs_embeds=hidden, position_ids=positions, use_cache=False, packing=attention
+            inputs_embeds=hidden, position_ids=positions, use_cache=False, packing=packing
         )
     hook.remove()
     return passed

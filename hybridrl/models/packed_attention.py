@@ -31,7 +31,7 @@ from hybridrl.models.attention_keywords import check_keywords
 from hybridrl.models.attention_shape import AttentionShape
 from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.gathered_keys import OwnTokens, gather_tokens
-from hybridrl.models.ulysses import own_heads, to_heads, to_tokens
+from hybridrl.models.ulysses import all_to_all, own_heads, to_heads, to_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -193,14 +193,15 @@ def packed_attention(
     if group is not None and len(query[0]) % group.size():
         return _gathered(module, *tensors, s_aux, packing, group, attend)[None], None
     if group is not None:
-        tensors = to_heads(*tensors, group)
+        ranks, exchange = group.size(), partial(all_to_all, group=group)
+        tensors = to_heads(*tensors, ranks, exchange)
         s_aux = None if s_aux is None else own_heads(s_aux, group)
     if packing.chunk is not None:
         out = packing.chunk.attend(module, *tensors, s_aux, partial(attend, packing))
     else:
         out = attend(packing, *tensors, s_aux)
     if group is not None:
-        out = to_tokens(out, group)
+        out = to_tokens(out, ranks, exchange)
     return out[None], None
 
 

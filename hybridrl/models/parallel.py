@@ -69,12 +69,6 @@ def cuts_heads(config: PretrainedConfig) -> bool:
     return any("att" in pattern and style == "colwise" for pattern, style in plan)
 
 
-def heads_of_rank(config: PretrainedConfig, tp: int) -> int:
-    """Query heads that one of `tp` ranks attends with in training."""
-    heads: int = config.num_attention_heads
-    return heads // tp if cuts_heads(config) else heads
-
-
 def kv_heads_of_rank(config: PretrainedConfig, tp: int) -> int:
     """Key-value heads that one of `tp` ranks attends with in generation."""
     shape = attention_shape(config)

@@ -10,20 +10,18 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.planner.memory import MemoryPhase
+from hybridrl.planner.train_memory import CHUNK_KEYS
 
 _LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
 _SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
 _SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
 
 
-def advice(config: Config, phase: MemoryPhase, pool: str, heads: int) -> str:
-    """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty.
-
-    A rank that trains the model of the phase attends with so many query `heads`.
-    """
+def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
+    """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty."""
     work, _, role = phase.name.partition(" ")
     if work in ("load", "train") and (role == "actor" or role in VALUE_MODELS):
-        settings = _of_training(config, role, pool, heads)
+        settings = _of_training(config, role, pool)
     else:
         settings = _of_generation(config, work, pool)
     sizes = phase.sizes
@@ -33,7 +31,7 @@ def advice(config: Config, phase: MemoryPhase, pool: str, heads: int) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _of_training(config: Config, role: str, pool: str, heads: int) -> dict[str, list[str]]:
+def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
     """Settings of a trained model, by the size that they reduce."""
     place = VALUE_MODELS.get(role, "trainer")
     model = config.trainer if role == "actor" else config.value_model_of(role)
@@ -55,7 +53,8 @@ def _of_training(config: Config, role: str, pool: str, heads: int) -> dict[str, 
         "moments": [*adapters, *moments, *more, *thinner],
         "whole matrices": more,
         "gathered weights": thinner or more,
-        "activations": [*other_mode, *_shorter_rows(config, place, layout, heads)],
+        "activations": [*other_mode, *_shorter_rows(config, place, layout)],
+        CHUNK_KEYS: [_SHORTER, *_more_sharing(place, layout)],
         "gradients": [*adapters, *more, *thinner],
         "shards": [*more, *thinner],
         "whole parameters": narrower or more,
@@ -87,7 +86,7 @@ def _of_generation(config: Config, work: str, pool: str) -> dict[str, list[str]]
     }
 
 
-def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig, heads: int) -> list[str]:
+def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig) -> list[str]:
     """A row has the tokens of a micro-batch, or of a full sample where that is longer.
 
     Ranks of cp share such a sample; with chunks a row of it is no longer than a micro-batch.
@@ -98,13 +97,15 @@ def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig, heads: 
     of_rank = -(-config.longest_sample // layout.cp)
     if most >= of_rank:
         return [_SMALLER, *([_SHORTER] if most == of_rank else [])]
-    texts = [_SHORTER]
-    sizes = range(layout.cp + 1, layout.fsdp + 1)
-    if any(layout.fsdp % cp == 0 and heads % cp == 0 for cp in sizes):
-        texts.append(f"a larger {place}.layout.cp")
+    texts = [_SHORTER, *_more_sharing(place, layout)]
     if _may_chunk(config):
         texts.append("trainer.chunk_tokens")
     return texts
+
+
+def _more_sharing(place: str, layout: TrainLayoutConfig) -> list[str]:
+    """More ranks that share a long sample, where there may be."""
+    return [f"a larger {place}.layout.cp"] if layout.cp < layout.fsdp else []
 
 
 def _may_chunk(config: Config) -> bool:

@@ -9,10 +9,13 @@ parameter has its gradient.
 
 from dataclasses import dataclass
 
+from hybridrl.planner.zero_bubble import ZeroBubbleUpdate
+
 MASTER = 4
 """Bytes of a trained parameter in float32, and of each of AdamW's two moments."""
 EIGHT_BIT_MOMENT = 1 + 4 / 256
 """Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
+CHUNK_KEYS = "keys and values of chunks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class TrainSizes:
     layer_activations: ActivationSizes
     ends: ActivationSizes
     """Of embedding, last norm and head, where this stage has them."""
+    embedding: int = 0
+    """Elements of the embedding, where its gradient is whole on each of the tp ranks."""
+    chunk_keys: int = 0
+    """Bytes of the keys and values of a sequence in chunks, and of their gradients."""
     in_flight: float = 1
     """Rows whose activations a stage of a pipeline keeps."""
     offloads: bool = False
@@ -74,6 +81,8 @@ class TrainSizes:
     """Elements that Muon makes orthogonal on a rank, whole matrices."""
     largest_matrix: int = 0
     """The largest of them, or of their batches."""
+    zero_bubble: ZeroBubbleUpdate | None = None
+    """The rows of the update, on a stage of such a pipeline."""
 
     @property
     def state(self) -> dict[str, int]:
@@ -86,13 +95,18 @@ class TrainSizes:
 
     def update(self) -> dict[str, int]:
         """Besides the state, the largest moment of an update."""
-        moments = [
-            self._at_head(),
-            self._at_root(),
-            self._at_last_layer(),
-            self._backward_ends(),
-            self._step(),
-        ]
+        if self.zero_bubble is not None:
+            moments = [*self.zero_bubble.moments(), self._step()]
+        else:
+            moments = [
+                self._at_head(),
+                self._at_root(),
+                self._at_last_layer(),
+                self._backward_ends(),
+                self._step(),
+            ]
+            if self.keep_unsharded and self.several_rows:
+                moments.append(self._row_ends())
         return max(moments, key=lambda sizes: sum(sizes.values()))
 
     def loading(self, from_actor: bool = False) -> dict[str, int]:
@@ -134,7 +148,12 @@ class TrainSizes:
             "gathered weights": gathered,
             "activations": activations + self.ends.kept,
             "gradients": self._earlier_gradients(),
+            **self._of_chunks(),
         }
+
+    def _of_chunks(self) -> dict[str, int]:
+        """They are freed when the first chunk's backward pass ends, which is the last."""
+        return {CHUNK_KEYS: self.chunk_keys} if self.chunk_keys else {}
 
     def _gathered(self, layers: int) -> int:
         """In the compute format: all, or the root group and `layers`, one being prefetched."""
@@ -145,9 +164,21 @@ class TrainSizes:
         """Gradients of the rows before."""
         if not self.earlier_gradients:
             return 0
-        if self.keep_unsharded:
-            return MASTER * (self.trained_root + self.layers * self.trained_layer)
-        return MASTER * self.trained
+        return self._sums() if self.keep_unsharded else MASTER * self.trained
+
+    def _sums(self) -> int:
+        """Gradients that are not sharded; one that is whole is cut once it is reduced."""
+        return MASTER * (self._whole_root + self.layers * self.trained_layer)
+
+    @property
+    def _whole_root(self) -> int:
+        return self.trained_root + self.embedding - self.embedding // self.tp
+
+    def _row_ends(self) -> dict[str, int]:
+        """The first row of several, whose gradients in the compute format become sums."""
+        kept = round(max(self.in_flight - 1, 0) * self.layers * self.layer_activations.kept)
+        sizes = self._forward_ends(self._gathered(0), 0 if self.offloads else kept)
+        return sizes | {"gradients": self._sums() + self.itemsize * self._whole_root}
 
     def _backward_ends(self) -> dict[str, int]:
         copied, own = MASTER * self.trained_root, self.itemsize * self.trained_root
@@ -158,7 +189,8 @@ class TrainSizes:
         # A vocabulary's gradient under tp is whole before it is cut.
         whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
         arriving = self.itemsize * self.root + own + previous + whole
-        return {"gradients": layers + max(arriving, own + copied, copied + copied // self.fsdp)}
+        most = max(arriving, own + copied, copied + copied // self.fsdp)
+        return {"gradients": layers + most, **self._of_chunks()}
 
     def _step(self) -> dict[str, int]:
         """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""

@@ -5,7 +5,11 @@ import torch
 from transformers import AutoConfig
 
 from hybridrl.config import Attention
-from hybridrl.models.activations import head_activations, layer_activations
+from hybridrl.models.activations import (
+    head_activations,
+    layer_activations,
+    prefill_activations,
+)
 
 TOKENS, HEADS, VOCAB, SCORED = 256, 4, 43, 100
 SHAPE = {
@@ -14,9 +18,9 @@ SHAPE = {
 }  # fmt: skip
 
 
-def _layer(attention, model_type="gemma2", dtype=torch.float32, **changes):
+def _layer(attention, model_type="gemma2", dtype=torch.float32, row=None, **changes):
     config = AutoConfig.for_model(model_type, **{**SHAPE, **changes})
-    return layer_activations(config, TOKENS, dtype=dtype, attention=attention)
+    return layer_activations(config, TOKENS, dtype=dtype, attention=attention, **(row or {}))
 
 
 def _head(**changes):
@@ -49,6 +53,62 @@ def test_a_heads_bias_has_a_gradient():
     """The head of Phi has a bias, that of Llama none."""
     without, with_bias = (_head(model_type=name, head_dim=None) for name in ("llama", "phi"))
     assert with_bias.backward - without.backward == 4 * VOCAB
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def test_experts_are_counted_in_every_format():
+    """Norms and routers compute in float32 in all of them."""
+    half, other, wide = (
+        _layer(Attention.torch, "qwen3_moe", dtype, **EXPERTS)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+    assert other == half
+    assert 1.5 * half.kept < wide.kept < 2 * half.kept
+    config = AutoConfig.for_model("qwen3_moe", **SHAPE, **EXPERTS)
+    half, wide = (
+        prefill_activations(config, TOKENS, TOKENS, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert half < wide < 2 * half
+
+
+def test_ranks_of_ep_have_a_share_of_the_experts():
+    """And so of their gradients, with as many tokens. Ranks of tp have a share of the tokens."""
+    many = EXPERTS | {"num_experts": 256}
+    whole, spread, fewer = (
+        _layer(Attention.torch, "qwen3_moe", torch.bfloat16, row=row, **many)
+        for row in ({}, {"ep": 4}, {"ep": 4, "tp": 2})
+    )
+    features = SHAPE["hidden_size"]
+    weights = 2 * 256 * 3 * many["moe_intermediate_size"] * features
+    assert whole.backward - spread.backward > weights / 2
+    rows = 2 * TOKENS * many["num_experts_per_tok"] * features
+    assert spread.kept - fewer.kept > rows / 2
+
+
+def test_ranks_that_share_a_row_keep_the_output_of_attention_twice():
+    """With the heads of a rank as attention needs it, and with its tokens as the product does."""
+    alone, shared = (_layer(Attention.flash, "llama", row={"cp": cp}) for cp in (1, 2))
+    output = 4 * TOKENS * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    assert shared.kept - alone.kept == output
+    assert shared.backward > alone.backward
+
+
+def test_a_chunk_has_the_keys_and_values_of_its_sequence():
+    """And their gradients; it repeats its attention instead of keeping the output."""
+    alone = _layer(Attention.flash, "llama")
+    chunk = _layer(Attention.flash, "llama", row={"earlier": 7 * TOKENS})
+    pair = 2 * 4 * TOKENS * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    assert chunk.keys == 2 * 8 * pair
+    assert alone.keys == 0
+    assert chunk.kept < alone.kept
+    longer = _layer(Attention.flash, "llama", row={"earlier": 31 * TOKENS})
+    assert longer.kept == chunk.kept
+    assert longer.backward > 2 * 32 * pair, "joined, and the gradients of that"
+    shared = _layer(Attention.flash, "llama", row={"earlier": 6 * TOKENS, "cp": 2})
+    assert shared.keys == chunk.keys // 2, "of half of the heads"
 
 
 def test_the_same_layer_is_counted_once(monkeypatch):

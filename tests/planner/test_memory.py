@@ -86,6 +86,18 @@ def test_gradients_of_earlier_rows_stay() -> None:
     assert unsharded.update()["gathered weights"] == 2 * 1200
 
 
+def test_the_gradient_of_an_embedding_is_whole_until_it_is_reduced() -> None:
+    """On each of two tp ranks 800 elements, of which 400 are the rank's."""
+    sizes = replace(
+        SIZES, keep_unsharded=True, several_rows=True, layer_activations=NOTHING, ends=NOTHING
+    )
+    assert sizes.update()["gradients"] == 4 * 1200 + 2 * 1000
+    embedding = replace(sizes, tp=2, embedding=800, largest=800)
+    assert embedding.update()["gradients"] == 4 * 1600 + 2 * 1400
+    summed = replace(embedding, earlier_gradients=True, ends=ActivationSizes(0, 10**5))
+    assert summed.update()["gradients"] == 4 * 1600
+
+
 def test_offloaded_activations_are_those_of_two_layers() -> None:
     """Of however many layers, and rows in flight."""
     kept = replace(SIZES, layers=8, in_flight=3)
