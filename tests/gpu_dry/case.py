@@ -29,7 +29,7 @@ ROWS = 16
 SAMPLES = 2
 """Samples that a rank scores and trains; with those of its replica they fill micro-batches."""
 MICRO_BATCH_TOKENS = 4096
-SAMPLE_TOKENS, PROMPT_TOKENS = 1024, 256
+SAMPLE_TOKENS = 1024
 
 
 def prompt_lengths(rows: int = ROWS) -> list[int]:
@@ -60,28 +60,54 @@ class Case:
     """Whether flash-attn is installed."""
     strict: bool = False
     """Whether every sample decodes alone, and is replayed when it is resumed."""
+    sample_tokens: int = SAMPLE_TOKENS
+    """Of samples that are scored and trained."""
+    chunk_tokens: int = 0
+    """`trainer.chunk_tokens`."""
+    only_trains: bool = False
+    """Whether the actor is built and trained at the first depth, and nothing else is run.
+
+    The plan chooses its longest row, which is what the samples give.
+    """
 
     @property
-    def has_several_chunks(self) -> bool:
-        """Whether a pipeline rank trains several chunks of the model."""
-        return "schedule" in self.train
+    def prompt_tokens(self) -> int:
+        """Of samples that are scored and trained, of which a quarter is the prompt."""
+        return self.sample_tokens // 4
+
+    @property
+    def answers(self) -> dict[str, int]:
+        """What functions read from the device, by `fake_device.caller`."""
+        answers = {}
+        if self.chunk_tokens:
+            passes = self.sample_tokens // (self.chunk_tokens * self.train.get("cp", 1))
+            answers["hybridrl/engines/train/replica.py _in_chunks"] = passes
+        if "ep" in self.train:  # rows for each of its ranks, of which a token has eight
+            rows = SAMPLES * self.sample_tokens * 8 // self.train["ep"]
+            answers["hybridrl/models/expert_parallel.py __call__"] = rows
+        return answers
 
     def config(self, path: Path) -> Config:
         """The settings of the run."""
+        prompt, new = 2048, 2048
+        if self.only_trains:  # its samples are the longest
+            prompt, new = self.prompt_tokens, self.sample_tokens - self.prompt_tokens
         dropout = 0.0 if self.train.get("tp", 1) > 1 else 0.05  # tp refuses it
         return Config(
             model=ModelConfig(path=str(path)),
             actor=ActorConfig(lora=LoraConfig(rank=self.lora, dropout=dropout)),
-            data=DataConfig(max_prompt_tokens=2048),
+            data=DataConfig(max_prompt_tokens=prompt),
             reward=RewardConfig(model=str(path / "judge")),
             critic=ValueModelConfig(layout=TrainLayoutConfig(**self.train)),
             rollout=RolloutConfig(
-                max_new_tokens=2048,
+                max_new_tokens=new,
                 max_running=ROWS,
                 layout=RolloutLayoutConfig(**self.gen),
             ),
             trainer=TrainerConfig(
+                prompts_per_step=1,
                 max_tokens_per_micro_batch=MICRO_BATCH_TOKENS,
+                chunk_tokens=self.chunk_tokens,
                 activations=self.activations,
                 optim=OptimConfig(name=self.optim),
                 layout=TrainLayoutConfig(**self.train),

@@ -86,8 +86,41 @@ CASES: dict[str, Case] = {
         gen={"tp": 8},
         activations=ActivationMode.recompute,
     ),
+    # Rows as the plan of a run chooses them: shared, in chunks, and of a whole micro-batch.
+    "8b on 8, cp": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"cp": 4},
+        sample_tokens=16384,
+        only_trains=True,
+    ),
+    "8b on 8, chunks": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"cp": 2},
+        sample_tokens=32768,
+        chunk_tokens=4096,
+        only_trains=True,
+    ),
+    "30b-a3b on 8, ep": Case(
+        model="qwen3_30b_a3b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"ep": 4},
+        sample_tokens=2048,
+        only_trains=True,
+    ),
 }
 """Run by `make gpu-dry`."""
 
-FULL = {name: replace(case, layers=None) for name, case in CASES.items() if case.layers is not None}
+FULL = {
+    name: replace(case, layers=None)
+    for name, case in CASES.items()
+    if case.layers is not None and not case.only_trains
+}
 """Run by `make gpu-dry-full`: what is cut above, at its whole depth."""

@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from gpu_dry.case import PROMPT_TOKENS, ROWS, SAMPLE_TOKENS, SAMPLES, Case, prompt_lengths
+from gpu_dry.case import ROWS, SAMPLES, Case, prompt_lengths
 from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.fake_files import files_without_values
 from gpu_dry.planned import planned
@@ -21,6 +21,7 @@ from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.data import Item
+from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -59,6 +60,10 @@ class DryRun:
     def run(self) -> None:
         """Every phase once, in the order of a step."""
         self._build()
+        if self.case.only_trains:
+            self._update(self._samples())
+            self.residency.activate(None)
+            return
         if not self.case.lora:
             with self.phase("build average"):
                 self.average = MovingAverage(self.actor.train_engine, decay=0.9)
@@ -132,17 +137,7 @@ class DryRun:
 
     def _train(self, ids: tuple[SampleId, ...]) -> None:
         """Two optimizer steps: the second is a run's usual one, which has moments."""
-        self.residency.enter_training()
-        with self.phase("onload"):
-            self.residency.activate(self.actor.train_engine)
-        stage = UpdateStage(name="update", loss=ClippedLoss(kl_coef=0.1), fields={}, role="actor")
-        scalars = {id: {"advantages": 1.0} for id in ids}
-        share = UpdateShare(
-            (ids,), scalars, dict.fromkeys(ids, self.actor.train_engine.version), ()
-        )
-        for name in ("first update", "update"):
-            with self.phase(name):
-                self.actor.update(stage, share)
+        self._update(ids)
         if self.average is not None:
             with self.phase("average"):
                 self.average.follow()
@@ -161,6 +156,19 @@ class DryRun:
         ):
             actor.switch_weights(woken)
         self.residency.enter_training()
+
+    def _update(self, ids: tuple[SampleId, ...]) -> None:
+        self.residency.enter_training()
+        with self.phase("onload"):
+            self.residency.activate(self.actor.train_engine)
+        stage = UpdateStage(name="update", loss=ClippedLoss(kl_coef=0.1), fields={}, role="actor")
+        scalars = {id: {"advantages": 1.0} for id in ids}
+        share = UpdateShare(
+            (ids,), scalars, dict.fromkeys(ids, self.actor.train_engine.version), ()
+        )
+        for name in ("first update", "update"):
+            with self.phase(name):
+                self.actor.update(stage, share)
 
     def _resume(self) -> None:
         """Read the checkpoint; copies of the trained weights and of their average."""
@@ -198,7 +206,9 @@ class DryRun:
         with self.phase("values"):
             critic.compute(ComputeStage(name="values", outputs=("values",)), ids)
         for id in ids:
-            self.store[id].tensors["returns"] = torch.ones(SAMPLE_TOKENS - PROMPT_TOKENS)
+            self.store[id].tensors["returns"] = torch.ones(
+                self.case.sample_tokens - self.case.prompt_tokens
+            )
         stage = UpdateStage(
             name="update critic", loss=ValueLoss(), fields={"returns": "returns"}, role="critic"
         )
@@ -211,11 +221,14 @@ class DryRun:
     def _samples(self) -> tuple[SampleId, ...]:
         """Finished samples in the store."""
         ids = tuple(SampleId(i, k=1) for i in range(SAMPLES))
-        response = SAMPLE_TOKENS - PROMPT_TOKENS
+        tokens, prompt = self.case.sample_tokens, self.case.prompt_tokens
+        names = ["log_probs"]
+        if self.case.only_trains:  # nothing scores
+            names += ["old_log_probs", "reference_log_probs"]
         for id in ids:
-            tensors = {"tokens": torch.full((SAMPLE_TOKENS,), 3)}
-            tensors["log_probs"] = torch.zeros(response)
-            self.store.add(id, StoredSample(response, _item(PROMPT_TOKENS), tensors))
+            tensors = {"tokens": torch.full((tokens,), 3)}
+            tensors |= {name: torch.zeros(tokens - prompt) for name in names}
+            self.store.add(id, StoredSample(tokens - prompt, _item(prompt), tensors))
         return ids
 
 
@@ -229,7 +242,7 @@ def run_case(case: Case, device: FakeDevice) -> dict[str, Any]:
     `memory` has the peak of each phase beside the memory plan's, in bytes, at the first depth.
     """
     first = run_depth(case, case.layers and case.layers[0], device)
-    if case.layers is None:
+    if case.layers is None or case.only_trains:
         return first
     second = run_depth(case, case.layers[1], device, measured=False)
     whole = multiplied(first, second, case.layers, num_layers(case.model))
@@ -246,12 +259,12 @@ def run_depth(
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), case.model, layers)
         run = _run(case, path, device, measured)
-        shape = run.actor.train_engine.model.config
+        shape = AutoConfig.from_pretrained(path)
         gen_stage = run.actor.parallel.pp_rank
         sizes = planned(case, run.config, shape, gen_stage) if measured else {}
     phases = {name: counts.summary() for name, counts in run.counts.items()}
     peaks = {name: counts.peak for name, counts in run.counts.items()} | run.loads
-    memory = {name: [peaks[name], size] for name, size in sizes.items()}
+    memory = {name: [peaks[name], size] for name, size in sizes.items() if name in peaks}
     return {"layers": shape.num_hidden_layers, "phases": phases, "memory": memory}
 
 
@@ -270,14 +283,17 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
         stack.enter_context(device)
         if measured:
             stack.enter_context(device.memory)
+        stack.enter_context(mock.patch.object(device, "answers", case.answers))
+        # It looks for layers with experts by a mask on the device.
+        stack.enter_context(mock.patch.object(ExpertLoad, "metrics", return_value={}))
         run = DryRun(case, path, device, cuda)
-        stack.enter_context(_noted_loads(device, run.loads))
+        stack.enter_context(noted_loads(device, run.loads))
         run.run()
     return run
 
 
 @contextmanager
-def _noted_loads(device: FakeDevice, peaks: dict[str, int]) -> Iterator[None]:
+def noted_loads(device: FakeDevice, peaks: dict[str, int]) -> Iterator[None]:
     """While an actor is built: what its weights take, then what its rollout engine takes."""
     make = actor_module.make_rollout_engine
 

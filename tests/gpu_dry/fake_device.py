@@ -4,7 +4,8 @@ So host code computes with its own numbers, while every operation on the device 
 shapes, dtypes and devices and counted. What the host reads from the device:
 
 - `tolist`, `item`, `int`, `bool` and copies to the host are counted as reads of the function that
-  makes them, and get plausible values (`FakeDevice.integer`, 0.5, True);
+  makes them, and get plausible values (`FakeDevice.integer`, 0.5, True). Some functions need
+  another number in a list (`FakeDevice.answers`);
 - `if tensor:`, `nonzero`, an index by a mask and other operations whose shape depends on values
   raise.
 
@@ -69,13 +70,17 @@ class HiddenSync(RuntimeError):
 
 
 class FakeDevice(TorchDispatchMode):
-    """See the module. `integer` is the value of every integer that the host reads."""
+    """See the module. `integer` is the value of every integer that the host reads.
+
+    Functions in `answers`, by `caller()`, get another one in their lists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._results = FakeResults(self.fake)
         self.integer = 1
+        self.answers: dict[str, int] = {}
         self.counts = Counts()
         self.memory = FakePeakMemory()
 
@@ -245,6 +250,8 @@ def install(device: FakeDevice) -> None:
         if self.device.type == "cuda":
             device.sync("read")
         value: Any = device.plausible(self.dtype)
+        if not self.dtype.is_floating_point:
+            value = device.answers.get(caller(), value)
         for size in reversed(self.shape):
             value = [value] * size
         return value

@@ -4,7 +4,6 @@ from transformers import PretrainedConfig
 
 from gpu_dry.case import (
     MICRO_BATCH_TOKENS,
-    PROMPT_TOKENS,
     ROWS,
     SAMPLE_TOKENS,
     SAMPLES,
@@ -43,12 +42,14 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     graph = build_recipe({"target": recipe, "kl_coef": 0.1})
     config.reward.kind = RewardKind.model
     config.model.attention = Attention.flash if case.flash else Attention.torch
-    # Rows that decode together are padded to the longest, which has its first tokens.
-    inputs = LongestInputs(
-        row=lambda layout, ranks: _longest_row(layout, case.strict),
-        prompt=max(prompt_lengths()),
-        copied=(1 if case.strict else ROWS) * (max(prompt_lengths()) + 1),
-    )
+    inputs = LongestInputs.of(config, graph)
+    if not case.only_trains:
+        # Rows that decode together are padded to the longest, which has its first tokens.
+        inputs = LongestInputs(
+            row=lambda layout, ranks: _longest_row(layout, case.strict),
+            prompt=max(prompt_lengths()),
+            copied=(1 if case.strict else ROWS) * (max(prompt_lengths()) + 1),
+        )
     stage = case.rank // (case.ranks // config.trainer.layout.pp)
     run = plan_run(config, graph, shape, Room(80 * 2**30, 0), inputs, (stage, gen_stage))
     sizes = {phase.name: phase.total for phase in run.pools["actor"].phases}
@@ -68,5 +69,5 @@ def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, strict: bool) 
         rows = 1
     elif layout.pp > 1:
         rows = layout.pp
-    scored = tokens * (SAMPLE_TOKENS - PROMPT_TOKENS) // SAMPLE_TOKENS
+    scored = tokens * 3 // 4  # of a sample the rest is the prompt
     return PackedRow(tokens // rows, scored // rows, rows)

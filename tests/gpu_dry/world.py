@@ -240,6 +240,19 @@ def _flash_attn_varlen_func(
 
 
 @contextmanager
+def _installed(name: str, module: ModuleType | None) -> Iterator[None]:
+    """`import name` gives the module, or fails; what is imported meanwhile stays, for classes."""
+    before, present = sys.modules.get(name), name in sys.modules
+    sys.modules[name] = module  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if present:
+            sys.modules[name] = before  # type: ignore[assignment]
+
+
+@contextmanager
 def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
     """Kernels that cannot run: attention, Triton's, torch's fused norm. With `flash` flash-attn.
 
@@ -267,7 +280,7 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
     module.__spec__ = ModuleSpec("flash_attn", None)
     module.flash_attn_varlen_func = _flash_attn_varlen_func
     with (
-        mock.patch.dict(sys.modules, {"flash_attn": module if flash else None}),
+        _installed("flash_attn", module if flash else None),
         mock.patch.object(functional, "scaled_dot_product_attention", _sdpa),
         mock.patch.object(functional, "rms_norm", rms_norm),
         mock.patch.object(JITFunction, "run", launch),
