@@ -46,7 +46,7 @@ TINY = "tiny"
 """Within the model's folder, one of few parameters."""
 ROWS, SAMPLE_TOKENS = 4, 512
 COMPARED = {
-    "build": "load actor",
+    "load actor": "load actor",
     "switch after updates": "switch",
     "prefill and first decode": "prefill",
     "reference": "score reference",
@@ -60,22 +60,35 @@ def model_config(hidden_size: int = 768) -> PretrainedConfig:
 
 
 class ResidentMemory:
-    """In place of a fake device: measures the process in each phase."""
+    """In place of a fake device, and of its memory: measures the process in each phase.
+
+    The system takes back pages of libraries when other processes need memory. So growth is that of
+    the process's own memory, and of files since the beginning of a phase.
+    """
 
     integer = 0
 
     def __init__(self) -> None:
         _give_back()
-        self.before = _status("VmRSS")
+        self.memory, self._before, self._files = self, _status("RssAnon"), 0
         self.peaks: dict[str, int] = {}
 
     @contextmanager
     def phase(self, counts: Any, name: str) -> Iterator[None]:
         """Note the most that the body has, under `name`, without what malloc keeps of before."""
-        _give_back()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        self.restart()
         yield
-        self.peaks[name] = _status("VmHWM") - self.before
+        self.peaks[name] = self.peak()
+
+    def restart(self) -> None:
+        """Begin to look for the most."""
+        _give_back()
+        self._files = _status("RssFile")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+
+    def peak(self, device: str = "") -> int:
+        """The most since then."""
+        return _status("VmHWM") - self._files - self._before
 
 
 def _give_back() -> None:
@@ -140,19 +153,19 @@ class CpuRun(DryRun):
 def _run(case: OnCpu, path: Path) -> tuple[CpuRun, ResidentMemory]:
     memory: Any = ResidentMemory()
     run = CpuRun(case, path, memory, torch.device("cpu"))
-    run.run()
+    with dry_run.noted_loads(memory, memory.peaks):
+        run.run()
     return run, memory
 
 
 def main() -> None:
     """See the module."""
     rank, size, port, folder, out = sys.argv[1:]
-    case = OnCpu(model="", rank=int(rank), ranks=int(size))
+    case = OnCpu(model="", rank=int(rank), ranks=int(size), sample_tokens=SAMPLE_TOKENS)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", int(port), int(size), rank == "0")
     join_group(case.rank, case.ranks, store, "127.0.0.1", case.config(Path(folder)).cluster)
-    sizes = {"ROWS": ROWS, "SAMPLE_TOKENS": SAMPLE_TOKENS, "PROMPT_TOKENS": SAMPLE_TOKENS // 4}
-    with mock.patch.multiple(dry_run, **sizes):
+    with mock.patch.object(dry_run, "ROWS", ROWS):
         _run(case, Path(folder) / TINY)
         gc.collect()
         run, memory = _run(case, Path(folder))
