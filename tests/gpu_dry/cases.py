@@ -124,3 +124,26 @@ FULL = {
     if case.layers is not None and not case.only_trains
 }
 """Run by `make gpu-dry-full`: what is cut above, at its whole depth."""
+
+AT_EIGHT: dict[str, Case] = {
+    "32b on 8": Case(
+        model="qwen3_32b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"tp": 4},
+        gen={"tp": 4},
+        activations=ActivationMode.offload,
+        critic=True,
+    ),
+    "70b on 8": Case(
+        model="llama3_70b",
+        layers=(2, 3),
+        ranks=8,
+        rank=5,
+        train={"tp": 8, "sequence_parallel": True},
+        gen={"tp": 8},
+        activations=ActivationMode.recompute,
+    ),
+}
+"""Run by `make gpu-dry-full`, at these depths: the large models on one node."""

@@ -1,16 +1,20 @@
-"""Every model at its whole depth does what `counts.json` says of it from two depths."""
+"""What takes too long for `make gpu-dry`.
+
+Every model at its whole depth does what `counts.json` says of it from two depths. Large models on
+eight ranks are cut, as in `make gpu-dry`.
+"""
 
 import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpu_dry.cases import AT_EIGHT, FULL
 from gpu_dry.processes import run_processes
+from gpu_dry.tables import COUNTS, count_changes, memory_changes
 from gpu_dry.whole import differences
 
 pytestmark = [pytest.mark.gpu_dry_full, pytest.mark.timeout(7200)]
-
-COUNTS = Path(__file__).with_name("counts.json")
 
 HALVES = (
     (
@@ -20,6 +24,7 @@ HALVES = (
         "8b on 1, torch attention",
         "1.7b on 1",
         "8b on 8, zero bubble",
+        "32b on 8",
     ),
     (
         "32b on 64, zero bubble",
@@ -28,19 +33,31 @@ HALVES = (
         "8b on 8, adapters",
         "8b on 1, strict",
         "8b on 8, offload and muon",
+        "70b on 8",
     ),
 )
-"""Every case that is cut in `make gpu-dry`, in two processes of about equal time."""
+"""Every case that is cut in `make gpu-dry`, and those of large models on eight ranks, in two
+processes of about equal time."""
 
 
-def test_figures_of_two_depths_give_those_of_whole_models(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What every case did, by `cases` and `memory`."""
+    first, second = run_processes(tmp_path_factory.mktemp("gpu_dry"), HALVES, "--full")
+    both = {key: first[key] | second[key] for key in ("cases", "memory")}
+    assert both["cases"].keys() == set(first["all"])
+    return both
+
+
+def test_figures_of_two_depths_give_those_of_whole_models(results: dict[str, Any]) -> None:
     table = json.loads(COUNTS.read_text())
-    differing = run_processes(tmp_path, HALVES, "--full")
-    counted = differing[0]["cases"] | differing[1]["cases"]
-    assert counted.keys() == set(differing[0]["all"])
     lines = [
-        line
-        for name, figures in counted.items()
-        for line in differences(name, table[name], figures)
+        line for name in FULL for line in differences(name, table[name], results["cases"][name])
     ]
     assert not lines, "\n".join(lines)
+
+
+def test_large_models_on_eight_ranks_do_what_the_tables_say(results: dict[str, Any]) -> None:
+    cases, memory = ({name: results[key][name] for name in AT_EIGHT} for key in results)
+    changes = count_changes(cases) + memory_changes(memory)
+    assert not changes, "\n".join(changes)

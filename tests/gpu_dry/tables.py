@@ -1,0 +1,60 @@
+"""The committed tables of the dry runs, and how what was counted compares with them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gpu_dry.cases import AT_EIGHT, CASES
+
+HERE = Path(__file__).parent
+COUNTS, MEMORY = HERE / "counts.json", HERE / "memory.json"
+WRITE = "GPU_DRY_WRITE"
+"""Set this variable to rewrite both."""
+MOST = 0.05
+"""How far a planned phase may be from its peak."""
+LESS_CLOSE = {"70b on 8": 0.1}
+"""The same of an update of one case. Of Llama 70B's on a rank with embedding and head 1.0 GiB is
+not planned, at tp 4 and at tp 8 alike."""
+
+
+def committed(file: Path, counted: dict[str, Any]) -> dict[str, Any]:
+    """The rows of `counted`'s cases, which are written first if `WRITE` is set."""
+    table = json.loads(file.read_text())
+    if WRITE in os.environ:
+        rows = table | counted
+        table = {name: rows[name] for name in rows if name in CASES | AT_EIGHT}
+        file.write_text(json.dumps(table, indent=1) + "\n")
+    return {name: table[name] for name in counted}
+
+
+def count_changes(counted: dict[str, Any]) -> list[str]:
+    """A line for each phase whose figures are not the table's."""
+    table = committed(COUNTS, counted)
+    changes = [
+        f"{case}, {phase}: {table[case]['phases'].get(phase)} -> {counts}"
+        for case, figures in counted.items()
+        for phase, counts in figures["phases"].items()
+        if counts != table[case]["phases"].get(phase)
+    ]
+    return changes + [
+        f"{case}: no phase {phase}"
+        for case, figures in counted.items()
+        for phase in table[case]["phases"].keys() - figures["phases"].keys()
+    ]
+
+
+def memory_changes(memory: dict[str, Any]) -> list[str]:
+    """A line for each case with another peak or plan, and for each plan that is off its peak."""
+    table = committed(MEMORY, memory)
+    changes = [
+        f"{case}: {table[case]} -> {phases}"
+        for case, phases in memory.items()
+        if phases != table[case]
+    ]
+    for name, phases in memory.items():
+        for phase, (peak, planned) in phases.items():
+            most = LESS_CLOSE.get(name, MOST) if "update" in phase else MOST
+            if abs(planned / peak - 1) >= most:
+                changes.append(f"{name}, {phase}: {peak} counted, {planned} planned")
+    return changes
