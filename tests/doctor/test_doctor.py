@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybridrl.cli import main
 from hybridrl.config.compose import check, register
 from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
 from hybridrl.doctor.command import examine, needs_of
-from hybridrl.doctor.measure import Disk, Link, measure_disk
+from hybridrl.doctor.measure import Disk, Link, gpu_problem, measure_disk
 from hybridrl.system import node_info, signals
 from hybridrl.system.node_info import NodeInfo, read_node_info
 from hybridrl.system.nvidia_smi import Gpu
@@ -131,6 +132,30 @@ def test_what_facts_mean(
     assert what in finding.what
     assert why in finding.why
     assert finding.fix
+
+
+@pytest.mark.parametrize(
+    ("capability", "problem"),
+    [
+        ((8, 0), ""),
+        ((8, 6), ""),  # of the same generation, and newer than the kernels
+        ((7, 5), "torch has no kernels for compute capability 7.5"),
+        ((12, 0), "torch has no kernels for compute capability 12.0"),
+        (None, "The NVIDIA driver on your system is too old"),
+    ],
+)
+def test_why_torch_cannot_use_a_gpu(
+    capability: tuple[int, int] | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        if capability is None:
+            raise RuntimeError("The NVIDIA driver on your system is too old\nUpdate it")
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "init", start)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "compute_120"])
+    assert gpu_problem() == (problem, "12.8")
 
 
 def test_infiniband_that_is_not_used() -> None:

@@ -1,14 +1,15 @@
 """Lines of the package that run only where there is a GPU, and which of them a dry run has run.
 
 A line counts if it calls `torch.cuda`, or stands under a test of a device's type. Such tests are
-`device.type == "cuda"`, `is_cuda`, and a name that was set from one. What follows where the device
-is not "cpu" counts, too. Lines are named by file, function and text, so that they survive edits
+`device.type == "cuda"`, `cluster.device is Device.cuda` and `is_cuda`. So is a name that was set
+from one: a local one, or a field or parameter that a call sets. What follows where the device is
+not the CPU counts, too. Lines are named by file, function and text, so that they survive edits
 above them.
 """
 
 import ast
 import builtins
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,19 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 ROOMS = ("hybridrl", "kernels")
 _OTHER = {"cuda": "cpu", "cpu": "cuda"}
+_MARKS = ("cuda", '"cpu"', "Device.cpu")
+"""A module without them tests no device by itself."""
 
 
-def cuda_lines(source: str) -> dict[int, str]:
-    """The lines of a module that need a GPU, by number, with their functions."""
+def cuda_lines(source: str, fields: Iterable[str] = ()) -> dict[int, str]:
+    """The lines of a module that need a GPU, by number, with their functions.
+
+    `fields` are names of fields and parameters that say whether there is one.
+    """
     functions: dict[int, str] = {}
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef):
-            names = {
+            names = set(fields) | {
                 target.id
                 for node in ast.walk(function)
                 if isinstance(node, ast.Assign) and _side(node.value, set()) == "cuda"
@@ -33,6 +39,17 @@ def cuda_lines(source: str) -> dict[int, str]:
             for number in _in_block(function.body, names):
                 functions[number] = function.name
     return functions
+
+
+def device_fields(source: str) -> set[str]:
+    """Fields and parameters that calls of a module set from a test of a device."""
+    return {
+        keyword.arg
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg and _side(keyword.value, set()) == "cuda"
+    }
 
 
 def _in_block(block: list[ast.stmt], names: set[str]) -> Iterator[int]:
@@ -75,17 +92,25 @@ def _side(test: ast.expr, names: set[str]) -> str | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         side = _side(test.operand, names)
         return _OTHER[side] if side else None
-    if isinstance(test, ast.Name):
-        return "cuda" if test.id in names else None
+    if isinstance(test, ast.Name | ast.Attribute):
+        name = test.id if isinstance(test, ast.Name) else test.attr
+        if name in names:
+            return "cuda"
     text = ast.unparse(test)
     if "is_cuda" in text or "cuda.is_available" in text:
         return "cuda"
-    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
-        device = test.comparators[0].value
-        if device in ("cuda", "cpu"):
-            same = isinstance(test.ops[0], ast.Eq)
-            return device if same else _OTHER[device]
+    if isinstance(test, ast.Compare) and (device := _named_device(test.comparators[0])):
+        same = isinstance(test.ops[0], ast.Eq | ast.Is)
+        return device if same else _OTHER[device]
     return None
+
+
+def _named_device(node: ast.expr) -> str | None:
+    """`cuda` or `cpu`, as a text or a member of `Device`."""
+    if isinstance(node, ast.Constant):
+        return node.value if node.value in ("cuda", "cpu") else None
+    text = ast.unparse(node)
+    return text.removeprefix("Device.") if text in ("Device.cuda", "Device.cpu") else None
 
 
 def _asks_cuda(node: ast.AST, names: set[str]) -> bool:
@@ -102,11 +127,13 @@ def package_lines() -> dict[str, dict[int, str]]:
     """`cuda_lines` of every module of the package that has some, by path."""
     files = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     texts = {str(path): path.read_text() for path in files}
-    lines = {
-        path: cuda_lines(text)
-        for path, text in texts.items()
-        if "cuda" in text or '"cpu"' in text  # parsing all takes seconds
-    }
+
+    def texts_with(words: Iterable[str]) -> dict[str, str]:  # parsing all takes seconds
+        return {path: text for path, text in texts.items() if any(word in text for word in words)}
+
+    fields = set[str]().union(*map(device_fields, texts_with(_MARKS).values()))
+    chosen = texts_with([*_MARKS, *fields])
+    lines = {path: cuda_lines(text, fields) for path, text in chosen.items()}
     return {path: functions for path, functions in lines.items() if functions}
 
 

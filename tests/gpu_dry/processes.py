@@ -1,4 +1,4 @@
-"""Runs `python -m gpu_dry`: cases in processes of their own, two at a time."""
+"""Runs `python -m gpu_dry` and its relatives: in processes of their own, cases two at a time."""
 
 import json
 import os
@@ -15,13 +15,25 @@ def run_processes(
     folder: Path, halves: Sequence[Sequence[str]], *options: str
 ) -> list[dict[str, Any]]:
     """What each process of `halves`, lists of cases, has found; `folder` is scratch."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     started = []
     for number, names in enumerate(halves):
         out = folder / f"{number}.json"
         command = [sys.executable, "-m", "gpu_dry", "--out", str(out), *options]
         command += [word for name in names for word in ("--case", name)]
-        started.append((subprocess.Popen(command, env=environment), out))
+        started.append((subprocess.Popen(command, env=_environment()), out))
     for process, _ in started:
         assert process.wait() == 0, "a dry run failed: its error is above"
     return [json.loads(out.read_text()) for _, out in started]
+
+
+def missed_by_tests(folder: Path, tests: Sequence[str]) -> list[str]:
+    """The lines that need a GPU and that none of these ordinary `tests` runs."""
+    out = folder / "missed.json"
+    command = [sys.executable, "-m", "gpu_dry.ordinary", str(out), *tests]
+    subprocess.run(command, env=_environment(), cwd=TESTS.parent, check=True)
+    missed: list[str] = json.loads(out.read_text())
+    return missed
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}

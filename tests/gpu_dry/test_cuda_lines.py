@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_dry.cuda_lines import ROOT, cuda_lines
+from gpu_dry.cuda_lines import ROOT, cuda_lines, device_fields
 
 CASES = {
     "under a test": ("if device.type == 'cuda':\n    a()\nelse:\n    b()", {"a()"}),
@@ -21,6 +21,13 @@ CASES = {
     "a call": ("torch.cuda.synchronize()\na()", {"torch.cuda.synchronize()"}),
     "a context": ("with torch.cuda.device_of(x):\n    a()", {"with torch.cuda.device_of(x):"}),
     "a choice": ("b = 1 if device == 'cuda' else 2", {"b = 1 if device == 'cuda' else 2"}),
+    "by the config": ("if cluster.device is Device.cuda and x:\n    a()\nb()", {"a()"}),
+    "by its opposite": ("if cluster.device is not Device.cuda:\n    a()\nelse:\n    b()", {"b()"}),
+    "besides CPUs": ("if config.cluster.device is Device.cpu:\n    return\na()", {"a()"}),
+    "under a name by the config": ("gpu = device is Device.cuda\nif gpu:\n    a()", {"a()"}),
+    "under a field": ("if needs.has_gpus:\n    a()\nelse:\n    b()", {"a()"}),
+    "under a parameter": ("if not has_gpus:\n    a()\nelse:\n    b()", {"b()"}),
+    "not known yet": ("if device is Device.auto:\n    a()", set()),
     "other tests": ("if x == 'cuda_graph':\n    a()", set()),
 }
 
@@ -28,9 +35,14 @@ CASES = {
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES.keys())
 def test_lines_are_found(body: str, expected: set[str]) -> None:
     lines = ["def f():", *(f"    {line}" for line in body.splitlines())]
-    functions = cuda_lines("\n".join(lines))
+    functions = cuda_lines("\n".join(lines), ["has_gpus"])
     assert {lines[number - 1].strip() for number in functions} == expected
     assert set(functions.values()) <= {"f"}
+
+
+def test_fields_that_calls_set_from_a_device_are_found() -> None:
+    calls = "f(Needs(a=x is Device.cuda, b=x.is_cuda), c=x is Device.cpu, d=x, **e)"
+    assert device_fields(calls) == {"a", "b"}
 
 
 def test_the_lines_that_are_reached_are_noted(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from gpu_dry.cases import AT_EIGHT, CASES
-from gpu_dry.processes import run_processes
+from gpu_dry.processes import missed_by_tests, run_processes
 from gpu_dry.tables import COUNTS, HERE, MEMORY, WRITE, count_changes, memory_changes
 from gpu_dry.whole import differences
 
 pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
 MISSED = HERE / "missed.json"
+RUN_BY = "run by "
+"""How the reason of a line begins that an ordinary test runs; the test follows."""
 
 HALVES = (
     (
@@ -114,6 +116,14 @@ def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(
     assert not new, "\n".join(["run these, or list them with a reason:", *new])
     run = sorted(listed.keys() - set(missed))
     assert not run, "\n".join(["these are run, or gone: take them off the list", *run])
+
+
+def test_lines_that_ordinary_tests_run_are_run_by_them(tmp_path: Path) -> None:
+    """By those that their reasons name, in a process with the same probes."""
+    reasons = json.loads(MISSED.read_text()).items()
+    tests = {line: why.removeprefix(RUN_BY) for line, why in reasons if why.startswith(RUN_BY)}
+    missed = missed_by_tests(tmp_path, sorted(set(tests.values())))
+    assert not tests.keys() & set(missed)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Ranks on GPUs of several nodes: by Ray's logical GPUs, which need no hardware."""
+"""Ranks on GPUs of several nodes: by Ray's logical GPUs, which need no hardware.
+
+The driver notes which lines that need a GPU it has run, since no dry run has a driver.
+"""
 
 import json
 import os
@@ -6,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ import pytest
 PROGRAM = """
     import json, os, sys
     from pathlib import Path
+    from gpu_dry.cuda_lines import LineProbes
+    lines = LineProbes()
+    lines.install()  # before the package
     import ray
     from ray.cluster_utils import Cluster
     from hybridrl.compat import verl
@@ -57,34 +64,39 @@ PROGRAM = """
         with ray_runtime(config.cluster, verl.environment(config.cluster.device), Path()) as ray:
             probes = _probes(ray, config.cluster)
             said = [probe.__ray_call__.remote(describe_probe) for probe in probes]
-            print(json.dumps([ranks, ray.get(said)]))
+            print(json.dumps([ranks, ray.get(said), lines.missed()]))
     finally:
         cluster.shutdown()
 """
 
+TESTS = Path(__file__).parents[1]
+BY_DRIVER = "the driver of test_logical_gpus.py runs it"
+"""The reason in `missed.json` of lines that this test runs."""
 Said = list[dict[str, Any]]
 
 
 @pytest.fixture
-def on_nodes() -> Callable[..., tuple[Said, Said]]:
+def on_nodes() -> Callable[..., tuple[Said, Said, list[str]]]:
     """What the ranks of a run say on nodes of so many logical GPUs, and the probes of doctor.
 
-    Of two GPUs a node; probes alone otherwise. Both are placed and claim GPUs by the same code.
+    Of two GPUs a node; probes alone otherwise. Both are placed and claim GPUs by the same code. The
+    third are lines that need a GPU and that the driver has not run.
     """
 
-    def run(visible: list[str | None], gpus: int, *overrides: str) -> tuple[Said, Said]:
+    def run(visible: list[str | None], gpus: int, *overrides: str) -> tuple[Said, Said, list[str]]:
         env = os.environ | {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",  # it would start a process for each CPU
+            "PYTHONPATH": str(TESTS),
         }
         env.pop("CUDA_VISIBLE_DEVICES", None)
         arguments = [json.dumps(visible), str(gpus), *overrides]
         command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, done.stderr
-        ranks, probes = json.loads(done.stdout.splitlines()[-1])
-        return ranks, probes
+        ranks, probes, missed = json.loads(done.stdout.splitlines()[-1])
+        return ranks, probes, missed
 
     return run
 
@@ -104,19 +116,23 @@ def check_nodes(said: Said, gpus: int, visible: list[str | None]) -> None:
 
 @pytest.mark.gpu_dry
 def test_ranks_of_a_node_are_neighbors_and_see_all_its_gpus(
-    on_nodes: Callable[..., tuple[Said, Said]],
+    on_nodes: Callable[..., tuple[Said, Said, list[str]]],
 ) -> None:
     """A rank per GPU of the cluster, though the driver's node has none. So is a probe of doctor."""
     visible: list[str | None] = ["6,7", "GPU-a,GPU-b"]
-    ranks, probes = on_nodes(visible, 2)
+    ranks, probes, missed = on_nodes(visible, 2)
     check_nodes(ranks, 2, visible)
     check_nodes(probes, 2, visible)
     assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
+    reasons = json.loads((TESTS / "gpu_dry/missed.json").read_text())
+    drivers = {line for line, reason in reasons.items() if reason == BY_DRIVER}
+    assert drivers
+    assert not drivers & set(missed)
 
 
 @pytest.mark.gpu_dry
 def test_two_nodes_of_eight(on_nodes: Callable[..., tuple[Said, Said]]) -> None:
     """One names its GPUs in an order of its own, on the other Ray counts them."""
     visible: list[str | None] = ["7,6,5,4,3,2,1,0", None]
-    _, probes = on_nodes(visible, 8)
+    _, probes, _ = on_nodes(visible, 8)
     check_nodes(probes, 8, visible)
