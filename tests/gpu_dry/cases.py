@@ -32,9 +32,10 @@ CASES: dict[str, Case] = {
         gen={"tp": 2},
         critic=True,
     ),
+    # Eight ranks own as many matrices each of eight more layers. All 36 are 4 and 4 times eight.
     "8b on 8, offload and muon": Case(
         model="qwen3_8b",
-        layers=(3, 4),
+        layers=(4, 12),
         ranks=8,
         train={"tp": 2},
         gen={"tp": 2},

@@ -9,7 +9,7 @@ import pytest
 from gpu_dry.cases import AT_EIGHT, CASES
 from gpu_dry.processes import missed_by_tests, run_processes
 from gpu_dry.tables import COUNTS, HERE, MEMORY, WRITE, count_changes, memory_changes
-from gpu_dry.whole import differences
+from gpu_dry.whole import OVER_LIMIT, differences
 
 pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
@@ -84,9 +84,9 @@ def test_another_figure_of_a_phase_is_a_difference() -> None:
     def figures(kernels: int, syncs: dict[str, int]) -> dict[str, Any]:
         return {"kernels": kernels, "collectives": 7, "syncs": syncs}
 
-    def differing(phase: str, first: Any, second: Any) -> int:
+    def differing(phase: str, first: Any, second: Any, case: str = "case") -> int:
         one, other = ({"phases": {phase: x}} for x in (first, second))
-        return len(differences("case", one, other))
+        return len(differences(case, one, other))
 
     read = {"f: read": 1}
     assert not differing("decode", figures(1000, read), figures(1000, read))
@@ -94,6 +94,10 @@ def test_another_figure_of_a_phase_is_a_difference() -> None:
     assert differing("decode", figures(1000, {}), figures(1000, read)) == 1
     assert not differing("switch", figures(1001, read), figures(1000, read))
     assert differing("switch", figures(1200, read), figures(1000, read)) == 1
+    assert differing("update", figures(1001, read), figures(1000, read)) == 1
+    assert not differing("update", figures(1001, read), figures(1000, read), "8b, muon")
+    assert not differing("save", figures(7, {OVER_LIMIT: 1}), figures(7, {OVER_LIMIT: 1000}))
+    assert differing("save", figures(7, {OVER_LIMIT: 500}), figures(7, {OVER_LIMIT: 1000})) == 1
 
 
 @pytest.mark.parametrize("name", ["1.7b on 1", "8b on 1, torch attention", "8b on 8"])

@@ -12,6 +12,9 @@ BY_BUCKETS = {
 parts of several layers, so their figures do not grow by the same number each layer."""
 TOLERANCE, FEW = 0.1, 8
 """In those: 70B on 64 ranks is 6.4 % off. Adapters fill few buckets: 32B has 7, by its line 1."""
+OVER_LIMIT = "hybridrl/checkpoint/distributed.py write_data: wait"
+"""torch waits once for all that a rank writes, or for each tensor where that is above 10 MB.
+Adapters of a few layers have less, those of the whole 8B have more, so these are not compared."""
 
 
 def multiplied(few: Figures, more: Figures, depths: tuple[int, int], layers: int) -> Figures:
@@ -48,7 +51,14 @@ def differences(name: str, table: Figures, counted: Figures) -> list[str]:
         wanted, got = table["phases"][phase], counted["phases"][phase]
         for kind in wanted["syncs"].keys() | got["syncs"].keys() | {"kernels", "collectives"}:
             first, second = (x.get(kind, x["syncs"].get(kind, 0)) for x in (wanted, got))
-            limit = max(TOLERANCE * second, FEW) if phase in BY_BUCKETS else 0
+            if kind == OVER_LIMIT and first == 1:
+                continue
+            limit = max(TOLERANCE * second, FEW) if _moves_buckets(name, phase) else 0
             if abs(first - second) > limit:
                 lines.append(f"{name}, {phase}: {kind} {first} -> {second}")
     return lines
+
+
+def _moves_buckets(case: str, phase: str) -> bool:
+    """Muon's update moves whole matrices to their owners and back: 4.7 % off."""
+    return phase in BY_BUCKETS or ("muon" in case and "update" in phase)
