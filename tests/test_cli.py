@@ -211,10 +211,6 @@ WRONG = [
         "trainer.router_replay=trainer: wanted off, rollout, or a recipe with the old policy's p",
     ),
     ("rollout.layout.ep=2", "rollout.layout.ep=2: wanted 1, or rollout.layout.tp=1"),
-    (
-        "rollout=vllm rollout.layout.tp=2 rollout.layout.ep=2",
-        "rollout.layout.ep=2: wanted 1 with rollout.engine=vllm",
-    ),
     ("trainer.layout.replicas=0", "trainer.layout.replicas=0: wanted 1 or more"),
     ("trainer.layout.schedule=x", "trainer.layout.schedule=x: wanted one of one_f_one_b, "),
     ("critic.layout.tp=3", "critic.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = clus"),

@@ -40,8 +40,6 @@ class EngineFeatures:
     """Whether it returns the experts that each token took (`trainer.router_replay`)."""
     records_experts_under_pp: bool = True
     """Whether it does so where an instance has several pipeline stages."""
-    whole_experts: bool = False
-    """Whether its tp ranks can have whole experts (`rollout.layout.ep`)."""
     takes_share: bool = False
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
     ascending: bool = False
@@ -56,7 +54,6 @@ ENGINES = {
         shares_weights=True,
         caches_last_token=False,
         records_experts=True,
-        whole_experts=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
@@ -68,7 +65,6 @@ ENGINES = {
         takes_share=True,
         ascending=True,
         records_experts=True,
-        whole_experts=True,
         records_experts_under_pp=False,
         vocab_multiple=64,
         block_multiple=32,  # of its CPU attention; the GPU ones take multiples of 16
@@ -116,9 +112,6 @@ class RolloutConfig:
             multiple = self.features.block_multiple
             allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.block_size", self.block_size, allowed)
-        if self.layout.ep > 1 and not self.features.whole_experts:
-            allowed = f"1 with rollout.engine={self.engine.value}"
-            raise ConfigError("rollout.layout.ep", self.layout.ep, allowed)
 
     @property
     def features(self) -> EngineFeatures:

@@ -15,7 +15,6 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
-    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -64,7 +63,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
         mlp_only_layers=[0],
     ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-    "olmoe": OlmoeConfig(**HEADS_BY_WIDTH, num_experts=4, num_experts_per_tok=2, pad_token_id=None),
     "qwen2_moe": Qwen2MoeConfig(
         **HEADS_BY_WIDTH,
         num_experts=4,

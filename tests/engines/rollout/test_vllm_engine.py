@@ -51,7 +51,7 @@ def saved(make_model: Callable[..., PreTrainedModel], tmp_path: Path) -> Callabl
         changes: dict[str, object] = dict(ODD)
         if family.startswith("qwen"):  # of which vLLM runs no sliding window in some of the layers
             changes |= {"use_sliding_window": False, "layer_types": ["full_attention"] * 3}
-        if family in ("qwen2", "olmoe", "qwen2_moe"):  # whose heads have no width of their own
+        if family in ("qwen2", "qwen2_moe"):  # whose heads have no width of their own
             changes["hidden_size"] = 128
         model = make_model(family, **changes)
         for buffer in persistent_buffers(model).values():  # a routing bias
@@ -220,35 +220,18 @@ def all_updates(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: five_updates(*case) for name, case in cases.items()}
 
 
+EXPERTS = ("mixtral", "glm4_moe", "qwen2_moe")
+"""In a block of another name; with a routing bias, which no switch brings; with shared experts."""
+
+
 def test_weights_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """Every family, packed and in place, one engine after another in one process."""
-    families = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3")
+    families = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3", *EXPERTS)
     cases = {family: (saved(family), TrainAxes(), 1, 1) for family in families}
     in_place = ("qwen3", "llama_biased")
     cases |= {f"{family} in place": (*cases[family], True) for family in in_place}
     (by_case,) = fresh_ranks(1, all_updates, cases)
     assert all(case["bytes"] == (0, 0) for case in by_case.values())
-
-
-# In a block of another name; with shared experts and a routing bias, which no switch brings.
-EXPERTS = ("mixtral", "glm4_moe", "qwen2_moe")
-
-
-def test_experts_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
-    """Packed by vLLM into tensors of the same shape, of widths that it pads and others."""
-    cases = {family: (saved(family), TrainAxes(), 1, 1) for family in EXPERTS}
-    fresh_ranks(1, all_updates, cases)
-
-
-def test_experts_on_two_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
-    """Every expert cut by tp, and whole ones, from FSDP shards."""
-    two = TrainAxes(fsdp=2)
-    directory = saved("qwen3_moe")
-    cases = {
-        "cut": (directory, two, 1, 2),
-        "whole": (directory, two, 1, 2, False, 2),
-    }
-    fresh_ranks(2, all_updates, cases)
 
 
 def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
@@ -633,25 +616,29 @@ def recorded(directory: str, tp: int, ep: int) -> tuple[dict[object, Any], list[
     return by_id, kept
 
 
+def experts(directory: str) -> tuple[dict[object, Any], list[Any]]:
+    """From FSDP shards to experts cut by tp, and to whole ones; then what was recorded of those."""
+    two = TrainAxes(fsdp=2)
+    cases = {"cut": (directory, two, 1, 2), "whole": (directory, two, 1, 2, False, 2)}
+    all_updates(cases)
+    return recorded(directory, 2, 2)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_returns_the_experts_of_every_token(
-    saved: Callable[..., str], fresh_ranks: Ranks, ranks: int
-) -> None:
-    """Those that transformers chooses, in the layers that have any, through a park as well."""
+def test_experts_on_two_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
+    """Recorded are those that transformers chooses, in the layers that have any, through a park."""
     directory = saved("qwen3_moe")
-    (outputs, parked), *others = fresh_ranks(ranks, recorded, directory, ranks, ranks)
+    (outputs, parked), (same_outputs, _) = fresh_ranks(2, experts, directory)
     model = load(directory)
     enable_replay(enumerate(model.model.layers), ExpertShape.of(model.config))
     assert len(outputs) == 6
-    for prompt, tokens, experts in outputs.values():
+    for prompt, tokens, experts_of in outputs.values():
         routing = Routing(records=True)
         model.model(torch.tensor([[*prompt, *tokens]]), routing=routing)
         wanted = routing.recorded()[:-1].sort(-1).values
-        assert torch.equal(torch.from_numpy(experts).sort(-1).values, wanted)
+        assert torch.equal(torch.from_numpy(experts_of).sort(-1).values, wanted)
     for id_, record in parked:
         assert len(record) > 0
         assert (record.whole() == outputs[id_][2][: len(record)]).all()
-    for same_outputs, _ in others:  # every rank of an instance has the record
-        for id_, (*_, experts) in same_outputs.items():
-            assert (experts == outputs[id_][2]).all()
+    for id_, (*_, experts_of) in same_outputs.items():  # every rank of an instance has them
+        assert (experts_of == outputs[id_][2]).all()

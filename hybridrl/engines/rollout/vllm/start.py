@@ -45,7 +45,7 @@ def engine_arguments(
         "pipeline_parallel_size": mesh.extent("pp"),
         "distributed_executor_backend": "external_launcher",
         "enable_expert_parallel": whole_experts,
-        # Others rearrange experts, or find other kernels' order of gate and up.
+        # It keeps experts as they are loaded; other kernels rearrange them.
         "moe_backend": "triton" if on_gpu else "auto",
         # the cache
         **cache_arguments(blocks, block_size, bytes_per_token, max_sequence),
