@@ -5,7 +5,7 @@ through one chunk at a time, the last one first, and leaves the gradients of the
 values with them. The classes are no dataclasses, of which FSDP passes copies to the layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,29 +37,27 @@ class SequenceKeys:
         for buffer, x in zip(self.kept[module], pair, strict=True):
             buffer[start : start + x.shape[1]] = x.detach().transpose(0, 1)
 
-    def joined(self, module: nn.Module, start: int, pair: KeysValues) -> KeysValues:
-        """`pair` behind the keys and values of the tokens before `start`."""
-        if not start:
-            return pair
-        key, value = self.kept[module]
-        earlier = key[:start].transpose(0, 1), value[:start].transpose(0, 1)
-        return torch.cat((earlier[0], pair[0]), 1), torch.cat((earlier[1], pair[1]), 1)
+    def before(self, module: nn.Module, stop: int) -> list[torch.Tensor]:
+        """Keys and values of the tokens before `stop`, none for 0."""
+        return [x[:stop].transpose(0, 1) for x in self.kept[module]] if stop else []
 
-    def exchange(self, module: nn.Module, start: int, pair: KeysValues) -> list[torch.Tensor]:
-        """The gradients of a chunk's own keys and values, from those of the joined ones.
-
-        Gradients of later chunks are added to them; those before `start` are left for their chunks.
-        """
-        if start and module not in self.gradients:
+    def leave_gradients(self, module: nn.Module, gradients: Sequence[torch.Tensor]) -> None:
+        """Add `gradients` of the first tokens' keys and values to those of other chunks."""
+        if module not in self.gradients:
             key, value = (torch.zeros_like(x) for x in self.kept[module])
             self.gradients[module] = key, value
-        own = [x[:, start:] for x in pair]
-        if module not in self.gradients:
-            return own
-        for index, (buffer, x) in enumerate(zip(self.gradients[module], pair, strict=True)):
-            buffer[:start] += x[:, :start].transpose(0, 1)
-            own[index] = own[index] + buffer[start : start + own[index].shape[1]].transpose(0, 1)
-        return own
+        for buffer, x in zip(self.gradients[module], gradients, strict=True):
+            buffer[: x.shape[1]] += x.transpose(0, 1)
+
+    def with_later(self, module: nn.Module, start: int, pair: KeysValues) -> list[torch.Tensor]:
+        """A chunk's gradients of its keys and values, with those that later chunks have left."""
+        later = self.gradients.get(module)
+        if later is None:
+            return [*pair]
+        return [
+            x + buffer[start : start + x.shape[1]].transpose(0, 1)
+            for buffer, x in zip(later, pair, strict=True)
+        ]
 
     def drop(self, module: nn.Module) -> None:
         """Free those of a module, to which nothing attends any more."""
@@ -100,7 +98,7 @@ class ChunkKeys:
                 query, key, value, sinks, module, self, attend
             )
             return out
-        out = attend(query, *self.sequence.joined(module, self.start, (key, value)), sinks)
+        out = attend(query, *_joined(key, value, *self.sequence.before(module, self.start)), sinks)
         if self.stop < self.sequence.tokens:
             self.sequence.write(module, self.start, (key, value))
         elif not self.sequence.for_backward:
@@ -124,7 +122,8 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.call = module, chunk, attend
-        return attend(query, *chunk.sequence.joined(module, chunk.start, (key, value)), sinks)
+        earlier = chunk.sequence.before(module, chunk.start)
+        return attend(query, *_joined(key, value, *earlier), sinks)
 
     @staticmethod
     @once_differentiable
@@ -132,13 +131,26 @@ class _ChunkAttention(torch.autograd.Function):
         module, chunk, attend = ctx.call
         query, key, value, sinks = ctx.saved_tensors
         keys, start = chunk.sequence, chunk.start
-        joined = keys.joined(module, start, (key, value))
-        leaves = [x.detach().requires_grad_() for x in (query, *joined)]
+
+        # The joined keys and values are held no longer than attention holds them.
+        inputs = [query, key, value, *keys.before(module, start)]
+        leaves = [x.detach().requires_grad_() for x in inputs]
         own_sinks = [] if sinks is None else [sinks.detach().requires_grad_()]
         with torch.enable_grad():
-            out = attend(leaves[0], leaves[1], leaves[2], own_sinks[0] if own_sinks else None)
-        of_query, of_key, of_value, *of_sinks = torch.autograd.grad(out, leaves + own_sinks, grad)
-        own = keys.exchange(module, start, (of_key, of_value))
+            out = attend(leaves[0], *_joined(*leaves[1:]), own_sinks[0] if own_sinks else None)
+        gradients = torch.autograd.grad(out, leaves + own_sinks, grad)
+
+        of_query, of_key, of_value = gradients[:3]
+        if start:
+            keys.leave_gradients(module, gradients[3:5])
+        own = keys.with_later(module, start, (of_key, of_value))
         if not start:
             keys.drop(module)
-        return of_query, *own, of_sinks[0] if of_sinks else None, None, None, None
+        return of_query, *own, gradients[-1] if own_sinks else None, None, None, None
+
+
+def _joined(key: torch.Tensor, value: torch.Tensor, *earlier: torch.Tensor) -> KeysValues:
+    """Keys and values behind the `earlier` ones, if there are any."""
+    if not earlier:
+        return key, value
+    return torch.cat((earlier[0], key), 1), torch.cat((earlier[1], value), 1)
