@@ -54,6 +54,17 @@ def test_the_ratio_is_paired_and_the_values_are_medians() -> None:
     assert record["ranks"] == 4
 
 
+def test_a_mixture_is_compared_with_the_dense_demo_by_seed() -> None:
+    def of(*runs: tuple[float, float]) -> list[dict[str, float]]:
+        return [{"accuracy_after": accuracy, "seconds": seconds} for accuracy, seconds in runs]
+
+    dense, moe = of((0.8, 100), (0.5, 200), (0.4, 100)), of((0.7, 120), (0.5, 300), (0.42, 130))
+    accuracy, seconds = load("moe_learning").compare({"dense": dense, "moe": moe})
+    assert (accuracy["value"], accuracy["baseline"], accuracy["behind_mean"]) == (0.5, 0.5, 0.0267)
+    assert accuracy["by_seed"] == {"dense": [0.8, 0.5, 0.4], "moe": [0.7, 0.5, 0.42]}
+    assert (seconds["value"], seconds["ratio"], seconds["better"]) == (130, 1.3, "lower")
+
+
 def test_sides_take_turns_and_the_first_round_is_left_out() -> None:
     order: list[str] = []
 
