@@ -162,7 +162,10 @@ WRONG = [
     ("cluster.ranks=100000", "cluster.ranks=100000: wanted at most "),
     ("trainer.layout.tp=3", "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = c"),
     ("trainer.layout.fsdp=4", "trainer.layout=1 x 1 x 4 x 1: wanted pp x replicas x fsdp x tp"),
-    ("trainer.layout.ep=3", "trainer.layout.ep=3: wanted a divisor of fsdp x tp = 2 x 1"),
+    (
+        "model=tiny_moe trainer.layout.ep=4",
+        "trainer.layout.ep=4: wanted a divisor of fsdp x tp = 2 x 1",
+    ),
     ("trainer.layout.cp=3", "trainer.layout.cp=3: wanted a divisor of trainer.layout.fsdp=2"),
     (
         "trainer.chunk_tokens=9000",
@@ -183,7 +186,7 @@ WRONG = [
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
         "model=tiny_moe cluster.ranks=3 trainer.layout.ep=3",
-        "trainer.layout.ep=3: wanted one of 1, 2, 4, 8 (it must divide the 8 experts)",
+        "trainer.layout.ep=3: wanted one of 1, 2, 4 (it must divide the 4 experts)",
     ),
     ("trainer.router_replay=r", "trainer.router_replay=r: wanted one of off, trainer, rollout"),
     (
@@ -210,7 +213,10 @@ WRONG = [
         "model=tiny_moe trainer.router_replay=trainer",
         "trainer.router_replay=trainer: wanted off, rollout, or a recipe with the old policy's p",
     ),
-    ("rollout.layout.ep=2", "rollout.layout.ep=2: wanted 1, or rollout.layout.tp=1"),
+    (
+        "model=tiny_moe rollout.layout.ep=2",
+        "rollout.layout.ep=2: wanted 1, or rollout.layout.tp=1",
+    ),
     ("trainer.layout.replicas=0", "trainer.layout.replicas=0: wanted 1 or more"),
     ("trainer.layout.schedule=x", "trainer.layout.schedule=x: wanted one of one_f_one_b, "),
     ("critic.layout.tp=3", "critic.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp = clus"),
