@@ -221,6 +221,7 @@ def _halves(
         checkpointing=config.trainer.activations is ActivationMode.recompute,
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,
+        cp=row.ranks,
     )
 
 

@@ -145,12 +145,11 @@ def backward_in_halves(
     checkpointing: bool = False,
     lora: LoraConfig | None = None,
     fused_dropout: bool = False,
+    cp: int = 1,
 ) -> Halves:
     """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
-    model = _narrow_model(config, tp, dtype, lora)
-    layer, hidden, run, present = _trained_layer(
-        model, tokens, _Row(attention), checkpointing, fused_dropout
-    )
+    model, row = _narrow_model(config, tp, dtype, lora), _Row(attention, cp)
+    layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
     hidden.requires_grad_(True)
     memory = PeakMemory()
     memory.track_external(hidden, layer, *present)
