@@ -83,8 +83,8 @@ class PackedRow:
 class LongestInputs:
     """What a rank computes at once, at most.
 
-    `row` gives that of a layout on a number of ranks, in training or in scoring; `chunk` that of a
-    sample that a layout trains in chunks. `prompt` are the tokens that a prefill reads of one
+    `row` gives that of a layout on a number of ranks, in training or in scoring. `chunk` gives that
+    of a sample that a layout trains in chunks. `prompt` are the tokens that a prefill reads of one
     sample. A decode step copies the keys and values of `copied` tokens; 0: of the whole cache.
     """
 
