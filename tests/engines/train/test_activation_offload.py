@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from surrogate_loss import Surrogate
 
 from hybridrl.config import (
     ActivationMode,
@@ -16,7 +17,6 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
-from hybridrl.config.loss import Loss
 from hybridrl.engines.train import activation_offload, build
 from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.activation_offload import ActivationOffload
@@ -25,15 +25,6 @@ from hybridrl.engines.train.engine import TrainEngine
 pytestmark = pytest.mark.layouts
 
 LORA = LoraConfig(rank=4)
-
-
-class Surrogate(Loss):
-    fields = ("advantages", "old_log_probs")
-    needs_entropy = True
-
-    def __call__(self, log_probs, entropy, fields):
-        ratio = (log_probs - fields["old_log_probs"]).exp()
-        return -ratio * fields["advantages"] - 0.01 * entropy, {}
 
 
 def one_update(path, sequences, activations, layout, lora):

@@ -1,10 +1,11 @@
 """The engine against a plain single-process padded forward and backward of transformers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from surrogate_loss import Surrogate
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import (
@@ -15,27 +16,12 @@ from hybridrl.config import (
     OptimConfig,
     TrainerConfig,
 )
-from hybridrl.config.loss import Loss
 from hybridrl.engines.train import build
 from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
 
 TEMPERATURE = 0.7
 CLOSE = {"rtol": 0, "atol": 1e-5}
-
-
-@dataclass
-class SurrogateLoss(Loss):
-    """A smooth policy loss with an entropy bonus, so that all gradients are used."""
-
-    normalize: str = "token"
-    fields = ("advantages", "old_log_probs")
-    needs_entropy = True
-
-    def __call__(self, log_probs, entropy, fields):
-        ratio = (log_probs - fields["old_log_probs"]).exp()
-        loss = -ratio * fields["advantages"] - 0.01 * entropy
-        return loss, {"ratio": ratio}
 
 
 def make_engine(path, *, max_tokens=8192, temperature=TEMPERATURE, dtype=DType.float32, **trainer):
@@ -129,7 +115,7 @@ def test_gradients_equal_padded_single_process(
     ranks, model_dir, sequences, padded_log_probs, split, max_tokens
 ):
     shares = [[sequences[i] for i in share] for share in SPLITS[split]]
-    loss = SurrogateLoss()
+    loss = Surrogate()
     results = ranks(len(shares), one_update, model_dir, shares, loss, {"max_tokens": max_tokens})
     assert_equals_oracle(results, oracle(model_dir, sequences, padded_log_probs, loss))
 
@@ -137,7 +123,7 @@ def test_gradients_equal_padded_single_process(
 @pytest.mark.parametrize("normalize", ["sequence", "constant"])
 def test_other_normalizations(ranks, model_dir, sequences, padded_log_probs, normalize):
     shares = [sequences[:3], sequences[3:]]
-    loss = SurrogateLoss(normalize)
+    loss = Surrogate(normalize)
     results = ranks(2, one_update, model_dir, shares, loss, {"max_tokens": 20}, 11)
     assert_equals_oracle(results, oracle(model_dir, sequences, padded_log_probs, loss, constant=11))
 
@@ -145,7 +131,7 @@ def test_other_normalizations(ranks, model_dir, sequences, padded_log_probs, nor
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_families(ranks, tiny, sequences, padded_log_probs, family, tied):
-    path, loss = tiny(family, tied), SurrogateLoss()
+    path, loss = tiny(family, tied), Surrogate()
     shares = [sequences[:5], sequences[5:]]
     results = ranks(2, one_update, path, shares, loss, {"max_tokens": 20})
     assert_equals_oracle(results, oracle(path, sequences, padded_log_probs, loss))
@@ -156,7 +142,7 @@ def test_sliding_window(ranks, tiny, sequences, padded_log_probs, family):
     window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
     path, loss = (
         tiny(family, **(window if family == "qwen2" else {"sliding_window": 4})),
-        SurrogateLoss(),
+        Surrogate(),
     )
     results = ranks(1, one_update, path, [sequences], loss, {})
     assert_equals_oracle(results, oracle(path, sequences, padded_log_probs, loss))
@@ -181,7 +167,7 @@ def per_layer_update(path, shares, loss, keep_unsharded):
 def test_large_model_settings_and_activations(
     fresh_ranks, model_dir, sequences, padded_log_probs, keep_unsharded
 ):
-    loss = SurrogateLoss()
+    loss = Surrogate()
     shares = [sequences[:7], sequences[7:]]
     results = fresh_ranks(2, per_layer_update, model_dir, shares, loss, keep_unsharded)
     want = oracle(model_dir, sequences, padded_log_probs, loss)
@@ -218,7 +204,7 @@ def train_bf16(path, shares, loss):
 
 def test_bf16_compute_is_close(ranks, model_dir, sequences, padded_log_probs):
     """Within 5 % of the gradient's norm: bf16 keeps 8 bits, and three layers add up."""
-    loss = SurrogateLoss()
+    loss = Surrogate()
     want_loss, want = oracle(model_dir, sequences, padded_log_probs, loss)
     for metrics, got in ranks(2, train_bf16, model_dir, [sequences[:4], sequences[4:]], loss):
         assert metrics["loss"] == pytest.approx(want_loss, abs=0.01)
@@ -235,10 +221,10 @@ def bad_step(path, sequences):
         replace(s, fields=s.fields | {"advantages": float("nan")}) if rank == 1 and i == 0 else s
         for i, s in enumerate(good)
     ]
-    metrics = engine.update(bad, SurrogateLoss())
+    metrics = engine.update(bad, Surrogate())
     after = {name: shard.to_local() for name, shard in engine.named_shards().items()}
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    next_metrics = engine.update(good, SurrogateLoss())
+    next_metrics = engine.update(good, Surrogate())
     return metrics, unchanged, next_metrics, engine.version
 
 
@@ -255,7 +241,7 @@ def clipped(path, sequences, limit):
     optim = OptimConfig(lr=1e-2, clip_grad_norm=limit)
     engine = make_engine(path, optim=optim)
     gradients = keep_gradients(engine)
-    metrics = engine.update(sequences[dist.get_rank() :: 2], SurrogateLoss())
+    metrics = engine.update(sequences[dist.get_rank() :: 2], Surrogate())
     return metrics["grad_norm"], torch.stack([g.norm() for g in gradients.values()]).norm().item()
 
 
@@ -273,10 +259,10 @@ def three_steps(path, sequences):
     rates = []
     for step in range(3):
         share = sequences[dist.get_rank() + step :: 2]
-        rates.append(engine.update(share, SurrogateLoss())["lr"])
+        rates.append(engine.update(share, Surrogate())["lr"])
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
     engine.reset_optimizer(OptimConfig(lr=5e-3), total_steps=10)
-    reset_rate = engine.update(sequences[:2], SurrogateLoss())["lr"]
+    reset_rate = engine.update(sequences[:2], Surrogate())["lr"]
     return rates, weights, reset_rate, engine.version
 
 
@@ -293,9 +279,9 @@ def test_same_seed_twice_is_bit_equal_and_lr_follows_the_schedule(ranks, model_d
 def nothing_to_train(path, sequences):
     engine = make_engine(path)
     with pytest.raises(ValueError, match="no rank has a response token"):
-        engine.update([], SurrogateLoss())
+        engine.update([], Surrogate())
     with pytest.raises(ValueError, match="needs the field 'old_log_probs'"):
-        engine.update([replace(sequences[0], fields={"advantages": 1.0})], SurrogateLoss())
+        engine.update([replace(sequences[0], fields={"advantages": 1.0})], Surrogate())
     with pytest.raises(ValueError, match="response_tokens=9 of 9 tokens"):
         engine.log_probs([replace(sequences[0], response_tokens=9)])
 

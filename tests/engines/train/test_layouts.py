@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dtensor_layouts import layout_of
+from surrogate_loss import Surrogate
 from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ActivationMode,
     ModelConfig,
@@ -52,18 +52,6 @@ OTHERS = {
     "phi3": {"pad_token_id": None},
     "gpt_neox": {"hidden_size": 48, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
 }
-
-
-class Surrogate(Loss):
-    """A smooth policy loss with an entropy bonus, so that all gradients are used."""
-
-    normalize = "token"
-    fields = ("advantages", "old_log_probs")
-    needs_entropy = True
-
-    def __call__(self, log_probs, entropy, fields):
-        ratio = (log_probs - fields["old_log_probs"]).exp()
-        return -ratio * fields["advantages"] - 0.01 * entropy, {"ratio": ratio}
 
 
 def oracle(path, sequences):

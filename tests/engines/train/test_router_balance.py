@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from surrogate_loss import Surrogate
 from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ActivationMode,
     ModelConfig,
@@ -44,18 +44,6 @@ BIASED = {
     "moe_intermediate_size": 16,
     "pad_token_id": None,
 }
-
-
-class Surrogate(Loss):
-    """A smooth policy loss."""
-
-    normalize = "token"
-    fields = ("advantages", "old_log_probs")
-    needs_entropy = False
-
-    def __call__(self, log_probs, entropy, fields):
-        ratio = (log_probs - fields["old_log_probs"]).exp()
-        return -ratio * fields["advantages"], {"ratio": ratio}
 
 
 def balance(scores, chosen):
@@ -100,7 +88,7 @@ def oracle(path, sequences, coef, replayed=False):
         log_p = model(s.ids[None]).logits[0, -s.response_tokens - 1 : -1].log_softmax(-1)
         chosen = log_p.gather(-1, s.ids[-s.response_tokens :, None])[:, 0]
         fields = {**s.fields, "advantages": torch.tensor(s.fields["advantages"])}
-        total = total + (mask / tokens * Surrogate()(chosen, None, fields)[0]).sum()
+        total = total + (mask / tokens * Surrogate(entropy_bonus=0)(chosen, None, fields)[0]).sum()
     assert len(seen) == LAYERS * len(sequences)
     even = torch.stack(seen).mean()
     (total + coef * even).backward()
@@ -135,7 +123,9 @@ def step(path, sequences, layout, schedule, settings):
                 gradients[name] = p.grad.full_tensor().clone()
 
     engine.optimizer.register_step_pre_hook(before_step)
-    metrics = engine.update(sequences[dist.get_rank() :: dist.get_world_size()], Surrogate())
+    metrics = engine.update(
+        sequences[dist.get_rank() :: dist.get_world_size()], Surrogate(entropy_bonus=0)
+    )
     return metrics, gradients
 
 
@@ -213,7 +203,9 @@ def moved(path, sequences, layout, schedule, settings):
     engine = make_engine(path, layout, schedule, {"router_bias_update_rate": RATE, **settings})
     biases = []
     for _ in range(2):
-        engine.update(sequences[dist.get_rank() :: dist.get_world_size()], Surrogate())
+        engine.update(
+            sequences[dist.get_rank() :: dist.get_world_size()], Surrogate(entropy_bonus=0)
+        )
         biases.append({k: x.clone() for k, x in routing_biases(engine.buffers()).items()})
     return biases
 

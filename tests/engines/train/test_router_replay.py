@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from surrogate_loss import Surrogate
 from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ActivationMode,
     Attention,
@@ -37,18 +37,6 @@ SETTINGS = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
-
-
-class Surrogate(Loss):
-    """A smooth policy loss."""
-
-    normalize = "token"
-    fields = ("advantages", "old_log_probs")
-    needs_entropy = False
-
-    def __call__(self, log_probs, entropy, fields):
-        ratio = (log_probs - fields["old_log_probs"]).exp()
-        return -ratio * fields["advantages"], {"ratio": ratio}
 
 
 def forced_router(module, chosen):
@@ -85,7 +73,7 @@ def oracle(path, sequences):
             "advantages": torch.tensor(s.fields["advantages"]),
             "old_log_probs": s.fields["old_log_probs"],
         }
-        total = total + (mask / tokens * Surrogate()(chosen, None, fields)[0]).sum()
+        total = total + (mask / tokens * Surrogate(entropy_bonus=0)(chosen, None, fields)[0]).sum()
         scores.append(chosen.detach())
     total.backward()
     return total.item(), {name: p.grad for name, p in model.named_parameters()}, scores
@@ -125,7 +113,7 @@ def whole_gradients(engine, sequences):
                 local[name] = p.grad.full_tensor().clone()
 
     engine.optimizer.register_step_pre_hook(before_step)
-    return engine.update(sequences, Surrogate()), local
+    return engine.update(sequences, Surrogate(entropy_bonus=0)), local
 
 
 def step(path, sequences, layout, schedule, settings):
