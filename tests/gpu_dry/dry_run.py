@@ -21,7 +21,6 @@ from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.data import Item
-from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -284,8 +283,6 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
         if measured:
             stack.enter_context(device.memory)
         stack.enter_context(mock.patch.object(device, "answers", case.answers))
-        # It looks for layers with experts by a mask on the device.
-        stack.enter_context(mock.patch.object(ExpertLoad, "metrics", return_value={}))
         run = DryRun(case, path, device, cuda)
         stack.enter_context(noted_loads(device, run.loads))
         run.run()

@@ -36,25 +36,22 @@ class ExpertLoad:
     ) -> None:
         """`config` is that of the whole model. `tp` ranks have the same tokens."""
         self.experts = num_experts(config)
-        self._counts = torch.zeros(
-            config.num_hidden_layers, self.experts, dtype=torch.long, device=device
-        )
+        layers = ExpertShape.of(config).layers if self.experts else ()
+        # Of the whole model's layers with experts.
+        self._counts = torch.zeros(len(layers), self.experts, dtype=torch.long, device=device)
+        self._index = {layer: index for index, layer in enumerate(layers)}
         self._coef, self._tp = trainer.router_aux_loss_coef, tp
         self._rate = trainer.router_bias_update_rate
-        # By layer; the biases are looked up when they move, since offloading replaces them.
+        # Each with its place in the counts. Offloading replaces biases, so they are looked up.
         self._routers: list[tuple[int, nn.Module]] = []
-        self._loss: RouterLoss | None = None
-        self._layers = 0
-        if self.experts and self._coef:
-            self._loss = RouterLoss(device)
-            self._layers = len(ExpertShape.of(config).layers)
+        self._loss = RouterLoss(device) if self.experts and self._coef else None
         if self.experts:
             for chunk in chunks:
-                layers = [*enumerate(decoder_layers(chunk.model), chunk.offset)]
-                watch_routers(layers, self.experts, self._observe, self._loss)
+                own = [*enumerate(decoder_layers(chunk.model), chunk.offset)]
+                watch_routers(own, self.experts, self._observe, self._loss)
                 self._routers += [
-                    (number, module)
-                    for number, layer in layers
+                    (self._index[number], module)
+                    for number, layer in own
                     for module in layer.modules()
                     if ROUTING_BIAS in module._buffers
                 ]
@@ -64,7 +61,7 @@ class ExpertLoad:
         if self.experts:  # a dense model launches nothing
             self._counts.zero_()
         if self._loss is not None:
-            self._loss.start(self._coef / sequences / self._layers)
+            self._loss.start(self._coef / sequences / len(self._index))
 
     def metrics(self) -> dict[str, float]:
         """Largest load of an expert over the mean, by layer; and the share without a token.
@@ -75,7 +72,7 @@ class ExpertLoad:
         if not self.experts:
             return {}
         dist.all_reduce(self._counts)
-        counts = self._counts[self._counts.sum(1) > 0].double()  # other layers are dense
+        counts = self._counts.double()
         load = counts.amax(1) / counts.mean(1)
         values = torch.stack([load.mean(), (counts == 0).double().mean()]).tolist()
         metrics = dict(zip(("expert_load", "dead_experts"), values, strict=True))
@@ -94,8 +91,8 @@ class ExpertLoad:
         if not self._rate:
             return
         missing = self._counts.sum(1, keepdim=True) - self.experts * self._counts
-        for layer, router in self._routers:
-            getattr(router, ROUTING_BIAS).add_(missing[layer].sign(), alpha=self._rate)
+        for index, router in self._routers:
+            getattr(router, ROUTING_BIAS).add_(missing[index].sign(), alpha=self._rate)
 
     def _observe(self, layer: int, counts: torch.Tensor) -> None:
-        self._counts[layer] += counts.sum(0)
+        self._counts[self._index[layer]] += counts.sum(0)
