@@ -183,14 +183,16 @@ class TrainSizes:
     def _backward_ends(self) -> dict[str, int]:
         copied, own = MASTER * self.trained_root, self.itemsize * self.trained_root
         previous = MASTER * self.trained_layer
-        layers = MASTER * self.layers * self.trained_layer // self.fsdp
+        reduced = MASTER * self.layers * self.trained_layer // self.fsdp
+        if self.earlier_gradients and not self.keep_unsharded:
+            reduced += copied // self.fsdp  # those of the rows before
         if self.keep_unsharded and self.several_rows:  # sums, which are reduced one by one
             own = copied
         # A vocabulary's gradient under tp is whole before it is cut.
         whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
         arriving = self.itemsize * self.root + own + previous + whole
         most = max(arriving, own + copied, copied + copied // self.fsdp)
-        return {"gradients": layers + most, **self._of_chunks()}
+        return {"gradients": reduced + most, **self._of_chunks()}
 
     def _step(self) -> dict[str, int]:
         """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""

@@ -81,7 +81,7 @@ class Case:
         answers = {}
         if self.chunk_tokens:
             passes = self.sample_tokens // (self.chunk_tokens * self.train.get("cp", 1))
-            answers["hybridrl/engines/train/replica.py _in_chunks"] = passes
+            answers["hybridrl/engines/train/replica.py _most"] = passes
         if "ep" in self.train:  # rows for each of its ranks, of which a token has eight
             rows = SAMPLES * self.sample_tokens * 8 // self.train["ep"]
             answers["hybridrl/models/expert_parallel.py __call__"] = rows

@@ -13,9 +13,6 @@ WRITE = "GPU_DRY_WRITE"
 """Set this variable to rewrite both."""
 MOST = 0.05
 """How far a planned phase may be from its peak."""
-LESS_CLOSE = {"70b on 8": 0.1}
-"""The same of an update of one case. Of Llama 70B's on a rank with embedding and head 1.0 GiB is
-not planned, at tp 4 and at tp 8 alike."""
 
 
 def committed(file: Path, counted: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +51,6 @@ def memory_changes(memory: dict[str, Any]) -> list[str]:
     ]
     for name, phases in memory.items():
         for phase, (peak, planned) in phases.items():
-            most = LESS_CLOSE.get(name, MOST) if "update" in phase else MOST
-            if abs(planned / peak - 1) >= most:
+            if abs(planned / peak - 1) >= MOST:
                 changes.append(f"{name}, {phase}: {peak} counted, {planned} planned")
     return changes

@@ -66,9 +66,12 @@ def test_kernels_and_syncs_are_those_of_the_table(results: dict[str, Any]) -> No
     assert not changes, "\n".join([*changes, f"`{WRITE}=1 make gpu-dry` rewrites {COUNTS.name}"])
 
 
-@pytest.mark.parametrize("file", [COUNTS, MEMORY], ids=["counts", "memory"])
-def test_the_tables_have_the_cases_that_are_cut(file: Path) -> None:
-    assert json.loads(file.read_text()).keys() == CASES.keys() | AT_EIGHT.keys()
+def test_the_tables_have_the_cases_that_are_cut() -> None:
+    """Cases that only train are for the memory plan: their kernels are those of others."""
+    cases = CASES | AT_EIGHT
+    assert json.loads(MEMORY.read_text()).keys() == cases.keys()
+    counted = {name for name, case in cases.items() if not case.only_trains}
+    assert json.loads(COUNTS.read_text()).keys() == counted
 
 
 @pytest.mark.parametrize("name", ["1.7b on 1", "1.7b on 8"])
