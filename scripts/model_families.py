@@ -224,7 +224,9 @@ def _attempt(problem: Callable[[str, str], str | None], path: str, axis: str) ->
     except Exception as error:  # a refusal, or whatever a family's code runs into
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = text.partition("wanted ")[2]
-        return allowed.removeprefix("1 (").removesuffix(")") or text
+        if allowed.startswith("1 ("):
+            allowed = allowed.removeprefix("1 (").removesuffix(")")
+        return allowed or text
 
 
 def _rank(rank: int, rendezvous: str, path: str, axes: Sequence[str], results: Any) -> None:
@@ -293,7 +295,7 @@ def row_of(family: str) -> tuple[tuple[str, ...], list[str]]:
         if answer and not answers.get(what.partition(" ")[2]):
             lacking.setdefault(answer.rstrip("."), []).append(what)
     reasons = [f"- {family}, {', '.join(what)}: {answer}." for answer, what in lacking.items()]
-    cells |= {"family": family, "vLLM": _vllm(config)}
+    cells |= {"family": family, "vLLM": "no" if answers["train"] else _vllm(config)}
     return tuple(cells[column] for column in COLUMNS), reasons
 
 

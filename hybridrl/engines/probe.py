@@ -128,6 +128,9 @@ def probe(config: PretrainedConfig) -> Verdict:
             except Exception as error:
                 reason = f"no small model of its config can be made: {_line(error)}"
                 return Verdict(reason, reason)
+            if not model._supports_attention_backend:
+                reason = "its layers do not call transformers' attention interface"
+                return Verdict(reason, reason)
             return Verdict(_problem(_compare_training, model), _problem(_compare_decoding, model))
     finally:
         transformers_logging.set_verbosity(bar)

@@ -26,11 +26,12 @@ CPU_LACKS = dict.fromkeys(
 )
 """Model types that its CPU build computes otherwise, and why."""
 VLLM_LACKS = {
+    "cohere2": "its sliding window has a token more in vLLM",
     "deepseek_v3": "vLLM keeps products of its compressed keys, which a switch does not compute",
     "gpt_neox": "vLLM orders rows of query_key_value by kind, transformers by head",
     "gpt_oss": "vLLM holds its experts in another order",
 }
-"""Model types whose weights the switch would write wrong, and why."""
+"""Model types that vLLM would compute otherwise, or whose weights the switch would write wrong."""
 
 
 class EngineChecks:
