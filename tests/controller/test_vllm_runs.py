@@ -50,7 +50,7 @@ def run_of(
         ("serial", "native"),
         ("fused", "serial"),
         ("fused, tp 2", "native"),
-        ("split", "native"),
+        pytest.param("split", "native", marks=pytest.mark.slow),
         ("tp 2, adapters", "native, adapters"),
     ],
 )

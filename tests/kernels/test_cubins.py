@@ -1,5 +1,6 @@
 """The Triton kernels for NVIDIA's GPUs, compiled without one: what they take is in a table."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     reason="the package triton is not installed (its wheels are for Linux)",
 )
 
+ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("cubins.json")
 WRITE = "CUBINS_WRITE"
 """Set this variable to rewrite the table."""
@@ -30,11 +32,19 @@ HALVES = (("sm_80", "sm_86", "sm_89", "sm_90"), ("sm_100", "sm_103", "sm_120"))
 """GPUs, in two processes of about equal time."""
 
 
+def _made_of() -> dict[str, str]:
+    """What the figures depend on: Triton's version, whose own ptxas makes them, and our sources."""
+    files = ROOT / "kernels/linear_log_probs_triton.py", Path(cubins.__file__)
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return {"triton": importlib.metadata.version("triton"), "sources": sources.hexdigest()}
+
+
 def _table() -> dict[str, Any]:
-    """Figures by case; they are those of one version of Triton, whose own ptxas makes them."""
+    """Figures by case, of these sources."""
     table = json.loads(TABLE.read_text())
-    assert table["triton"] == importlib.metadata.version("triton"), REWRITE
-    return table["cubins"]
+    figures: dict[str, Any] = table.pop("cubins")
+    assert table == _made_of(), REWRITE
+    return figures
 
 
 def _assert_equal(figures: dict[str, Any]) -> None:
@@ -49,12 +59,12 @@ def _assert_equal(figures: dict[str, Any]) -> None:
 
 
 def _write(figures: dict[str, Any]) -> None:
-    version = json.dumps(importlib.metadata.version("triton"))
+    made_of = json.dumps(_made_of(), indent=1).removesuffix("\n}")
     rows = ",\n".join(
         f"  {json.dumps(case.name)}: {json.dumps(figures[case.name])}"
         for case in cubins.all_cases()
     )
-    TABLE.write_text(f'{{\n "triton": {version},\n "cubins": {{\n{rows}\n }}\n}}\n')
+    TABLE.write_text(f'{made_of},\n "cubins": {{\n{rows}\n }}\n}}\n')
 
 
 @pytest.mark.cubins
@@ -125,7 +135,7 @@ def test_the_page_has_the_tables_figures(capability: int) -> None:
         cells.append(f"{most['registers']} / {most['stack']}")
     shared = f"{most['shared'] // cubins.KIB} of {cubins.SHARED_LIMITS[capability]}"
     row = f"| `{taken[0]['instruction']}` | {shared} | {' | '.join(cells)} |"
-    page = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
+    page = (ROOT / "docs/kernels.md").read_text()
     assert any(
         line.startswith(f"| {capability / 10} |") and line.endswith(row)
         for line in page.splitlines()
