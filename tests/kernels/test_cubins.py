@@ -32,7 +32,7 @@ HALVES = (("sm_80", "sm_86", "sm_89", "sm_90"), ("sm_100", "sm_103", "sm_120"))
 """GPUs, in two processes of about equal time."""
 
 
-def _made_of() -> dict[str, str]:
+def _origin() -> dict[str, str]:
     """What the figures depend on: Triton's version, whose own ptxas makes them, and our sources."""
     files = ROOT / "kernels/linear_log_probs_triton.py", Path(cubins.__file__)
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in files))
@@ -43,7 +43,7 @@ def _table() -> dict[str, Any]:
     """Figures by case, of these sources."""
     table = json.loads(TABLE.read_text())
     figures: dict[str, Any] = table.pop("cubins")
-    assert table == _made_of(), REWRITE
+    assert table == _origin(), REWRITE
     return figures
 
 
@@ -59,12 +59,12 @@ def _assert_equal(figures: dict[str, Any]) -> None:
 
 
 def _write(figures: dict[str, Any]) -> None:
-    made_of = json.dumps(_made_of(), indent=1).removesuffix("\n}")
+    origin = json.dumps(_origin(), indent=1).removesuffix("\n}")
     rows = ",\n".join(
         f"  {json.dumps(case.name)}: {json.dumps(figures[case.name])}"
         for case in cubins.all_cases()
     )
-    TABLE.write_text(f'{made_of},\n "cubins": {{\n{rows}\n }}\n}}\n')
+    TABLE.write_text(f'{origin},\n "cubins": {{\n{rows}\n }}\n}}\n')
 
 
 @pytest.mark.cubins
