@@ -197,6 +197,9 @@ class Config:
         rate = self.trainer.router_bias_update_rate
         if rate and not engine.shares_weights:
             raise ConfigError("trainer.router_bias_update_rate", rate, f"0 with {using}")
+        if rate and (lora := self.actor.lora.rank):  # files of adapters have no biases
+            allowed = f"0 with actor.lora.rank={lora}"
+            raise ConfigError("trainer.router_bias_update_rate", rate, allowed)
         is_tiny = not (self.model.path or self.model.shape)
         if is_tiny and not self.model.tiny.num_experts:
             for key, value, default in self.trainer.of_experts:

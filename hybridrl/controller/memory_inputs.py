@@ -51,8 +51,9 @@ class PackedRow:
             replicas = ranks // (layout.pp * layout.tp)
             share = -(-samples * longest // replicas) + longest
             number = 1 if share <= most and layout.pp == 1 else 0
-            if layout.pp > 1:  # a multiple of the stages
-                number = -(-share // (most * layout.pp)) * layout.pp
+            if layout.pp > 1:
+                of_update = -(-samples // (replicas * config.trainer.mini_batches)) + 1
+                number = _rows_of_round(config, layout, of_update)
             most = min(most, share)
         if isinstance(layout, RolloutLayoutConfig) and config.strict:  # it scores one by one
             most = longest
@@ -103,6 +104,24 @@ class LongestInputs:
             copied=longest if config.strict else 0,  # each sample decodes alone
             chunk=lambda layout: PackedRow.chunk_of(config, layout),
         )
+
+
+def _rows_of_round(
+    config: Config, layout: TrainLayoutConfig | RolloutLayoutConfig, samples: int
+) -> int:
+    """Rows that a pipeline computes at once, at most, if a replica's update has so many samples.
+
+    They are a multiple of the stages. Of a sample in chunks these are the rows.
+    """
+    longest, most = config.longest_sample, config.trainer.max_tokens_per_micro_batch
+    chunk, cp = config.trainer.chunk_tokens, getattr(layout, "cp", 1)
+    if chunk and longest > most * cp:
+        rows = -(-longest // (chunk * cp))
+    elif longest > most:  # each is a row, on all ranks that share it
+        rows = samples * cp
+    else:
+        rows = -(-samples // (most // longest))
+    return -(-rows // layout.pp) * layout.pp
 
 
 def itemsize_of(config: Config) -> int:

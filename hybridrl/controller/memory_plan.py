@@ -164,8 +164,11 @@ def check_memory(
         logger.info("memory plan: not checked, %s", reason)
         return
     try:
+        shape = load_config(model_path)
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
-        plan = plan_run(config, graph, load_config(model_path), room)
+        if gpu_memory is not None:  # whether ranks there can import flash-attn is not known
+            config = _with_flash(config, shape)
+        plan = plan_run(config, graph, shape, room)
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
         return
@@ -174,6 +177,21 @@ def check_memory(
         allowed = f"warn, or a run that fits: {subject}{plan.verdict()}"
         raise ConfigError("cluster.memory_check", "refuse", allowed)
     logger.log(logging.INFO if plan.fits else logging.WARNING, "memory plan: %s", plan.verdict())
+
+
+def _with_flash(config: Config, shape: "PretrainedConfig") -> Config:
+    """With the attention that takes least, where it is not set: no run is refused for the other."""
+    from hybridrl.models.attention_shape import attention_shape
+    from hybridrl.models.load import TORCH_DTYPES
+    from hybridrl.models.packed_attention import flash_obstacle
+
+    dtype = TORCH_DTYPES[config.model.compute_dtype]
+    is_set = config.model.attention is not Attention.auto
+    if is_set or flash_obstacle(dtype, attention_shape(shape)):
+        return config
+    config = copy.copy(config)
+    config.model = replace(config.model, attention=Attention.flash)
+    return config
 
 
 def unknown_room(config: Config) -> str | None:

@@ -17,6 +17,11 @@ _UNKNOWN = 3
 """Rows for each stage where their number is not known: the most are in flight, and some ended."""
 
 
+def rows_of_round(layout: TrainLayoutConfig, row: PackedRow) -> int:
+    """The rows that a pipeline computes at once, for all of which it has memory to receive into."""
+    return row.number or _UNKNOWN * layout.pp
+
+
 def zero_bubble_update(
     shape: PretrainedConfig,
     layout: TrainLayoutConfig,
@@ -31,7 +36,7 @@ def zero_bubble_update(
     The first stage has the model's first chunk and its last one; `has_head` is whether that ends in
     a vocabulary.
     """
-    pp, rows = layout.pp, row.number or _UNKNOWN * layout.pp
+    pp, rows = layout.pp, rows_of_round(layout, row)
     numbers = stage, 2 * pp - 1 - stage
     bounds = chunk_bounds(shape.num_hidden_layers, 2 * pp)
     head = has_head * -(-shape.vocab_size // layout.tp) * shape.hidden_size

@@ -67,7 +67,7 @@ def check_layouts(model: ModelConfig, train: TrainLayoutConfig, gen: RolloutLayo
     Other axes depend on transformers' plans: see `hybridrl.models.parallel`.
     """
     settings, tiny = _read(model.path), model.tiny
-    if model.path is None:
+    if model.path is None and not model.shape:
         settings = {
             "model_type": "qwen3_moe" if tiny.num_experts else "qwen3",
             "num_experts": tiny.num_experts,

@@ -81,6 +81,9 @@ class TrainSizes:
     """Elements that Muon makes orthogonal on a rank, whole matrices."""
     largest_matrix: int = 0
     """The largest of them, or of their batches."""
+    received: int = 0
+    """Bytes into which a pipeline receives rows and their gradients, beyond a row a stage. torch
+    has memory for all rows from the first one on."""
     zero_bubble: ZeroBubbleUpdate | None = None
     """The rows of the update, on a stage of such a pipeline."""
 
@@ -146,7 +149,7 @@ class TrainSizes:
     def _forward_ends(self, gathered: int, activations: int) -> dict[str, int]:
         return {
             "gathered weights": gathered,
-            "activations": activations + self.ends.kept,
+            "activations": activations + self.ends.kept + self.received,
             "gradients": self._earlier_gradients(),
             **self._of_chunks(),
         }
@@ -192,7 +195,8 @@ class TrainSizes:
         whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
         arriving = self.itemsize * self.root + own + previous + whole
         most = max(arriving, own + copied, copied + copied // self.fsdp)
-        return {"gradients": reduced + most, **self._of_chunks()}
+        received = {"activations": self.received} if self.received else {}
+        return {"gradients": reduced + most, **received, **self._of_chunks()}
 
     def _step(self) -> dict[str, int]:
         """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""

@@ -23,7 +23,8 @@ SIDES: dict[str, list[str]] = {
 
 def train(side: str, seed: int, runs: Path, more: list[str]) -> dict[str, Any]:
     """The result of a run, which is the last line of its output; of an earlier one if it ended."""
-    folder, kept = runs / f"{side}-{seed}", runs / f"{side}-{seed}.json"
+    name = "-".join([side, str(seed), *more])
+    folder, kept = runs / name, runs / f"{name}.json"
     if not kept.exists():
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
         command = [

@@ -27,7 +27,8 @@ CPU_LACKS = dict.fromkeys(
 """Model types that its CPU build computes otherwise, and why."""
 VLLM_LACKS = {
     "cohere2": "its sliding window has a token more in vLLM",
-    "deepseek_v3": "vLLM keeps products of its compressed keys, which a switch does not compute",
+    "cohere2_moe": "its sliding window has a token more in vLLM",
+    "gpt2": "vLLM holds its weights transposed",
     "gpt_neox": "vLLM orders rows of query_key_value by kind, transformers by head",
     "gpt_oss": "vLLM holds its experts in another order",
 }
@@ -83,6 +84,8 @@ def vllm_obstacle(model: Any) -> str | None:
     """Why vLLM cannot generate for a run with a model of the Hugging Face config `model`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if getattr(model, "kv_lora_rank", None) is not None:
+        return "vLLM keeps products of its compressed keys, which a switch does not compute"
     own = check_vllm_installed() == CPU_BUILD and CPU_LACKS.get(model.model_type)
     if problem := own or VLLM_LACKS.get(model.model_type):
         return problem

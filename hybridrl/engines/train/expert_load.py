@@ -35,8 +35,9 @@ class ExpertLoad:
         device: torch.device,
     ) -> None:
         """`config` is that of the whole model. `tp` ranks have the same tokens."""
-        self.experts = num_experts(config)
-        layers = ExpertShape.of(config).layers if self.experts else ()
+        layers = ExpertShape.of(config).layers if num_experts(config) else ()
+        # Experts under other names than those of most families are not counted (GraniteMoE's).
+        self.experts = num_experts(config) if layers else 0
         # Of the whole model's layers with experts.
         self._counts = torch.zeros(len(layers), self.experts, dtype=torch.long, device=device)
         self._index = {layer: index for index, layer in enumerate(layers)}

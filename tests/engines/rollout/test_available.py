@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     FlexOlmoConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GPT2Config,
     HeliumConfig,
     LlamaConfig,
     MixtralConfig,
@@ -116,8 +118,13 @@ def test_experts_are_taken(install) -> None:
 
 def test_families_that_vllm_computes_otherwise_are_refused(install) -> None:
     install("vllm", "0.30.0")
-    with pytest.raises(ConfigError, match=r"^model.path=some/model: .*\(deepseek_v3: vLLM keeps"):
-        checked(DeepseekV3Config())
+    for model, problem in (
+        (DeepseekV3Config(), "deepseek_v3: vLLM keeps"),
+        (DeepseekV2Config(), "deepseek_v2: vLLM keeps"),
+        (GPT2Config(), "gpt2: vLLM holds its weights transposed"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^model.path=some/model: .*\({problem}"):
+            checked(model)
 
 
 @pytest.mark.vllm

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from surrogate_loss import Surrogate
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeConfig
 
 from hybridrl.config import (
     ActivationMode,
@@ -19,6 +19,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.models.buffers import routing_biases
 
 EXPERTS, K, COEF = 8, 3, 0.3
@@ -146,6 +147,12 @@ def case(tiny, sequences_of):
     """A model and its sequences, and what one process computes."""
     path, sequences = tiny("qwen3_moe", True, **SETTINGS), sequences_of()
     return path, sequences, oracle(path, sequences, COEF)
+
+
+def test_a_family_whose_experts_are_not_found_has_no_load():
+    """GraniteMoE names them otherwise; a mean over no layers would be NaN."""
+    cpu = torch.device("cpu")
+    assert ExpertLoad([], GraniteMoeConfig(), TrainerConfig(), 1, cpu).metrics() == {}
 
 
 def test_the_loss_reaches_the_routers(case):
