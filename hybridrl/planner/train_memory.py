@@ -82,8 +82,8 @@ class TrainSizes:
     largest_matrix: int = 0
     """The largest of them, or of their batches."""
     received: int = 0
-    """Bytes into which a pipeline receives rows and their gradients, beyond a row a stage. torch
-    has memory for all rows from the first one on."""
+    """Bytes into which a pipeline receives rows and their gradients, beyond a row a stage. All rows
+    have memory from the first one on."""
     zero_bubble: ZeroBubbleUpdate | None = None
     """The rows of the update, on a stage of such a pipeline."""
 
