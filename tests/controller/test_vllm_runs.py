@@ -51,7 +51,7 @@ def run_of(
         ("fused", "serial"),
         ("fused, tp 2", "native"),
         pytest.param("split", "native", marks=pytest.mark.slow),
-        ("tp 2, adapters", "native, adapters"),
+        pytest.param("tp 2, adapters", "native, adapters", marks=pytest.mark.slow),
     ],
 )
 def test_runs_train_on_the_same(
