@@ -39,14 +39,16 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Give the buffers on the meta device memory on `device`, and transformers' initial values.
 
     Those are computed from the config, as where transformers loads a model. A persistent buffer
-    may have its values in the checkpoint alone: `local_weights.load_buffers` reads them.
+    may have its values in the checkpoint alone: `local_weights.load_buffers` reads them. A routing
+    bias is in float32: it moves by less than bfloat16 can tell.
     """
     precise = model._keep_in_fp32_modules_strict or ()
     for prefix, module in model.named_modules():
         empty = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
         for name in empty:
             dtype = module._buffers[name].dtype
-            if dtype.is_floating_point and any(word in f"{prefix}.{name}" for word in precise):
+            is_precise = name == ROUTING_BIAS or any(word in f"{prefix}.{name}" for word in precise)
+            if dtype.is_floating_point and is_precise:
                 dtype = torch.float32
             shape = module._buffers[name].shape
             module._buffers[name] = torch.zeros(shape, dtype=dtype, device=device)

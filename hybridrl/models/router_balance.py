@@ -16,6 +16,7 @@ adds that of its layers, and recomputation adds none twice.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from transformers import PretrainedConfig
 
 from hybridrl.config import ConfigError
 from hybridrl.models.buffers import persistent_buffers, routing_biases
-from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.parallel import meta_model
+from hybridrl.models.router_hooks import hook_routers
 
 KEYWORD = "token_sequences"
 """The keyword of a model's call that takes `TokenSequences`, once routers are watched."""
@@ -189,29 +190,17 @@ class _WatchedLayer:
         self._loss = loss
         self._sequences: TokenSequences | None = None
         self._scores: _Scores | None = None
-        layer.register_forward_pre_hook(self._take_keyword, with_kwargs=True)
-        modules = experts_of(layer)
-        for module in modules:
-            module.register_forward_pre_hook(self._count)
-        if loss is not None:
-            for block in list(layer.modules()):
-                if any(child in modules for child in block.children()):
-                    block.forward = self._reading(block.forward)
+        within = None if loss is None else self._reading
+        hook_routers(layer, KEYWORD, self._take, self._count, within)
 
-    def _take_keyword(
-        self, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._sequences = keywords.get(KEYWORD)
-        return args, {name: value for name, value in keywords.items() if name != KEYWORD}
+    def _take(self, sequences: TokenSequences | None) -> None:
+        self._sequences = sequences
 
-    def _reading(self, forward: Any) -> Any:
-        def read(*args: Any, **keywords: Any) -> Any:
-            if self._sequences is None:
-                return forward(*args, **keywords)
-            with _Scores(self._experts) as self._scores:
-                return forward(*args, **keywords)
-
-        return read
+    def _reading(self) -> AbstractContextManager[Any]:
+        if self._sequences is None:
+            return nullcontext()
+        self._scores = _Scores(self._experts)
+        return self._scores
 
     def _count(
         self, _: nn.Module, inputs: tuple[torch.Tensor, ...]

@@ -8,6 +8,7 @@ tries it on a model's own code.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.parallel import experts_per_token, model_parameters, num_experts
+from hybridrl.models.router_hooks import hook_routers
 
 KEYWORD = "routing"
 """The keyword of a model's call that takes a `Routing`, once `enable_replay` has been called."""
@@ -87,10 +88,7 @@ class ExpertShape:
 
 
 def enable_replay(layers: Iterable[tuple[int, nn.Module]], shape: ExpertShape) -> None:
-    """Let decoder `layers`, each with its number in the whole model, take a `Routing`.
-
-    The keyword goes no further than the layer, so recomputation in the backward pass gets it again.
-    """
+    """Let decoder `layers`, each with its number in the whole model, take a `Routing`."""
     for number, layer in layers:
         place = shape.layers.index(number) if number in shape.layers else None
         _ReplayingLayer(layer, place, shape.experts)
@@ -102,36 +100,21 @@ class _ReplayingLayer:
     def __init__(self, layer: nn.Module, place: int | None, experts: int) -> None:
         self._place, self._experts = place, experts
         self._routing: Routing | None = None
-        layer.register_forward_pre_hook(self._take_keyword, with_kwargs=True)
-        if place is None:
-            return
-        experts_modules = experts_of(layer)
-        for module in experts_modules:
-            module.register_forward_pre_hook(self._record)
-        for block in list(layer.modules()):
-            if any(child in experts_modules for child in block.children()):
-                block.forward = self._forcing(block.forward)
+        hook_routers(layer, KEYWORD, self._take, self._record, self._forcing)
 
-    def _take_keyword(
-        self, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._routing = keywords.get(KEYWORD)
-        return args, {name: value for name, value in keywords.items() if name != KEYWORD}
+    def _take(self, routing: Routing | None) -> None:
+        self._routing = routing
 
     def _record(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if self._routing is not None and self._routing.records:
             assert self._place is not None
             self._routing.chosen[self._place] = inputs[1].detach()
 
-    def _forcing(self, forward: Any) -> Any:
-        def replay(*args: Any, **keywords: Any) -> Any:
-            if self._routing is None or self._routing.forced is None:
-                return forward(*args, **keywords)
-            assert self._place is not None
-            with _ForcedChoice(self._routing, self._place, self._experts):
-                return forward(*args, **keywords)
-
-        return replay
+    def _forcing(self) -> AbstractContextManager[Any]:
+        if self._routing is None or self._routing.forced is None:
+            return nullcontext()
+        assert self._place is not None
+        return _ForcedChoice(self._routing, self._place, self._experts)
 
 
 class _ForcedChoice(TorchFunctionMode):

@@ -93,8 +93,8 @@ class Pipeline:
     def train(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward and backward of all micro-batches. Gradients are summed.
 
-        Each row with passes has a round of its own, so that the keys of one row are kept. Other
-        rows fill its last passes up to an allowed number.
+        Each row with passes has a round, so that the keys of one row are kept at a time. Other rows
+        fill the round up to an allowed number.
         """
         rounds = []
         others = [number for number, row in enumerate(rows) if not row.passes]

@@ -21,8 +21,6 @@ FUSED: Mapping[str, Sequence[str]] = {
 EXPERTS = {
     "gate_up_proj": "w13_weight",
     "down_proj": "w2_weight",
-    "gate_up_proj_bias": "w13_bias",
-    "down_proj_bias": "w2_bias",
 }
 """vLLM's names of the tensors of a layer's experts; gate is before up in both."""
 
@@ -88,6 +86,8 @@ class VLLMNames:
     def _among(self, name: str, module: str, kind: str, child: str) -> Rows:
         """The rows of one of the projections that are fused in `module`."""
         projections = list(self._fused[module.rpartition(".")[2]])
+        if f".{child}." not in name:
+            raise ValueError(f"vLLM renames {name} to a part of {module}: its siblings are unknown")
         siblings = [
             name.replace(f".{child}.", f".{projection}.")
             for projection in projections[: projections.index(child)]

@@ -169,7 +169,7 @@ class VLLMWeights:
         if not isinstance(module, RoutedExperts):
             return held.shape
         width = module.intermediate_size_per_partition
-        widths = {"w13_weight": (1, 2 * width), "w13_bias": (1, 2 * width), "w2_weight": (2, width)}
+        widths = {"w13_weight": (1, 2 * width), "w2_weight": (2, width)}
         shape = list(held.shape)
         if key[1] in widths:
             dim, size = widths[key[1]]
