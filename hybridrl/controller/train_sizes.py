@@ -202,7 +202,7 @@ def _layer(
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,
         earlier=row.earlier,
-        ep=layout.ep if num_experts(shape) and layout.ep * layout.tp > 1 else None,
+        ep=_spread_over(shape, layout),
     )
 
 
@@ -223,7 +223,13 @@ def _halves(
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,
+        ep=_spread_over(shape, layout),
     )
+
+
+def _spread_over(shape: PretrainedConfig, layout: TrainLayoutConfig) -> int | None:
+    """The ep of experts that ranks of ep or tp share; None where each rank computes its own."""
+    return layout.ep if num_experts(shape) and layout.ep * layout.tp > 1 else None
 
 
 def _ends(

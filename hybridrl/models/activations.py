@@ -116,10 +116,7 @@ def layer_activations(
         row = CountedRow(
             attention, cp, ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop)
         )
-    model = _narrow_model(config, tp, dtype, lora)
-    if ep is not None:
-        for module in experts_of(model):
-            module.forward = SpreadExperts(module, ep, tp)
+    model = _narrow_model(config, tp, dtype, lora, ep)
     layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
     keys = row.sequence_keys()
     counts = _count(run, hidden, layer, *present, *keys, previous=True)
@@ -148,9 +145,10 @@ def backward_in_halves(
     lora: LoraConfig | None = None,
     fused_dropout: bool = False,
     cp: int = 1,
+    ep: int | None = None,
 ) -> Halves:
     """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
-    model, row = _narrow_model(config, tp, dtype, lora), CountedRow(attention, cp)
+    model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
     layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
     hidden.requires_grad_(True)
     memory = PeakMemory()
@@ -257,7 +255,11 @@ def head_activations(
 
 
 def _narrow_model(
-    config: PretrainedConfig, tp: int, dtype: torch.dtype, lora: LoraConfig | None
+    config: PretrainedConfig,
+    tp: int,
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+    ep: int | None = None,
 ) -> Any:
     """One layer, as wide as that of a tensor-parallel rank."""
     config = copy.deepcopy(config)
@@ -277,6 +279,9 @@ def _narrow_model(
         if lora is not None and lora.rank:
             add_adapters(model, lora, 0, frozen=dtype)
             model.to(dtype)  # adapters too, as FSDP gathers them
+    if ep is not None:
+        for module in experts_of(model):
+            module.forward = SpreadExperts(module, ep, tp)
     return model
 
 

@@ -44,7 +44,7 @@ def resolve_device(config: Config) -> int | None:
 def gpu_memory(ray: Any, limit_s: float) -> int | None:
     """Bytes of the smallest GPU of one node that has some; the others are taken to be like it.
 
-    A task there asks `nvidia-smi`. It needs no GPU of its own, so it does not wait for a free one.
+    A task there asks `nvidia-smi`. It takes no GPU, so it does not wait for a free one.
     None where it does not answer within `limit_s`, and for MIG devices, whose sizes it lacks.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -1,7 +1,7 @@
 """Where vLLM's model holds the parameters that Hugging Face names.
 
 vLLM fuses parameters: q, k and v are rows of one tensor, gate and up of another. The experts of a
-layer are two tensors of a module of its own (`RoutedExperts`), and the block around it may have
+layer are two tensors of one module (`RoutedExperts`), and the block around it may have
 another name (Mixtral's). Other names differ as the model's own mapper for checkpoints says.
 """
 
