@@ -2,12 +2,15 @@
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 MARK = "HYBRIDRL_CLUSTER"  # in the environment of every process of a cluster that we started
+
+_EXEC_S = 0.05  # a program that is just being loaded has no environment to read yet
 
 
 @contextmanager
@@ -38,15 +41,30 @@ def kill_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[Any]:
+    """The processes with `MARK=mark` and their descendants."""
     import psutil
 
+    environments = {process: _environment(process) for process in psutil.process_iter()}
+    if {} in environments.values():
+        time.sleep(_EXEC_S)
+        environments |= {p: _environment(p) for p, known in environments.items() if not known}
     processes = []
-    for process in psutil.process_iter():
-        # A zombie has no environment: it has ended, and its parent may never ask for it.
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+    for process, environment in environments.items():
+        if environment.get(MARK) == mark:
+            with contextlib.suppress(psutil.Error):
                 processes += [process, *process.children(recursive=True)]
     return list(dict.fromkeys(processes))
+
+
+def _environment(process: Any) -> dict[str, str]:
+    """The environment of a process; nothing for a zombie, for a foreign one, and during exec."""
+    import psutil
+
+    # A zombie has ended, and its parent may never ask for it.
+    with contextlib.suppress(psutil.Error, OSError):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return dict(process.environ())
+    return {}
 
 
 def keep_logs(temp: Path, logs: Path) -> None:

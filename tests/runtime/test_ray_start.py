@@ -1,5 +1,6 @@
 """A local Ray that does not start at once: once more, and nothing of the first start stays."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,18 @@ def test_what_never_starts_is_an_error(starts: Starts, tmp_path: Path) -> None:
     ):
         raise AssertionError("it has started")
     assert [process.is_running() for process in started] == [False, False]
+
+
+def test_a_process_that_is_being_loaded_is_ended_too(
+    starts: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux shows no environment between the start of exec and its end."""
+    started, asked, environ = starts(0), Counter[int](), psutil.Process.environ
+
+    def late(self: psutil.Process) -> dict[str, str]:
+        asked[self.pid] += 1
+        return environ(self) if asked[self.pid] > 1 else {}
+
+    with ray_runtime(ClusterConfig(ranks=1), {}, tmp_path):
+        monkeypatch.setattr(psutil.Process, "environ", late)
+    assert not started[0].is_running()
