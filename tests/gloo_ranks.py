@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,6 +27,21 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Also for the ranks of whole runs, which the same server forks.
 PRELOAD = ["hybridrl.workers.worker_factory", "torch.distributed.fsdp", "peft"]
+VLLM = ["hybridrl.engines.rollout.vllm.weights", "vllm.v1.worker.cpu_worker"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests with vLLM run, the server imports it, too."""
+    if any(item.get_closest_marker("vllm") for item in session.items):
+        PRELOAD.extend(VLLM)
+
+
+def fork_context() -> Any:
+    """What starts processes of the server, which has imported `PRELOAD` and is running now."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    return context
 
 
 class _ByValue:
@@ -108,8 +124,7 @@ class _Ranks:
     """Processes that serve one call after another; those of a call that failed are replaced."""
 
     def __init__(self, rendezvous: Path, checks: bool) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context = fork_context()
         self._rendezvous, self._checks = rendezvous, checks
         self._ranks: list[_Rank] = []
         self._calls = 0

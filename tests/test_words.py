@@ -9,6 +9,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,13 @@ def modules(folders: tuple[str, ...] = PACKAGE) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def identifiers(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def identifiers(source: str) -> frozenset[tuple[int, str]]:
     """Line and name of every identifier that `source` defines or uses, keywords of calls too."""
+    return frozenset(_identifiers(source))
+
+
+def _identifiers(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name):

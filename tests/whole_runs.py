@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from gloo_ranks import fork_context
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
@@ -326,6 +327,7 @@ def train(
 @pytest.fixture(scope="session")
 def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
     """The same without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
+    fork_context()
     return lambda run_dir, *overrides: _train(
         run_dir,
         make_config("cluster=processes", "cluster.ranks=2", *overrides, f"run.dir={run_dir}"),

@@ -35,14 +35,12 @@ def start(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: 
     ],
 )
 def test_every_token_has_the_log_probability_of_the_version_that_made_it(
-    train: Callable[..., Any],
     train_here: Callable[..., Any],
     long_tail: list[str],
     tmp_path: Path,
     layout: list[str],
 ) -> None:
-    begin = train if "rollout=vllm" in layout else train_here
-    run = start(begin, long_tail, tmp_path, *layout)
+    run = start(train_here, long_tail, tmp_path, *layout)
     check_record(run)
     check_log_probs(run, keep=False)
 

@@ -32,14 +32,14 @@ FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "es
 
 @pytest.fixture(scope="module")
 def run_of(
-    train: Callable[..., Any], long_tail: list[str], tmp_path_factory: pytest.TempPathFactory
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Any]:
     """Three steps on two ranks: one of RUNS."""
 
     @functools.cache
     def run(name: str) -> Any:
         folder = tmp_path_factory.mktemp("run")
-        return train(folder, *long_tail, HEADS, "cluster.ranks=2", *RUNS[name])
+        return train_here(folder, *long_tail, HEADS, "cluster.ranks=2", *RUNS[name])
 
     return run
 
@@ -72,10 +72,10 @@ def test_the_mismatch_is_of_rounding(run_of: Callable[[str], Any]) -> None:
 
 
 def test_a_correction_of_bfloat16(
-    train: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     """With `schedule=fused` as it is where nothing more is said. Measured: max 1e-3 to 2e-3."""
-    run = train(
+    run = train_here(
         tmp_path / "run",
         *tiny_run,
         HEADS,
@@ -96,10 +96,9 @@ def test_a_correction_of_bfloat16(
     assert run.stored == [0, 0]
 
 
-@pytest.mark.slow
-def test_experts(train: Callable[..., Any], tiny_run: list[str], tmp_path: Path) -> None:
+def test_experts(train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path) -> None:
     """Trained and generated with as whole ones, replayed; every switch brings the new weights."""
-    run = train(
+    run = train_here(
         tmp_path / "run",
         *tiny_run,
         "model=tiny_moe",

@@ -105,9 +105,15 @@ def _unlink_shared_memory(group: Any) -> None:
 
 
 def end_groups() -> None:
-    """End vLLM's tp and pp groups, so that the process can have an engine on another mesh."""
+    """End vLLM's process groups, so that the process can have an engine on another mesh.
+
+    Also its group of all ranks: after this run the process may take part in another.
+    """
     from vllm import envs
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
     envs.disable_envs_cache()  # the next mesh may have other stages
