@@ -232,6 +232,7 @@ NEEDS_MORE = {
     "hybridrl.config.recipe_source",
     "hybridrl.engines.rollout.vllm.experts",
     "hybridrl.engines.rollout.vllm.names",
+    "hybridrl.engines.rollout.vllm.own_classes",
     "hybridrl.engines.rollout.vllm.sampling",
     "hybridrl.engines.rollout.vllm.weights",
     "hybridrl.engines.train.adamw8bit",

@@ -151,6 +151,17 @@ def test_the_pin_is_the_version_that_is_checked(vllm: Sources) -> None:
     assert f"{torch_wanted}\n" in (ROOT / "scripts/constraints.txt").read_text()
 
 
+def test_models_of_transformers_are_made_by_the_call_that_we_replace(vllm: Sources) -> None:
+    """`own_classes.py`: vLLM shall not rewrite the classes that the rank trains with."""
+    path = vllm.root / "vllm/model_executor/models/transformers/base.py"
+    names = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "AutoModel"
+    }
+    assert names == {"AutoModel.from_config"}
+
+
 def _imports() -> Iterator[tuple[str, str]]:
     for file in IMPORTING:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -31,6 +31,7 @@ VLLM_LACKS = {
     "gpt2": "vLLM holds its weights transposed",
     "gpt_neox": "vLLM orders rows of query_key_value by kind, transformers by head",
     "gpt_oss": "vLLM holds its experts in another order",
+    "phimoe": "vLLM cannot compute its experts",
 }
 """Model types that vLLM would compute otherwise, or whose weights the switch would write wrong."""
 
@@ -82,18 +83,21 @@ class VLLMChecks(EngineChecks):
 
 def vllm_obstacle(model: Any) -> str | None:
     """Why vLLM cannot generate for a run with a model of the Hugging Face config `model`."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     if getattr(model, "kv_lora_rank", None) is not None:
         return "vLLM keeps products of its compressed keys, which a switch does not compute"
     own = check_vllm_installed() == CPU_BUILD and CPU_LACKS.get(model.model_type)
     if problem := own or VLLM_LACKS.get(model.model_type):
         return problem
+    return None
+
+
+def in_transformers_backend(model: Any) -> bool:
+    """Whether vLLM has no model of its own for this Hugging Face config, but runs transformers'."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     table = vllm_models()
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)].__name__
-    if table and table.get(name, TRANSFORMERS) == TRANSFORMERS:
-        return "it would rewrite transformers' classes, with which a rank trains"
-    return None
+    return bool(table) and table.get(name, TRANSFORMERS) == TRANSFORMERS
 
 
 def vllm_models() -> dict[str, str]:

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
@@ -53,6 +54,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=16,
     ),
     "olmo2": Olmo2Config(**HEADS_BY_WIDTH),
+    "starcoder2": Starcoder2Config(
+        **HEADS_BY_WIDTH, bos_token_id=None, eos_token_id=None, sliding_window=None
+    ),
     "glm4": Glm4Config(**SHAPE, pad_token_id=None),
     "phi3": Phi3Config(**HEADS_BY_WIDTH, pad_token_id=None),
     "qwen3_moe": Qwen3MoeConfig(

@@ -26,6 +26,7 @@ from hybridrl.engines.rollout.available import (
     VLLMChecks,
     check_vllm_installed,
     check_vllm_takes,
+    in_transformers_backend,
     vllm_obstacle,
 )
 
@@ -128,14 +129,14 @@ def test_families_that_vllm_computes_otherwise_are_refused(install) -> None:
 
 
 @pytest.mark.vllm
-def test_its_backend_for_other_models_is_refused() -> None:
-    """vLLM rewrites a class of transformers, so that a rank's own model of it fails."""
+def test_it_takes_models_of_transformers() -> None:
+    """Where vLLM's registry has none of its own."""
     for config in (Qwen3MoeConfig(), MixtralConfig(), Glm4MoeConfig(), LlamaConfig()):
         assert vllm_obstacle(config) is None
+        assert not in_transformers_backend(config)
     for config in (Olmo2Config(), FlexOlmoConfig(), HeliumConfig()):
-        assert vllm_obstacle(config) == (
-            "it would rewrite transformers' classes, with which a rank trains"
-        )
+        assert vllm_obstacle(config) is None
+        assert in_transformers_backend(config)
 
 
 def test_a_fused_layer_is_not_cut(install) -> None:

@@ -39,6 +39,10 @@ pytestmark = pytest.mark.vllm
 
 ODD = {"vocab_size": 53, "num_hidden_layers": 3, "head_dim": 32}
 BLOCK = 32
+OF_TRANSFORMERS = ("olmo2", "starcoder2")
+"""Families without a model of vLLM's own."""
+BY_WIDTH = ("qwen2", "qwen2_moe", *OF_TRANSFORMERS)
+"""Families whose heads have no width of their own."""
 Ranks = Callable[..., list[Any]]
 Outputs = dict[object, Output]
 
@@ -51,7 +55,7 @@ def saved(make_model: Callable[..., PreTrainedModel], tmp_path: Path) -> Callabl
         changes: dict[str, object] = dict(ODD)
         if family.startswith("qwen"):  # of which vLLM runs no sliding window in some of the layers
             changes |= {"use_sliding_window": False, "layer_types": ["full_attention"] * 3}
-        if family in ("qwen2", "qwen2_moe"):  # whose heads have no width of their own
+        if family in BY_WIDTH:
             changes["hidden_size"] = 128
         model = make_model(family, **changes)
         for buffer in persistent_buffers(model).values():  # a routing bias
@@ -226,7 +230,7 @@ EXPERTS = ("mixtral", "glm4_moe", "qwen2_moe")
 
 def test_weights_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """Every family, packed and in place, one engine after another in one process."""
-    families = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3", *EXPERTS)
+    families = ("qwen3", "llama_biased", "mistral", "qwen2", "gemma3", *EXPERTS, *OF_TRANSFORMERS)
     cases = {family: (saved(family), TrainAxes(), 1, 1) for family in families}
     in_place = ("qwen3", "llama_biased")
     cases |= {f"{family} in place": (*cases[family], True) for family in in_place}
@@ -241,6 +245,8 @@ def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) ->
         "two instances": (saved("qwen3"), four, 1, 2),
         "two ranks a head": (saved("llama_biased"), four, 1, 4, True),
         "tp and pp": (saved("gemma3"), four, 2, 2),
+        "of transformers": (saved("starcoder2"), four, 2, 2),
+        "heads together": (saved("olmo2"), four, 1, 2),
     }
     for by_case in fresh_ranks(4, all_updates, cases):
         assert by_case["two instances"]["grid"] == [[[0, 2]], [[1, 3]]]  # strided: shards nest,

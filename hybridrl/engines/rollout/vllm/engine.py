@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from hybridrl.config import RouterReplay
 from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
+from hybridrl.engines.rollout.available import in_transformers_backend
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
@@ -124,7 +125,10 @@ class VLLMEngine:
             records_experts=self._experts is not None,
             whole_experts=whole_experts,
         )
-        # Before the start: then vLLM may have changed transformers' classes for itself.
+        if in_transformers_backend(model_config):
+            from hybridrl.engines.rollout.vllm.own_classes import give_own_classes
+
+            give_own_classes()
         constants = stored_buffers(model_path, model_config)
         self._start(arguments, mesh, block_size, device)
         self._reach_weights(layout, device, constants)
