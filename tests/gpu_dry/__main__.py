@@ -15,7 +15,7 @@ import warnings  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
-from gpu_dry.cases import AT_EIGHT, CASES, FULL  # noqa: E402
+from gpu_dry.cases import CASES, FULL, OTHER_RANKS  # noqa: E402
 from gpu_dry.dry_run import run_case  # noqa: E402
 from gpu_dry.provoke import provoke  # noqa: E402
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the cases of `make gpu-dry-full`")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file for the results")
     options = parser.parse_args()
-    table = FULL | AT_EIGHT if options.full else CASES
+    table = FULL | OTHER_RANKS if options.full else CASES
 
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     device = fake_device.FakeDevice()

@@ -126,7 +126,19 @@ FULL = {
 }
 """Run by `make gpu-dry-full`: what is cut above, at its whole depth."""
 
-AT_EIGHT: dict[str, Case] = {
+OTHER_RANKS: dict[str, Case] = {
+    "1.7b on 64": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=64, rank=21),
+    "8b on 64": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        ranks=64,
+        rank=40,
+        train={"tp": 4},
+        gen={"tp": 2},
+    ),
+    # Whole, neither fits one GPU, as the plan says; two layers do.
+    "32b on 1": Case(model="qwen3_32b", layers=(2, 3), activations=ActivationMode.recompute),
+    "70b on 1": Case(model="llama3_70b", layers=(2, 3), activations=ActivationMode.recompute),
     "32b on 8": Case(
         model="qwen3_32b",
         layers=(2, 3),
@@ -147,4 +159,4 @@ AT_EIGHT: dict[str, Case] = {
         activations=ActivationMode.recompute,
     ),
 }
-"""Run by `make gpu-dry-full`, at these depths: the large models on one node."""
+"""Run by `make gpu-dry-full`, at these depths: models at the numbers of ranks left out above."""

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpu_dry.cases import AT_EIGHT, CASES
+from gpu_dry.cases import CASES, OTHER_RANKS
 
 HERE = Path(__file__).parent
 COUNTS, MEMORY = HERE / "counts.json", HERE / "memory.json"
@@ -20,7 +20,7 @@ def committed(file: Path, counted: dict[str, Any]) -> dict[str, Any]:
     table = json.loads(file.read_text())
     if WRITE in os.environ:
         rows = table | counted
-        table = {name: rows[name] for name in rows if name in CASES | AT_EIGHT}
+        table = {name: rows[name] for name in rows if name in CASES | OTHER_RANKS}
         file.write_text(json.dumps(table, indent=1) + "\n")
     return {name: table[name] for name in counted}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_dry.cases import AT_EIGHT, CASES
+from gpu_dry.cases import CASES, OTHER_RANKS
 from gpu_dry.processes import missed_by_tests, run_processes
 from gpu_dry.tables import COUNTS, HERE, MEMORY, WRITE, count_changes, memory_changes
 from gpu_dry.whole import OVER_LIMIT, differences
@@ -68,7 +68,7 @@ def test_kernels_and_syncs_are_those_of_the_table(results: dict[str, Any]) -> No
 
 def test_the_tables_have_the_cases_that_are_cut() -> None:
     """Cases that only train are for the memory plan: their kernels are those of others."""
-    cases = CASES | AT_EIGHT
+    cases = CASES | OTHER_RANKS
     assert json.loads(MEMORY.read_text()).keys() == cases.keys()
     counted = {name for name, case in cases.items() if not case.only_trains}
     assert json.loads(COUNTS.read_text()).keys() == counted
