@@ -223,7 +223,7 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
     [
         (plans, 2),
         (plans, 3),
-        (plans, 4),
+        pytest.param(plans, 4, marks=pytest.mark.gpu_dry),
         (vllm_plans, 2),
         (vllm_plans, 3),
         (expert_plans, 2),
