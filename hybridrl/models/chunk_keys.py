@@ -64,6 +64,11 @@ class SequenceKeys:
         self.kept.pop(module, None)
         self.gradients.pop(module, None)
 
+    def drop_all(self) -> None:
+        """Free what no backward pass has: those in front of all that is trained."""
+        self.kept.clear()
+        self.gradients.clear()
+
 
 class ChunkKeys:
     """The tokens `start` to `stop` of a sequence, which attend to all tokens before them.

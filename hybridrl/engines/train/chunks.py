@@ -154,6 +154,17 @@ def train_in_passes(
     for number, batch in reversed([*enumerate(row.passes)]):
         before_backward(number == 0)
         of_row(model(batch.ids, batch, True)).backward()
+    free_keys(row)
+
+
+def free_keys(row: PackedBatch) -> None:
+    """Free the keys and values that a row has left after its backward pass.
+
+    Of adapters they are those of the first layer, where its MLP alone has some.
+    """
+    for batch in row.passes:
+        if batch.packing.chunk is not None:
+            batch.packing.chunk.sequence.drop_all()
 
 
 def score_in_passes(model: PackedModel, row: PackedBatch) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from hybridrl.config import PipelineSchedule
-from hybridrl.engines.train.chunks import LossOfPasses
+from hybridrl.engines.train.chunks import LossOfPasses, free_keys
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.layout.layout import rank_of_chunk
 
@@ -134,6 +134,7 @@ class Pipeline:
         inputs = [torch.cat([batch.ids for batch in batches])] if self.numbers[0] == 0 else []
         with self._prepared(batches, finish_pass, with_entropy=True):
             schedule.step(*inputs, target=places, number=places)
+        free_keys(rows[numbers[0]])
 
     def score(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward of all rows. Those with passes are finished with the scores of all of them."""

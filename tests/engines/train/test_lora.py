@@ -47,13 +47,15 @@ class Surrogate(Loss):
 def make(path, layout=(1, 1, 1), lora=LORA, dtype=DType.float32, lr=0.05, **options):
     pp, fsdp, tp = layout
     sequence, schedule = options.pop("sequence", False), options.pop("schedule", "one_f_one_b")
+    chunk = options.pop("chunk", 0)
     if large := options.pop("large", False):  # as large models are: groups per layer, resharded
         build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
     return TrainEngine(
         str(path),
         model=ModelConfig(compute_dtype=dtype),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=30,
+            max_tokens_per_micro_batch=chunk or 30,
+            chunk_tokens=chunk,
             activations=ActivationMode.recompute if large else ActivationMode.keep,
             optim=OptimConfig(lr=lr, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
@@ -79,6 +81,8 @@ def three_steps(path, sequences, folder, layout, options):
     before = {name: shard.to_local().clone() for name, shard in engine.named_shards().items()}
     check_layout(engine)
     assert all(".lora_" in name or name == "score.weight" for name in engine.trained())
+    rows, pack = [], engine._replica.pack
+    engine._replica.pack = lambda *args, **more: rows.append(pack(*args, **more)) or rows[-1]
     for _ in range(2):  # a value head begins at zero, and B, which is behind A
         engine.update(mine, Surrogate())
     save_hf(engine, folder)
@@ -98,6 +102,9 @@ def three_steps(path, sequences, folder, layout, options):
     held = {name for name in after if after[name].numel()}
     assert changed == engine.trained() & held, "what is trained moves, and nothing else"
     assert len(engine.optimizer.state) == len(gradients)
+    chunks = [x.packing.chunk for batches in rows for row in batches for x in row.passes]
+    assert any(chunks) == ("chunk" in options)
+    assert not any(chunk.sequence.kept for chunk in chunks if chunk), "keys are freed"
     return metrics, gradients
 
 
@@ -156,6 +163,13 @@ def check(results, want):
 
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MLP = LoraConfig(rank=3, alpha=6, target_modules=["up_proj", "down_proj"])
+LAYOUTS = [
+    ("qwen3", (1, 1, 2), {}),
+    ("mistral", (1, 2, 1), {"chunk": 5}),
+    ("qwen3", (1, 1, 1), {"chunk": 5, "lora": MLP, "large": True}),
+    ("qwen3", (2, 1, 1), {"chunk": 8, "lora": MLP, "schedule": "interleaved"}),
+]
 SLOW = [
     ("qwen3", (2, 1, 1), {}),
     ("qwen3", (2, 1, 1), {"schedule": "zero_bubble"}),
@@ -173,7 +187,8 @@ SLOW = [
     ("family", "layout", "options"),
     [
         ("qwen3", (1, 2, 1), {}),
-        pytest.param("qwen3", (1, 1, 2), {}, marks=pytest.mark.layouts),
+        ("qwen3", (1, 1, 1), {"chunk": 5, "lora": MLP}),
+        *(pytest.param(*case, marks=pytest.mark.layouts) for case in LAYOUTS),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
