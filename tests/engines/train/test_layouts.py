@@ -44,6 +44,7 @@ EXTRAS = {
         + ["full_attention"] * 2,
     },
     "mistral": {"sliding_window": 7},
+    "gpt_oss": {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # The plans of these have every style that training computes, and other names of modules.
 OTHERS = {
@@ -394,13 +395,28 @@ def test_shared_rows(ranks, wanted, family, layout, schedule, cp, sequence_paral
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize(("most", "chunk"), [(SHARED, 0), (5, 3)])
-def test_shared_rows_of_fewer_heads_than_ranks(ranks, tiny, sequences, most, chunk):
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule", "recompute", "most", "chunk"),
+    [
+        ("mistral", (1, 1, 2, 1), "one_f_one_b", False, SHARED, 0),
+        ("mistral", (1, 1, 2, 1), "one_f_one_b", False, 5, 3),
+        ("gpt_oss", (1, 1, 2, 1), "one_f_one_b", True, SHARED, 0),
+        ("gpt_oss", (1, 1, 2, 1), "one_f_one_b", True, 5, 3),
+        ("gpt_oss", (2, 1, 2, 1), "zero_bubble", False, SHARED, 0),
+        ("gpt_oss", (2, 1, 2, 1), "zero_bubble", True, SHARED, 0),
+        ("gpt_oss", (2, 1, 2, 1), "interleaved", True, 4, 4),
+    ],
+    ids=str,
+)
+def test_shared_rows_of_fewer_heads_than_ranks(
+    ranks, tiny, sequences, family, layout, schedule, recompute, most, chunk
+):
     """Two ranks with three heads gather keys and values, whole rows' and those of chunks."""
     few = {"num_hidden_layers": 5, "num_attention_heads": 3, "num_key_value_heads": 1}
-    path = tiny("mistral", True, **few, **EXTRAS["mistral"])
-    args = ((1, 1, 2, 1), "one_f_one_b", 1, most, False, False, 2, chunk)
-    check(ranks(2, step, path, sequences, *args), oracle(path, sequences), path)
+    path = tiny(family, True, **few, **EXTRAS[family])
+    args = (layout, schedule, 1, most, False, recompute, 2, chunk)
+    size = math.prod(layout)
+    check(ranks(size, step, path, sequences, *args), oracle(path, sequences), path)
 
 
 @pytest.mark.layouts
