@@ -206,6 +206,10 @@ WRONG = [
         "trainer.router_bias_update_rate=0.001: wanted 0 with actor.lora.rank=4",
     ),
     (
+        "model=tiny_moe trainer.router_bias_update_rate=0.001 critic.lora.rank=4",
+        "trainer.router_bias_update_rate=0.001: wanted 0 with critic.lora.rank=4",
+    ),
+    (
         "model=tiny_moe trainer.router_bias_update_rate=0.001 rollout=vllm",
         "trainer.router_bias_update_rate=0.001: wanted 0 with rollout.engine=vllm",
     ),

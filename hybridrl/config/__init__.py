@@ -197,9 +197,7 @@ class Config:
         rate = self.trainer.router_bias_update_rate
         if rate and not engine.shares_weights:
             raise ConfigError("trainer.router_bias_update_rate", rate, f"0 with {using}")
-        if rate and (lora := self.actor.lora.rank):  # files of adapters have no biases
-            allowed = f"0 with actor.lora.rank={lora}"
-            raise ConfigError("trainer.router_bias_update_rate", rate, allowed)
+        self._check_biases_are_saved("actor.lora", self.actor.lora)
         is_tiny = not (self.model.path or self.model.shape)
         if is_tiny and not self.model.tiny.num_experts:
             for key, value, default in self.trainer.of_experts:
@@ -244,7 +242,16 @@ class Config:
         ranks, ranks_key = self.ranks_of(self.value_pool), self.cluster.pool_key(self.value_pool)
         settings, name = self.value_model_of(role), VALUE_MODELS[role]
         settings.check(ranks, name, ranks_key)
+        self._check_biases_are_saved(f"{name}.lora", settings.lora)
         self._check_chunks(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
+
+    def _check_biases_are_saved(self, key: str, lora: LoraConfig) -> None:
+        """Raise ConfigError where routing biases move: files of adapters have none."""
+        rate = self.trainer.router_bias_update_rate
+        if rate and lora.rank:
+            raise ConfigError(
+                "trainer.router_bias_update_rate", rate, f"0 with {key}.rank={lora.rank}"
+            )
 
     def _check_chunks(
         self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
