@@ -99,7 +99,8 @@ class TrainerConfig:
     """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
     the old policy's pass; `trainer`: those of the old policy's pass."""
     router_aux_loss_coef: float = bounded(0.0, least=0)
-    """Weight of the loss that evens the load of a layer's experts, by sequence; 0 is none."""
+    """Weight of the loss that evens the load of a layer's experts, by sequence; 0 is none. Of the
+    actor, and of value models with experts."""
     router_bias_update_rate: float = bounded(0.0, least=0)
     """How far the bias of each expert moves after an optimizer step, to even the load; 0 leaves
     biases alone. For routers that have one (DeepSeek-V3, GLM-4 MoE)."""

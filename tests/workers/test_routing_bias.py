@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.models.buffers import persistent_buffers, routing_biases
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.workers.actor import Actor
+from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore
 
@@ -73,8 +76,11 @@ def run(path: str, folder: Path) -> dict[str, Any]:
     build = ActorRoleFactory(config, path, tokenizer, store, CPU, actor, residency)
     random = torch.Generator().manual_seed(0)
     every = [TrainSequence(torch.randint(3, 13, (n,), generator=random), n - 3) for n in (9, 14)]
+    average, slow = build.frozen_copy(), MovingAverage(engine, 0.9)
+    actor.averages["average"] = slow
     for _ in range(2):
         engine.update([every[dist.get_rank()]], CrossEntropyLoss())
+        slow.follow()
     biases = {"trained": engine.buffers()}
 
     # Generation, a copy that scores, and a value model.
@@ -88,6 +94,11 @@ def run(path: str, folder: Path) -> dict[str, Any]:
     assert actor.rollout.model is not None
     biases["generation"] = persistent_buffers(actor.rollout.model)
     biases["copy"] = persistent_buffers(copied.engine.model)
+    worker = SimpleNamespace(
+        actor=actor, scorers={"average": average}, residency=residency, config=config
+    )
+    ActorWorker._refresh_averages(worker)
+    biases["average"] = persistent_buffers(average.engine.model)
     other = TrainerConfig(layout=TrainLayoutConfig(), router_bias_update_rate=RATE)
     critic = TrainEngine(path, model=config.model, trainer=other, device=CPU, gives_values=True)
     critic.take_weights([*engine.weights(), *engine.buffers().items()])

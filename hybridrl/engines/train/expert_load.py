@@ -20,7 +20,7 @@ class ExpertLoad:
     """Counts the tokens of every expert of this rank's pipeline `chunks`, and evens the load.
 
     It counts the rows that have `token_sequences`, which are those of updates, without what fills
-    them up. Recomputed layers count twice.
+    them up. Recomputation counts all tokens of a layer again.
 
     Example: of four experts one computes half of the tokens and one none. Then `expert_load` is 2.0
     and `dead_experts` 0.25.

@@ -7,8 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from surrogate_loss import Surrogate
-from transformers import AutoModelForCausalLM, GraniteMoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GraniteMoeConfig,
+)
 
+from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ActivationMode,
     ModelConfig,
@@ -34,6 +40,7 @@ SETTINGS = {
     "mlp_only_layers": [1],
 }
 LAYERS = 4
+POLICY = Surrogate(entropy_bonus=0)
 RATE = 0.03
 BIASED = {
     "num_hidden_layers": 5,
@@ -45,6 +52,15 @@ BIASED = {
     "moe_intermediate_size": 16,
     "pad_token_id": None,
 }
+
+
+class SquaredError(Loss):
+    """Of a critic, whose returns are any numbers."""
+
+    normalize, fields, needs_entropy = "token", ("old_log_probs",), False
+
+    def __call__(self, values, entropy, fields):
+        return (values - fields["old_log_probs"]).square(), {}
 
 
 def balance(scores, chosen):
@@ -61,10 +77,21 @@ def balance(scores, chosen):
     return total
 
 
-def oracle(path, sequences, coef, replayed=False):
+def losses(model, s):
+    """Of the response's tokens."""
+    fields = {**s.fields, "advantages": torch.tensor(s.fields["advantages"])}
+    if hasattr(model, "score"):
+        values = model.score(model.model(s.ids[None]).last_hidden_state)[0, :, 0]
+        return SquaredError()(values[-s.response_tokens - 1 : -1], None, fields)[0]
+    log_p = model(s.ids[None]).logits[0, -s.response_tokens - 1 : -1].log_softmax(-1)
+    chosen = log_p.gather(-1, s.ids[-s.response_tokens :, None])[:, 0]
+    return POLICY(chosen, None, fields)[0]
+
+
+def oracle(path, sequences, coef, replayed=False, auto=AutoModelForCausalLM):
     """Loss, balance loss and gradients in float64, one sequence at a time."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(path, **eager).double()
+    model = auto.from_pretrained(path, **eager).double()
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     forced, seen = {}, []
 
@@ -86,17 +113,14 @@ def oracle(path, sequences, coef, replayed=False):
         if replayed:
             experts = torch.cat([s.routed_experts.long(), torch.full((1, LAYERS, K), -1)])
             forced |= dict(zip(gates, experts.unbind(1), strict=True))
-        log_p = model(s.ids[None]).logits[0, -s.response_tokens - 1 : -1].log_softmax(-1)
-        chosen = log_p.gather(-1, s.ids[-s.response_tokens :, None])[:, 0]
-        fields = {**s.fields, "advantages": torch.tensor(s.fields["advantages"])}
-        total = total + (mask / tokens * Surrogate(entropy_bonus=0)(chosen, None, fields)[0]).sum()
+        total = total + (mask / tokens * losses(model, s)).sum()
     assert len(seen) == LAYERS * len(sequences)
     even = torch.stack(seen).mean()
     (total + coef * even).backward()
     return total.item(), even.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def make_engine(path, layout, schedule, settings):
+def make_engine(path, layout, schedule, settings, gives_values=False):
     pp, replicas, fsdp, tp, ep = layout
     axes = {"pp": pp, "replicas": replicas, "fsdp": fsdp, "tp": tp, "ep": ep}
     axes |= {key: settings.pop(key) for key in ("cp", "sequence_parallel") if key in settings}
@@ -110,12 +134,14 @@ def make_engine(path, layout, schedule, settings):
             **settings,
         ),
         device=torch.device("cpu"),
+        gives_values=gives_values,
     )
 
 
-def step(path, sequences, layout, schedule, settings):
+def step(path, sequences, layout, schedule, settings, loss):
     """Metrics and gradients of this rank's share of an update."""
-    engine = make_engine(path, layout, schedule, {"router_aux_loss_coef": COEF, **settings})
+    settings = {"router_aux_loss_coef": COEF, **settings}
+    engine = make_engine(path, layout, schedule, settings, isinstance(loss, SquaredError))
     gradients = {}
 
     def before_step(*_):
@@ -124,15 +150,14 @@ def step(path, sequences, layout, schedule, settings):
                 gradients[name] = p.grad.full_tensor().clone()
 
     engine.optimizer.register_step_pre_hook(before_step)
-    metrics = engine.update(
-        sequences[dist.get_rank() :: dist.get_world_size()], Surrogate(entropy_bonus=0)
-    )
+    metrics = engine.update(sequences[dist.get_rank() :: dist.get_world_size()], loss)
     return metrics, gradients
 
 
-def check(ranks, path, sequences, wanted, layout, schedule, settings):
+def check(ranks, path, sequences, wanted, layout, schedule, settings, of=POLICY):
     loss, even, want_gradients = wanted
-    results = ranks(math.prod(layout[:4]), step, path, sequences, layout, schedule, settings)
+    args = (path, sequences, layout, schedule, settings, of)
+    results = ranks(math.prod(layout[:4]), step, *args)
     gradients = {name: g for _, of_rank in results for name, g in of_rank.items()}
     for metrics, _ in results:
         assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
@@ -169,6 +194,19 @@ def test_two_ranks_equal_one_process(ranks, case):
     check(ranks, *case, (1, 1, 2, 1, 2), "one_f_one_b", settings)
 
 
+def test_a_critic_of_experts_gets_the_loss_too(ranks, case, tmp_path):
+    """Of its own routers, here in chunks."""
+    path, sequences, _ = case
+    config = AutoConfig.from_pretrained(path)
+    config.num_labels, config.architectures, config.tie_word_embeddings = 1, None, False
+    torch.manual_seed(11)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    wanted = oracle(tmp_path, sequences, COEF, auto=AutoModelForSequenceClassification)
+    settings = {"chunk_tokens": 5, "most_tokens": 8}
+    args = (str(tmp_path), sequences, wanted, (1, 1, 2, 1, 2), "one_f_one_b", settings)
+    check(ranks, *args, SquaredError())
+
+
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layout", "schedule", "settings"),
@@ -179,6 +217,7 @@ def test_two_ranks_equal_one_process(ranks, case):
         ((1, 1, 2, 2, 4), "one_f_one_b", {"sequence_parallel": True}),
         ((2, 1, 1, 1, 1), "interleaved", {"activations": ActivationMode.recompute}),
         ((2, 1, 2, 1, 2), "zero_bubble", {}),
+        ((2, 1, 1, 1, 1), "zero_bubble", {"activations": ActivationMode.recompute}),
         ((2, 1, 2, 1, 2), "one_f_one_b", {"cp": 2, "most_tokens": 8}),
         ((2, 1, 1, 1, 1), "one_f_one_b", {"chunk_tokens": 4, "most_tokens": 4}),
         (
@@ -206,20 +245,19 @@ def test_replayed_experts_are_counted_and_live_scores_weigh(ranks, case):
 
 
 def moved(path, sequences, layout, schedule, settings):
-    """The routing biases of the whole model after each of two updates of one engine."""
+    """The routing biases of the whole model after each of two updates; the load of the first."""
     engine = make_engine(path, layout, schedule, {"router_bias_update_rate": RATE, **settings})
-    biases = []
+    biases, loads = [], []
     for _ in range(2):
-        engine.update(
-            sequences[dist.get_rank() :: dist.get_world_size()], Surrogate(entropy_bonus=0)
-        )
+        mine = sequences[dist.get_rank() :: dist.get_world_size()]
+        loads.append(engine.update(mine, POLICY)["expert_load"])
         biases.append({k: x.clone() for k, x in routing_biases(engine.buffers()).items()})
-    return biases
+    return *biases, loads[0]
 
 
 @pytest.fixture(scope="module")
 def biased(tiny, sequences_of):
-    """A model with routing biases, its sequences, and the biases after an update."""
+    """A model with routing biases, its sequences, and an update's load and biases."""
     path, sequences = tiny("glm4_moe", True, **BIASED), sequences_of()
     model = AutoModelForCausalLM.from_pretrained(path)
     wanted = {}
@@ -234,7 +272,8 @@ def biased(tiny, sequences_of):
             wanted[f"model.layers.{index}.mlp.gate.e_score_correction_bias"] = counts
     for s in sequences:
         model(s.ids[None])
-    return path, sequences, {k: RATE * (n.mean() - n).sign() for k, n in wanted.items()}
+    load = torch.stack([n.max() / n.mean() for n in wanted.values()]).mean().item()
+    return path, sequences, load, {k: RATE * (n.mean() - n).sign() for k, n in wanted.items()}
 
 
 @pytest.mark.layouts
@@ -248,13 +287,19 @@ def biased(tiny, sequences_of):
             (1, 1, 2, 1, 2), "one_f_one_b",
             {"cp": 2, "chunk_tokens": 3, "most_tokens": 5, "router_aux_loss_coef": COEF},
         ),
+        ((2, 1, 1, 1, 1), "one_f_one_b", {"chunk_tokens": 4, "most_tokens": 4}),
+        (
+            (2, 1, 2, 1, 2), "interleaved",
+            {"chunk_tokens": 4, "most_tokens": 4, "activations": ActivationMode.recompute},
+        ),
     ],
     ids=str,
 )  # fmt: skip
 def test_biases_move_by_the_load_of_all_ranks(ranks, biased, layout, schedule, settings):
-    path, sequences, wanted = biased
+    path, sequences, load, wanted = biased
     results = ranks(math.prod(layout[:4]), moved, path, sequences, layout, schedule, settings)
-    for first, second in results:
+    for first, second, own_load in results:
+        assert own_load == pytest.approx(load), "a token counts as often as any other"
         assert first.keys() == wanted.keys()
         for name, bias in wanted.items():
             assert torch.allclose(first[name], bias, rtol=0, atol=1e-7), name
