@@ -60,7 +60,9 @@ logger = logging.getLogger(__name__)
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last (at
-most 4 GiB a rank). So an update has one all-gather and one reduce-scatter."""
+most 4 GiB a rank). So an update has one all-gather and one reduce-scatter. In a pipeline each row
+with chunks is a round, which has one reduce-scatter and two all-gathers (`engines.train.pipeline`).
+"""
 
 
 class TrainEngine(ModelShards):
