@@ -9,8 +9,10 @@ the log-probabilities of all chunks, so a loss of whole sequences is what it is 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
@@ -32,33 +34,37 @@ RowLoss = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss [] of a row from log-probabilities and entropies [scored], or values and None."""
 
 
-def chunks_of(
+def row_in_chunks(
     sequences: Sequence[TrainSequence],
-    row: PackedBatch,
     tokens: int,
     attention: Attention,
+    device: torch.device,
     trained_only: bool,
     multiple: int,
-) -> list[PackedBatch]:
-    """A pass for each chunk of up to `tokens` of each of the row's `sequences`, in its order.
+    group: ProcessGroup | None,
+    records_experts: bool = False,
+    counts_experts: bool = False,
+) -> PackedBatch:
+    """A row of `sequences`, with a pass for each chunk of up to `tokens` of each of them.
 
-    The ranks that share the row share each chunk. A sequence's last chunk is filled up to a
-    `multiple` on each of them, with tokens that none before them sees. With `trained_only` they are
-    for an update, which keeps keys and values until its backward pass.
+    The ranks of `group` share each chunk. A sequence's last chunk is filled up to a `multiple` on
+    each of them, with tokens that none before them sees. With `trained_only` the passes are for an
+    update, which keeps keys and values until its backward pass. Other arguments are those of
+    `packed.pack`. The row has the tensors of its first pass.
     """
-    group, device = row.packing.group, row.ids.device
-    passes = []
-    for index in row.order:
-        if index < 0:  # what fills the row up
-            continue
+    ranks = 1 if group is None else group.size()
+    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].ids), i))
+    totals, passes = [], []
+    for index in order:
         ids = sequences[index].ids
-        length = len(ids) + -len(ids) % (multiple * row.num_ranks)
+        length = len(ids) + -len(ids) % (multiple * ranks)
         whole = SequenceKeys(length, for_backward=trained_only)
         counts: dict[tuple[int, int], torch.Tensor] = {}
         scored = scored_positions(sequences[index], trained_only)
-        for start in range(0, len(ids), tokens * row.num_ranks):
-            stop = min(start + tokens * row.num_ranks, len(ids))
-            missing = -(stop - start) % (multiple * row.num_ranks)
+        totals.append(len(scored))
+        for start in range(0, len(ids), tokens * ranks):
+            stop = min(start + tokens * ranks, len(ids))
+            missing = -(stop - start) % (multiple * ranks)
             here = scored[(scored > start) & (scored <= stop)]
             size = stop - start + missing
             keys = ChunkKeys(whole, start, start + size)
@@ -78,14 +84,14 @@ def chunks_of(
                         packing=make_chunk_packing(keys, attention, device, group),
                         own=slice(None),
                         routing=Routing(records=True)
-                        if row.routing is not None and row.routing.records
+                        if records_experts
                         else _replay(sequences[index], start, stop, missing),
-                        token_sequences=None if row.token_sequences is None else token_sequences,
+                        token_sequences=token_sequences if counts_experts else None,
                     ),
                     device,
                 )
             )
-    return passes
+    return replace(passes[0], order=tuple(order), counts=tuple(totals), passes=tuple(passes))
 
 
 def _replay(sequence: TrainSequence, start: int, stop: int, missing: int) -> Routing | None:

@@ -33,7 +33,8 @@ class PackedBatch:
 
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
-    in turn (`engines.train.chunks`), whose scored tokens together are its own.
+    in turn (`engines.train.chunks`), whose scored tokens together are its own. It has no tensors
+    besides theirs.
     """
 
     ids: torch.Tensor

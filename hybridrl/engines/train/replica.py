@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hybridrl.config import Attention
 from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
-from hybridrl.engines.train.chunks import chunks_of
+from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
@@ -222,43 +222,36 @@ class Replica:
             sizes = [min(size, self.chunk_tokens or size) for size in sizes]
             sizes = [self._largest(max(sizes))] * len(sizes)
         sizes = [-(-size // multiple) * multiple for size in sizes]
-        rows = [
-            pack(
-                [micros.sequences[i] for i in indices],
-                self.attention,
-                self.device,
-                trained_only,
-                total_tokens=size * number,
-                group=group if number > 1 else None,
-                records_experts=records_experts,
-                counts_experts=counts_experts,
-            )
-            for indices, size, number in zip(micros.parts, sizes, ranks, strict=True)
-        ]
-        if not self.chunk_tokens:
-            return rows
-        multiple = multiple if self.pipeline is None else sizes[0]
-        return self._in_chunks(micros, rows, trained_only, multiple)
+        multiple = multiple if self.pipeline is None else sizes[0]  # of the tokens of a chunk
+        rows = []
+        for number, (indices, size) in enumerate(zip(micros.parts, sizes, strict=True)):
+            members = [micros.sequences[i] for i in indices]
+            settings: dict[str, Any] = {
+                "attention": self.attention,
+                "device": self.device,
+                "trained_only": trained_only,
+                "group": group if ranks[number] > 1 else None,
+                "records_experts": records_experts,
+                "counts_experts": counts_experts,
+            }
+            if self._num_chunks(micros, number) > 1:
+                row = row_in_chunks(members, self.chunk_tokens, multiple=multiple, **settings)
+            else:
+                row = pack(members, total_tokens=size * ranks[number], **settings)
+            rows.append(row)
+        return self._in_same_passes(rows, multiple) if self.chunk_tokens else rows
 
-    def _in_chunks(
-        self, micros: MicroBatches, rows: list[PackedBatch], trained_only: bool, multiple: int
-    ) -> list[PackedBatch]:
-        """`rows`, the long ones in chunks. All ranks of the world make equally many passes."""
-        args = (self.chunk_tokens, self.attention, trained_only, multiple)
-        chunks: list[list[PackedBatch]] = []
-        for number, row in enumerate(rows):
-            members = [micros.sequences[i] for i in micros.parts[number]]
-            is_long = self._num_chunks(micros, number) > 1
-            chunks.append(chunks_of(members, row, *args) if is_long else [])
-        most = self._most([max(1, len(passes)) for passes in chunks])
-        in_chunks = []
-        for row, passes, number in zip(rows, chunks, most, strict=True):
+    def _in_same_passes(self, rows: list[PackedBatch], multiple: int) -> list[PackedBatch]:
+        """`rows` with as many passes as those of any other rank of the world."""
+        most = self._most([max(1, len(row.passes)) for row in rows])
+        same = []
+        for row, number in zip(rows, most, strict=True):
             if number > 1:  # some rank has chunks
-                missing = number - max(1, len(passes))
+                passes = row.passes or (row,)
                 empty = pack([], self.attention, self.device, total_tokens=multiple)
-                row = replace(row, passes=(*[empty] * missing, *(passes or [row])))
-            in_chunks.append(row)
-        return in_chunks
+                row = replace(row, passes=(*[empty] * (number - len(passes)), *passes))
+            same.append(row)
+        return same
 
     def _largest(self, size: int) -> int:
         """The largest `size` of the ranks that share rows."""
