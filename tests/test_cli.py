@@ -183,6 +183,10 @@ WRONG = [
         "trainer.chunk_tokens=64 actor.lora.rank=4 actor.lora.dropout=0.1",
         "trainer.chunk_tokens=64: wanted 0 with actor.lora.dropout=0.1",
     ),
+    (
+        "trainer.activations=recompute trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
+        "trainer.activations=recompute: wanted keep or offload with trainer.layout.schedule=zero_b",
+    ),
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
         "model=tiny_moe cluster.ranks=3 trainer.layout.ep=3",

@@ -166,6 +166,7 @@ class Config:
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
+        self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
         if not self.split:  # else those that the recipe has, once it is known
             for role in VALUE_MODELS:
@@ -243,6 +244,7 @@ class Config:
         settings, name = self.value_model_of(role), VALUE_MODELS[role]
         settings.check(ranks, name, ranks_key)
         self._check_biases_are_saved(f"{name}.lora", settings.lora)
+        self._check_activations(f"{name}.layout", settings.layout)
         self._check_chunks(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
 
     def _check_biases_are_saved(self, key: str, lora: LoraConfig) -> None:
@@ -253,12 +255,22 @@ class Config:
                 "trainer.router_bias_update_rate", rate, f"0 with {key}.rank={lora.rank}"
             )
 
+    def _check_activations(self, key: str, layout: TrainLayoutConfig) -> None:
+        """Raise ConfigError where torch would recompute a layer for each group of its weights.
+
+        All of what it recomputes stays until the backward pass ends: more than `keep` has.
+        """
+        mode = self.trainer.activations
+        if mode is ActivationMode.recompute and layout.splits_backward:
+            allowed = f"keep or offload with {key}.schedule=zero_bubble"
+            raise ConfigError("trainer.activations", mode.value, allowed)
+
     def _check_chunks(
         self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
     ) -> None:
         """Raise ConfigError where a model cannot be trained in chunks."""
         chunk, most = self.trainer.chunk_tokens, self.trainer.max_tokens_per_micro_batch
-        if chunk and layout.pp > 1 and layout.schedule is PipelineSchedule.zero_bubble:
+        if chunk and layout.splits_backward:
             raise ConfigError(
                 "trainer.chunk_tokens", chunk, f"0 with {layout_key}.schedule=zero_bubble"
             )

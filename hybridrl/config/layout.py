@@ -59,6 +59,11 @@ class TrainLayoutConfig:
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     """Order of the micro-batches under pp."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward pass has two halves, for the input and for the weights."""
+        return self.pp > 1 and self.schedule is PipelineSchedule.zero_bubble
+
     def resolve(self, ranks: int) -> None:
         """Fill `fsdp` in where it is 0 and the other axes divide the number of `ranks`."""
         others = self.pp * self.replicas * self.tp

@@ -219,7 +219,6 @@ def _halves(
         dtype=TORCH_DTYPES[config.model.compute_dtype],
         attention=attention_of(config, shape),
         tp=layout.tp,
-        checkpointing=config.trainer.activations is ActivationMode.recompute,
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,

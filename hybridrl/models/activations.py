@@ -141,7 +141,6 @@ def backward_in_halves(
     dtype: torch.dtype,
     attention: Attention,
     tp: int = 1,
-    checkpointing: bool = False,
     lora: LoraConfig | None = None,
     fused_dropout: bool = False,
     cp: int = 1,
@@ -149,7 +148,7 @@ def backward_in_halves(
 ) -> Halves:
     """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
     model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
-    layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
+    layer, hidden, run, present = _trained_layer(model, tokens, row, False, fused_dropout)
     hidden.requires_grad_(True)
     memory = PeakMemory()
     memory.track_external(hidden, layer, *present)

@@ -6,7 +6,6 @@ from hybridrl.config import (
     Config,
     DType,
     OptimName,
-    PipelineSchedule,
     TrainLayoutConfig,
 )
 from hybridrl.planner.memory import MemoryPhase
@@ -46,7 +45,8 @@ def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
     small = "adamw8bit"
     moments = [] if model.optim.name is OptimName.adamw8bit else [f"{place}.optim.name={small}"]
     keeps = config.trainer.activations is ActivationMode.keep
-    other_mode = ["trainer.activations=recompute or offload"] if keeps else []
+    modes = "offload" if _splits_backward(config) else "recompute or offload"
+    other_mode = [f"trainer.activations={modes}"] if keeps else []
     return {
         "float32 weights": [*adapters, *more, *thinner],
         "frozen weights": thinner or more,
@@ -110,12 +110,15 @@ def _more_sharing(place: str, layout: TrainLayoutConfig) -> list[str]:
 
 def _may_chunk(config: Config) -> bool:
     """Whether every model that may be trained can be in chunks."""
-    values = [config.value_model_of(role) for role in VALUE_MODELS]
-    layouts = [config.trainer.layout, *(model.layout for model in values)]
-    adapters = [config.actor.lora, *(model.lora for model in values)]
+    adapters = [config.actor.lora, *(config.value_model_of(role).lora for role in VALUE_MODELS)]
     drops = any(lora.rank and lora.dropout for lora in adapters)
-    split_backward = PipelineSchedule.zero_bubble
-    return not drops and all(x.pp == 1 or x.schedule is not split_backward for x in layouts)
+    return not drops and not _splits_backward(config)
+
+
+def _splits_backward(config: Config) -> bool:
+    """Whether a model that may be trained has a zero-bubble pipeline."""
+    values = [config.value_model_of(role).layout for role in VALUE_MODELS]
+    return any(layout.splits_backward for layout in (config.trainer.layout, *values))
 
 
 def _shorter_scored_rows(config: Config) -> list[str]:

@@ -487,6 +487,10 @@ def test_advice_leaves_out_what_is_set() -> None:
     assert _advice("train actor", "activations", **recomputing) == (
         "a smaller trainer.max_tokens_per_micro_batch"
     )
+    halves = {f"trainer__{key}": value for key, value in ZERO_BUBBLE.items()}
+    assert _advice("train actor", "activations", **halves).startswith(
+        "trainer.activations=offload; "
+    )
     short = recomputing | {"trainer__max_tokens_per_micro_batch": 100}
     assert _advice("train actor", "activations", **short) == (
         "a smaller rollout.max_new_tokens or data.max_prompt_tokens; a larger trainer.layout.cp; "

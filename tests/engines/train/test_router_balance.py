@@ -217,7 +217,6 @@ def test_a_critic_of_experts_gets_the_loss_too(ranks, case, tmp_path):
         ((1, 1, 2, 2, 4), "one_f_one_b", {"sequence_parallel": True}),
         ((2, 1, 1, 1, 1), "interleaved", {"activations": ActivationMode.recompute}),
         ((2, 1, 2, 1, 2), "zero_bubble", {}),
-        ((2, 1, 1, 1, 1), "zero_bubble", {"activations": ActivationMode.recompute}),
         ((2, 1, 2, 1, 2), "one_f_one_b", {"cp": 2, "most_tokens": 8}),
         ((2, 1, 1, 1, 1), "one_f_one_b", {"chunk_tokens": 4, "most_tokens": 4}),
         (
