@@ -27,13 +27,14 @@ pytestmark = pytest.mark.layouts
 LORA = LoraConfig(rank=4)
 
 
-def one_update(path, sequences, activations, layout, lora):
+def one_update(path, sequences, activations, layout, lora, most, chunk):
     """This rank's shards after a step, its metrics, and how many storages left the device."""
     engine = TrainEngine(
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=30,
+            max_tokens_per_micro_batch=most,
+            chunk_tokens=chunk,
             activations=activations,
             optim=OptimConfig(lr=1e-2),
             layout=layout,
@@ -54,7 +55,7 @@ def one_update(path, sequences, activations, layout, lora):
     return shards, metrics, sent
 
 
-def both(path, sequences, layout, lora, large):
+def both(path, sequences, layout, lora, large, most=30, chunk=0):
     """The update with activations kept and offloaded; `large` as large models are sharded."""
     with (
         patch.object(activation_offload, "LEAST_BYTES", 64),
@@ -66,7 +67,8 @@ def both(path, sequences, layout, lora, large):
         ),
     ):
         modes = ActivationMode.keep, ActivationMode.offload
-        return [one_update(path, sequences, mode, layout, lora) for mode in modes]
+        args = (layout, lora, most, chunk)
+        return [one_update(path, sequences, mode, *args) for mode in modes]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,22 @@ def test_an_update_is_the_same_bit_for_bit(ranks, tiny, sequences, layout, lora,
         assert kept[1] == offloaded[1]
         assert not kept[2]
         assert min(offloaded[2]) > 5, "every layer of every row sends what it saves"
+        for name, shard in kept[0].items():
+            assert torch.equal(shard, offloaded[0][name]), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "chunk"),
+    [({"fsdp": 2, "cp": 2}, 3, 0), ({"fsdp": 2, "cp": 2}, 4, 3), ({"pp": 2}, 4, 8)],
+    ids=str,
+)
+def test_long_rows_are_the_same_bit_for_bit(ranks, tiny, sequences, layout, heads, chunk):
+    """Shared ones, with heads that cp does not divide, and chunks."""
+    path = tiny("qwen3", num_attention_heads=heads, num_key_value_heads=1)
+    args = (TrainLayoutConfig(**layout), None, False, 8, chunk)
+    for kept, offloaded in ranks(2, both, path, sequences, *args):
+        assert kept[1] == offloaded[1]
+        assert offloaded[2]
         for name, shard in kept[0].items():
             assert torch.equal(shard, offloaded[0][name]), name
 
