@@ -5,6 +5,7 @@ computes W x + scaling B A x (Hu et al., arXiv 2106.09685, section 4.1). B begin
 model begins as it was.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hybridrl.config import ConfigError, LoraConfig
 from hybridrl.config.lora import ALL_LINEAR
 from hybridrl.layout.parameters import Parameter
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.parallel import meta_model
+from hybridrl.models.parallel import meta_model, num_experts
 from hybridrl.models.stages import ADAPTER, head_name, plain_name
 
 
@@ -98,18 +99,44 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 
 def check_lora(config: PretrainedConfig, lora: LoraConfig, key: str) -> None:
-    """Raise ConfigError for adapters of layers that the model does not have; `key` names them."""
+    """Raise ConfigError for adapters of layers that the model does not have; `key` names them.
+
+    Also where peft would put some on a mixture's experts, which are no linear layers.
+    """
     if not lora.rank:
         return
     model = meta_model(config)
-    if not _linear_layers(model):  # GPT-2's are transformers' Conv1D
+    known = _linear_layers(model)
+    if not known:  # GPT-2's are transformers' Conv1D
         allowed = f"0 (adapters are for torch.nn.Linear, of which {config.model_type} has none)"
         raise ConfigError(f"{key}.rank", lora.rank, allowed)
     try:
-        target_modules(model, lora)
+        wanted = target_modules(model, lora)
     except ValueError as error:
-        value, _, known = str(error).partition("; ")
-        raise ConfigError(f"{key}.target_modules", value, f"{ALL_LINEAR}, or {known}") from None
+        value, _, layers = str(error).partition("; ")
+        raise ConfigError(f"{key}.target_modules", value, f"{ALL_LINEAR}, or {layers}") from None
+    adapted = _adapted_layers(model) if num_experts(config) else {*known}
+    if not adapted.issuperset(wanted):
+        others = ", ".join(sorted({*known} - adapted))
+        allowed = f"{', '.join(sorted(adapted))} (peft puts {others} on the experts)"
+        raise ConfigError(f"{key}.target_modules", ", ".join(lora.target_modules), allowed)
+
+
+def _adapted_layers(model: PreTrainedModel) -> set[str]:
+    """The linear layers that get adapters, of all that `model` has; it gets them.
+
+    Of mixtures peft puts some on the experts, which were linear layers in transformers 4.
+    """
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of layers that have no experts
+        inject_adapter_in_model(_peft_config(model, LoraConfig(rank=1)), model, ADAPTER)
+    return {
+        name.rpartition(".")[2]
+        for name, module in decoder_layers(model).named_modules()
+        if hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
+    }
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

@@ -256,3 +256,15 @@ def test_adapters_need_linear_layers() -> None:
     assert str(refused.value) == f"actor.lora.rank=8: wanted {wanted}"
     check_lora(GPT2Config(), LoraConfig(rank=0), "actor.lora")
     check_lora(OPTConfig(), LoraConfig(rank=8), "actor.lora")
+
+
+def test_adapters_that_peft_puts_on_experts_are_refused() -> None:
+    """Of dense layers of a mixture, whose linear layers have the names that experts had."""
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, mlp_only_layers=[1])
+    with pytest.raises(ConfigError) as refused:
+        check_lora(config, LoraConfig(rank=8), "actor.lora")
+    layers, others = "k_proj, o_proj, q_proj, v_proj", "down_proj, gate_proj, up_proj"
+    wanted = f"{layers} (peft puts {others} on the experts)"
+    assert str(refused.value) == f"actor.lora.target_modules=all-linear: wanted {wanted}"
+    check_lora(config, LoraConfig(rank=8, target_modules=layers.split(", ")), "actor.lora")
+    check_lora(qwen3_moe(), LoraConfig(rank=8), "actor.lora")
