@@ -17,6 +17,7 @@ from transformers import (
 from hybridrl.algorithms import Loss
 from hybridrl.config import (
     ActivationMode,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     PipelineSchedule,
@@ -41,6 +42,7 @@ SETTINGS = {
 }
 LAYERS = 4
 POLICY = Surrogate(entropy_bonus=0)
+LORA = LoraConfig(rank=3, alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 RATE = 0.03
 BIASED = {
     "num_hidden_layers": 5,
@@ -120,7 +122,7 @@ def oracle(path, sequences, coef, replayed=False, auto=AutoModelForCausalLM):
     return total.item(), even.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def make_engine(path, layout, schedule, settings, gives_values=False):
+def make_engine(path, layout, schedule, settings, **options):
     pp, replicas, fsdp, tp, ep = layout
     axes = {"pp": pp, "replicas": replicas, "fsdp": fsdp, "tp": tp, "ep": ep}
     axes |= {key: settings.pop(key) for key in ("cp", "sequence_parallel") if key in settings}
@@ -134,14 +136,15 @@ def make_engine(path, layout, schedule, settings, gives_values=False):
             **settings,
         ),
         device=torch.device("cpu"),
-        gives_values=gives_values,
+        **options,
     )
 
 
 def step(path, sequences, layout, schedule, settings, loss):
     """Metrics and gradients of this rank's share of an update."""
     settings = {"router_aux_loss_coef": COEF, **settings}
-    engine = make_engine(path, layout, schedule, settings, isinstance(loss, SquaredError))
+    gives_values = isinstance(loss, SquaredError)
+    engine = make_engine(path, layout, schedule, settings, gives_values=gives_values)
     gradients = {}
 
     def before_step(*_):
@@ -228,6 +231,36 @@ def test_a_critic_of_experts_gets_the_loss_too(ranks, case, tmp_path):
 )  # fmt: skip
 def test_a_layout_equals_one_process(ranks, case, layout, schedule, settings):
     check(ranks, *case, layout, schedule, settings)
+
+
+def step_of_adapters(path, sequences, settings):
+    """Metrics of an update; the gradients of B, and A."""
+    settings = {"router_aux_loss_coef": COEF, **settings}
+    layout = (1, 1, dist.get_world_size(), 1, 1)
+    engine = make_engine(path, layout, "one_f_one_b", settings, lora=LORA)
+    start, gradients = {name: x.clone() for name, x in engine.adapter_weights()}, {}
+
+    def before_step(*_):
+        for name, p in engine.chunks[0].named_parameters():
+            if "lora_B" in name:
+                gradients[name] = p.grad.full_tensor().clone()
+
+    engine.optimizer.register_step_pre_hook(before_step)
+    metrics = engine.update(sequences[dist.get_rank() :: dist.get_world_size()], POLICY)
+    return metrics, gradients, start
+
+
+def test_adapters_in_front_of_routers_get_the_loss(ranks, case):
+    """In chunks. B begins at zero, so its gradient is that of the weight, times A."""
+    path, sequences, (_, even, want) = case
+    settings = {"chunk_tokens": 5, "most_tokens": 8}
+    for metrics, gradients, start in ranks(1, step_of_adapters, path, sequences, settings):
+        assert metrics["router_aux_loss"] == pytest.approx(even, abs=1e-6)
+        assert len(gradients) == 4 * SETTINGS["num_hidden_layers"]
+        for name, gradient in gradients.items():
+            of_weight = want[name.replace("lora_B.", "")]
+            a = start[name.replace("lora_B", "lora_A")].double()
+            assert (gradient - LORA.scaling * of_weight @ a.T).abs().max() < 1e-5, name
 
 
 @pytest.mark.layouts
