@@ -265,7 +265,7 @@ def check_attention(config: Config, model: Any, local: bool = False) -> None:
         dtype = TORCH_DTYPES[config.model.compute_dtype]
         obstacle = flash_obstacle(dtype, attention_shape(model))
         if config.cluster.device is Device.cpu:
-            obstacle = obstacle or "there is no GPU"
+            obstacle = "flash-attn needs a GPU, and the ranks are on CPUs"
         elif local:
             obstacle = obstacle or local_obstacle(config, model)
         if obstacle:
