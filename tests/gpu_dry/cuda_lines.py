@@ -162,13 +162,20 @@ class LineProbes:
         setattr(builtins, _PROBE, lambda path, line: self._reached.add((path, line)))
         SourceFileLoader.get_code = probed  # type: ignore[method-assign]
 
-    def missed(self) -> list[str]:
-        """The lines that were not run, as `file function: text`."""
+    def take_reached(self) -> set[tuple[str, int]]:
+        """The lines that were run since the last call, by path and number; they are forgotten."""
+        reached = set(self._reached)
+        self._reached.clear()
+        return reached
+
+    def missed(self, reached: set[tuple[str, int]] | None = None) -> list[str]:
+        """The lines that are not `reached`, as `file function: text`; by default so far."""
+        reached = self._reached if reached is None else reached
         missed = []
         for path, functions in self._lines.items():
             text = Path(path).read_text().splitlines()
             for number in sorted(functions):
-                if (path, number) not in self._reached:
+                if (path, number) not in reached:
                     name = Path(path).relative_to(ROOT)
                     missed.append(f"{name} {functions[number]}: {text[number - 1].strip()}")
         return missed

@@ -26,12 +26,12 @@ def run_processes(
     return [json.loads(out.read_text()) for _, out in started]
 
 
-def missed_by_tests(folder: Path, tests: Sequence[str]) -> list[str]:
-    """The lines that need a GPU and that none of these ordinary `tests` runs."""
+def missed_by_tests(folder: Path, tests: Sequence[str]) -> dict[str, list[str]]:
+    """The lines that need a GPU, and that each of these ordinary `tests` misses."""
     out = folder / "missed.json"
     command = [sys.executable, "-m", "gpu_dry.ordinary", str(out), *tests]
     subprocess.run(command, env=_environment(), cwd=TESTS.parent, check=True)
-    missed: list[str] = json.loads(out.read_text())
+    missed: dict[str, list[str]] = json.loads(out.read_text())
     return missed
 
 

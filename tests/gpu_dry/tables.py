@@ -9,6 +9,19 @@ from gpu_dry.cases import CASES, OTHER_RANKS
 
 HERE = Path(__file__).parent
 COUNTS, MEMORY = HERE / "counts.json", HERE / "memory.json"
+MISSED = HERE / "missed.json"
+"""Lines for a GPU that no dry run runs, each with a reason."""
+RUN_BY = "run by "
+"""How the reason of a line begins that an ordinary test runs; the test follows."""
+BY_DRIVER = "the driver of test_logical_gpus.py runs it"
+"""The reason of lines that this test runs."""
+NOT_RUN = (
+    "a dry run joins without a worker, and calls it itself",
+    "doctor measures a device, and a fake one has no times",
+    "needs torchao, which is not installed here: make test-adamw8bit runs it on a CPU",
+    "vLLM is not installed, and its GPU build needs a GPU to start",
+)
+"""The reasons of lines that no test here runs."""
 WRITE = "GPU_DRY_WRITE"
 """Set this variable to rewrite both."""
 MOST = 0.05

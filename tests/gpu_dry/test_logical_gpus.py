@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from gpu_dry.tables import BY_DRIVER, MISSED
+
 PROGRAM = """
     import json, os, sys
     from pathlib import Path
@@ -70,13 +72,12 @@ PROGRAM = """
 """
 
 TESTS = Path(__file__).parents[1]
-BY_DRIVER = "the driver of test_logical_gpus.py runs it"
-"""The reason in `missed.json` of lines that this test runs."""
 Said = list[dict[str, Any]]
+OnNodes = Callable[..., tuple[Said, Said, list[str]]]
 
 
 @pytest.fixture
-def on_nodes() -> Callable[..., tuple[Said, Said, list[str]]]:
+def on_nodes() -> OnNodes:
     """What the ranks of a run say on nodes of so many logical GPUs, and the probes of doctor.
 
     Of two GPUs a node; probes alone otherwise. Both are placed and claim GPUs by the same code. The
@@ -115,23 +116,21 @@ def check_nodes(said: Said, gpus: int, visible: list[str | None]) -> None:
 
 
 @pytest.mark.gpu_dry
-def test_ranks_of_a_node_are_neighbors_and_see_all_its_gpus(
-    on_nodes: Callable[..., tuple[Said, Said, list[str]]],
-) -> None:
+def test_ranks_of_a_node_are_neighbors_and_see_all_its_gpus(on_nodes: OnNodes) -> None:
     """A rank per GPU of the cluster, though the driver's node has none. So is a probe of doctor."""
     visible: list[str | None] = ["6,7", "GPU-a,GPU-b"]
     ranks, probes, missed = on_nodes(visible, 2)
     check_nodes(ranks, 2, visible)
     check_nodes(probes, 2, visible)
     assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
-    reasons = json.loads((TESTS / "gpu_dry/missed.json").read_text())
+    reasons = json.loads(MISSED.read_text())
     drivers = {line for line, reason in reasons.items() if reason == BY_DRIVER}
     assert drivers
     assert not drivers & set(missed)
 
 
 @pytest.mark.gpu_dry
-def test_two_nodes_of_eight(on_nodes: Callable[..., tuple[Said, Said]]) -> None:
+def test_two_nodes_of_eight(on_nodes: OnNodes) -> None:
     """One names its GPUs in an order of its own, on the other Ray counts them."""
     visible: list[str | None] = ["7,6,5,4,3,2,1,0", None]
     _, probes, _ = on_nodes(visible, 8)
