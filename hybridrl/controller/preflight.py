@@ -67,7 +67,7 @@ def prepare(config: Config) -> PreparedRun:
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
-    gpu_memory = resolve_device(config)
+    gpu_memory = resolve_device(config, asks_memory=True)
     check_ranks(config.cluster)
     check_placement(config, graph)
     _check_on_policy(config, graph)

@@ -15,12 +15,13 @@ from hybridrl.system.nvidia_smi import read_gpus
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(config: Config) -> int | None:
+def resolve_device(config: Config, asks_memory: bool = False) -> int | None:
     """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
 
     The GPUs are those of this machine, or of the Ray cluster to join. A Slurm job's are in its
-    request. Returns the bytes of a GPU of a joined cluster; None for GPUs of this machine, and
-    where the cluster does not say. Raises ConfigError where the GPUs do not suffice.
+    request. With `asks_memory` it returns the bytes of a GPU of a joined cluster; None for GPUs of
+    this machine, and where the cluster does not say. Raises ConfigError where the GPUs do not
+    suffice.
     """
     cluster = config.cluster
     if cluster.kind is ClusterKind.slurm:
@@ -38,31 +39,36 @@ def resolve_device(config: Config) -> int | None:
     with ray_runtime(cluster, {}, logs=Path()) as ray:  # of a joined cluster no logs are kept
         gpus = int(ray.cluster_resources().get("GPU", 0))
         config.resolve_device(gpus, f"the cluster at {cluster.address}")
-        return gpu_memory(ray, cluster.start_timeout_s) if cluster.device is Device.cuda else None
+        asks = asks_memory and cluster.device is Device.cuda
+        return gpu_memory(ray, cluster.ranks, cluster.start_timeout_s) if asks else None
 
 
-def gpu_memory(ray: Any, limit_s: float) -> int | None:
-    """Bytes of the smallest GPU of one node that has some; the others are taken to be like it.
+def gpu_memory(ray: Any, ranks: int, limit_s: float) -> int | None:
+    """Bytes of the smallest GPU that a run of so many `ranks` needs at least: one a rank.
 
-    A task there asks `nvidia-smi`. It takes no GPU, so it does not wait for a free one.
-    None where it does not answer within `limit_s`, and for MIG devices, whose sizes it lacks.
+    That is the smallest of all if the run takes all, else the smallest of its number of largest
+    ones: Ray may place it there. A task on each node that has GPUs asks `nvidia-smi`. It takes no
+    GPU, so it does not wait for a free one. Nodes that do not answer within `limit_s` are left out,
+    and MIG devices, whose sizes it lacks; None where that leaves none.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-    node = min(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
     ask = ray.remote(
         num_cpus=0,
         max_retries=0,
         runtime_env={"env_vars": verl.environment(Device.cuda)},  # it sees what a rank sees
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     )(_gpu_sizes)
-    try:
-        sizes: list[int] = ray.get(ask.remote(), timeout=limit_s)
-    except ray.exceptions.RayError as error:
-        logger.info("the size of a GPU of %s: %s", node["NodeManagerAddress"], _line(error))
-        return None
-    return min(sizes, default=0) or None
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    ray.wait(answers, num_returns=len(answers), timeout=limit_s)
+    sizes: list[int] = []
+    for node, answer in zip(nodes, answers, strict=True):
+        try:
+            sizes += filter(None, ray.get(answer, timeout=0))
+        except ray.exceptions.RayError as error:
+            logger.info("the size of a GPU of %s: %s", node["NodeManagerAddress"], _line(error))
+    return min(sorted(sizes, reverse=True)[:ranks], default=None)
 
 
 def _gpu_sizes() -> list[int]:

@@ -1,6 +1,9 @@
 """Which GPU is whose, and what follows from the GPUs that there are."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +87,23 @@ def test_the_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "local_gpus", lambda: 1 / 0)
     devices.resolve_device(config)
     assert config.cluster.ranks == 2
+
+
+def test_only_who_asks_waits_for_the_sizes_of_a_clusters_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`hybridrl doctor` does not: it has no use for them."""
+
+    @contextmanager
+    def joined(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(cluster_resources=lambda: {"GPU": 4.0})
+
+    monkeypatch.setattr(devices, "ray_runtime", joined)
+    monkeypatch.setattr(devices, "gpu_memory", lambda ray, ranks, limit_s: (ranks, limit_s))
+    overrides = ["cluster.address=head:6379", "cluster.start_timeout_s=7"]
+    assert devices.resolve_device(check(overrides)) is None
+    assert devices.resolve_device(check(overrides), asks_memory=True) == (4, 7)
+    assert devices.resolve_device(check([*overrides, "cluster.device=cpu"]), True) is None
 
 
 @pytest.mark.parametrize(
