@@ -19,9 +19,9 @@ def resolve_device(config: Config, asks_memory: bool = False) -> int | None:
     """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
 
     The GPUs are those of this machine, or of the Ray cluster to join. A Slurm job's are in its
-    request. With `asks_memory` it returns the bytes of a GPU of a joined cluster; None for GPUs of
-    this machine, and where the cluster does not say. Raises ConfigError where the GPUs do not
-    suffice.
+    request. With `asks_memory` it returns the bytes of a GPU of a joined cluster. It is None for
+    GPUs of this machine, and where the cluster does not say. Raises ConfigError where the GPUs do
+    not suffice.
     """
     cluster = config.cluster
     if cluster.kind is ClusterKind.slurm:
