@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -47,7 +48,8 @@ def save_hf(
     others. Adapters are merged, and also written to `adapter/`, for peft
     (`PeftModel.from_pretrained(base, path / "adapter")`).
 
-    All ranks call it; rank 0 writes, and parameters are gathered one by one. An existing
+    All ranks call it; rank 0 writes, and parameters are gathered one by one. Those of an engine
+    that is offloaded stay in host memory: the rollout engine may have the device. An existing
     checkpoint is replaced at the end, by a rename. Raises OSError, on all ranks, that names the
     path.
     """
@@ -58,7 +60,8 @@ def save_hf(
 def _save_hf(
     engine: TrainEngine, path: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: DType
 ) -> None:
-    weights, adapters, error = engine.weights(), engine.adapter_weights(), None
+    device, error = engine.shards_device(), None
+    weights, adapters = engine.weights(device), engine.adapter_weights(device)
     buffers = engine.buffers()
     adapter = None if engine.adapter_config is None else (engine.adapter_config, adapters)
     if dist.get_rank() == 0:
@@ -68,8 +71,8 @@ def _save_hf(
             write_hf(path, engine.model, weights, shapes, compute, tokenizer, adapter, buffers)
         except OSError as caught:
             error = caught
-    for _ in itertools.chain(weights, adapters):
-        pass  # the other ranks, and rank 0 after an error, must join the collectives
+    # The other ranks, and rank 0 after an error, must join the collectives; nothing is kept.
+    deque(itertools.chain(weights, adapters), maxlen=0)
     errors = [error]
     dist.broadcast_object_list(errors, src=0)
     if errors[0] is not None:
@@ -160,7 +163,9 @@ def _on_host(
     weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights:
-        yield name, tensor.to("cpu", dtype)
+        on_host = tensor.to("cpu", dtype)
+        del tensor  # before the next one is made
+        yield name, on_host
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> list[list[str]]:

@@ -87,6 +87,24 @@ def test_reopened_by_transformers(fresh_ranks, source, tmp_path, shard_bytes):
     assert [file.name for file in target.parent.iterdir()] == ["step_1"]
 
 
+def _save_offloaded(source, target):
+    layout = TrainLayoutConfig(pp=2, fsdp=1)
+    engine = TrainEngine(
+        str(source),
+        model=ModelConfig(),
+        trainer=TrainerConfig(layout=layout),
+        device=torch.device("cpu"),
+    )
+    engine.device = torch.device("meta")  # its shards are elsewhere: in host memory
+    hf.save_hf(engine, target, None, DType.float32)
+
+
+def test_an_offloaded_model_takes_nothing_of_the_device(ranks, source, tmp_path):
+    """After an evaluation the rollout engine has it."""
+    ranks(2, _save_offloaded, source, tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+
+
 def test_dtype_is_chosen(ranks, source, tmp_path):
     ranks(1, save, source, [tmp_path / "out"], DType.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -70,21 +70,27 @@ class ModelShards:
         """Shape of every parameter of the model, in its order; without tied ones and adapters."""
         return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of `shapes` in full, one after the other, in float32, adapters merged.
 
-        All ranks iterate together.
+        On `device`, by default this rank's. All ranks iterate together.
         """
         shards = self.named_shards()
         for parameter in self.parameters:
-            yield parameter.name, self._full_tensor(parameter, shards)
+            yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
 
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def adapter_weights(
+        self, device: torch.device | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The trained tensors of a model with adapters, as `weights` yields; of others none."""
         shards = self.named_shards()
         heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
         for parameter in (*self.adapters, *heads):
-            yield parameter.name, self._full_tensor(parameter, shards)
+            yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
+
+    def shards_device(self) -> torch.device:
+        """Where the shards are: this rank's device, or the CPU while they are offloaded."""
+        return next(iter(self.named_shards().values())).device
 
     def local_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of this rank's layers that checkpoints have (`models.buffers`), by name.
@@ -109,16 +115,18 @@ class ModelShards:
             dist.all_gather_object(stages, own, group=self.dims.mesh.get_group("pp"))
         return {name: buffer for stage in stages for name, buffer in stage.items()}
 
-    def _full_tensor(self, parameter: Parameter, shards: Mapping[str, DTensor]) -> torch.Tensor:
-        """A parameter from the shards of all ranks, with its adapters, in float32."""
+    def _full_tensor(
+        self, parameter: Parameter, shards: Mapping[str, DTensor], device: torch.device
+    ) -> torch.Tensor:
+        """A parameter from the shards of all ranks, with its adapters, in float32 on `device`."""
         name, owner = parameter.name, self.layout.rules[parameter.name].stages[0]
         if owner != self.dims.rank("pp"):
-            tensor = torch.empty(parameter.shape, device=self.device)
+            tensor = torch.empty(parameter.shape, device=device)
         else:
             full = shards[name].full_tensor()[tuple(map(slice, parameter.shape))]
-            tensor = full.to(self.device, torch.float32).contiguous()  # it may be offloaded
+            tensor = full.to(device, torch.float32).contiguous()  # it may be offloaded
             if self.lora is not None and (pair := pair_of(name))[0] in shards:
-                a, b = (shards[adapter].full_tensor().to(self.device) for adapter in pair)
+                a, b = (shards[adapter].full_tensor().to(device) for adapter in pair)
                 tensor = tensor.addmm(b, a, alpha=self.lora.scaling)
         if self.dims.axes.pp > 1:
             dist.broadcast(tensor, group=self.dims.mesh.get_group("pp"), group_src=owner)
