@@ -32,7 +32,7 @@ from hybridrl.models.activations import (
     head_activations,
     layer_activations,
 )
-from hybridrl.models.adapters import adapter_parameters, add_adapters
+from hybridrl.models.adapters import adapter_parameters, add_adapters, pair_of
 from hybridrl.models.load import SCORE, TORCH_DTYPES
 from hybridrl.models.parallel import meta_model, model_parameters, num_experts
 from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, MASTER, ActivationSizes, TrainSizes
@@ -65,6 +65,7 @@ def train_sizes(
     if layout.tp > 1 and not lora.rank:
         embedding = -(-shape.vocab_size // layout.tp) * layout.tp * shape.hidden_size
     names = matrices_of(adapters if lora.rank else parameters)
+    saved = max(_saved(placed, p.name, itemsize_of(config), frozen, adapters) for p in parameters)
     muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
     sizes = []
     for stage in range(layout.pp):
@@ -100,6 +101,7 @@ def train_sizes(
                 in_flight=in_flight,
                 offloads=_offloads(config),
                 received=_received(config, shape, layout, row, stage),
+                saved=saved,
                 moment=EIGHT_BIT_MOMENT if optim.name is OptimName.adamw8bit else MASTER,
                 zero_bubble=None,  # which depends on the others
                 **muon[stage],
@@ -171,6 +173,30 @@ def _gathered(placed: Layout, shards: dict[str, int]) -> int:
     meshes = {name: placed.mesh_of(name) for name in shards}
     ranks = {name: mesh.extent("fsdp") * mesh.extent("efsdp") for name, mesh in meshes.items()}
     return sum(size * ranks[name] for name, size in shards.items())
+
+
+def _saved(
+    placed: Layout, name: str, itemsize: int, frozen: set[str], adapters: Sequence[Parameter]
+) -> int:
+    """Bytes of a parameter while `ModelShards.weights` makes it whole on its ranks.
+
+    Where two axes split it, one is gathered first, and both results are there for a moment. Those
+    of one dimension are gathered in the order in which they split it, others the other way round.
+    A frozen one becomes float32, and is added to the product of its adapters.
+    """
+    rule, mesh, size = placed.rules[name], placed.mesh_of(name), math.prod(placed.shapes[name])
+    splits = [split for split in rule.splits if mesh.extent(split.axis) > 1]
+    first = 0
+    if len(splits) > 1:
+        outer, inner = splits
+        first = size // mesh.extent((outer if outer.dim == inner.dim else inner).axis)
+    if name not in frozen:
+        return MASTER * (size + first)
+    converted = MASTER * size if itemsize < MASTER else 0
+    pair = [p for p in adapters if p.name in pair_of(name)]
+    if not pair:
+        return itemsize * size + max(itemsize * first, converted)
+    return (itemsize + MASTER) * size + converted + MASTER * sum(math.prod(p.shape) for p in pair)
 
 
 def _adapters(

@@ -8,6 +8,7 @@
     generate      vLLM's share of the device, in place of prefill and decode
     score ROLE    generation weights, the role's weights, activations of a row
     train ROLE    training state, gathered weights, activations, gradients, at the largest moment
+    save ROLE     training state, one parameter whole
 
 Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: there the training
 state of every role and the generation weights are in each phase. A pool of ranks without the actor
@@ -189,6 +190,7 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
     for role, trained in run.trained.items():
         state = _sum(stays, weights) if stays else trained.state
         phases.append(_phase(f"train {role}", state, trained.update()))
+        phases.append(_phase(f"save {role}", state, trained.saving()))
     return MemoryPlan(device, phases, capacity, reserved, tokens)
 
 

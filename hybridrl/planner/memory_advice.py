@@ -19,7 +19,7 @@ _SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
 def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
     """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty."""
     work, _, role = phase.name.partition(" ")
-    if work in ("load", "train") and (role == "actor" or role in VALUE_MODELS):
+    if work in ("load", "train", "save") and (role == "actor" or role in VALUE_MODELS):
         settings = _of_training(config, role, pool)
     else:
         settings = _of_generation(config, work, pool)
@@ -57,6 +57,7 @@ def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
         CHUNK_KEYS: [_SHORTER, *_more_sharing(place, layout)],
         "gradients": [*adapters, *more, *thinner],
         "shards": [*more, *thinner],
+        "parameter being saved": [*adapters, *more, *thinner],  # its size stays, others shrink
         "whole parameters": narrower or more,
         "weights file": [*more, *thinner],
     }

@@ -84,6 +84,8 @@ class TrainSizes:
     received: int = 0
     """Bytes into which a pipeline receives rows and their gradients, beyond a row a stage. All rows
     have memory from the first one on."""
+    saved: int = 0
+    """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""
     zero_bubble: ZeroBubbleUpdate | None = None
     """The rows of the update, on a stage of such a pipeline."""
 
@@ -120,6 +122,10 @@ class TrainSizes:
         """
         shards = {"shards": MASTER * self.trained + self.itemsize * self.frozen}
         return shards | ({"whole parameters": MASTER * self.largest} if from_actor else {})
+
+    def saving(self) -> dict[str, int]:
+        """Besides the state, while a checkpoint is written."""
+        return {"parameter being saved": self.saved}
 
     def _at_head(self) -> dict[str, int]:
         kept = self._kept_layers(1) * self.layer_activations.kept + self.ends.backward

@@ -126,7 +126,9 @@ def test_roles_of_the_recipe_have_their_phases() -> None:
         "decode",
         "score reference",
         "train actor",
+        "save actor",
         "train critic",
+        "save critic",
     ]
 
 
@@ -347,8 +349,9 @@ def test_each_pool_has_its_own_roles(tmp_path: Path) -> None:
         "decode",
         "score reference",
         "train actor",
+        "save actor",
     ]
-    assert names["critic"] == ["load critic", "score reward", "train critic"]
+    assert names["critic"] == ["load critic", "score reward", "train critic", "save critic"]
     (train,) = (p for p in plan.pools["critic"].phases if p.name == "train critic")
     parameters = sum(
         torch.Size(p.shape).numel() for p in model_parameters(_shape(), classifier=True)

@@ -27,6 +27,7 @@ SIZES = TrainSizes(
     earlier_gradients=False,
     layer_activations=ActivationSizes(kept=50_000, backward=70_000),
     ends=ActivationSizes(kept=1_000, backward=5_000),
+    saved=5_000,
 )
 GENERATION = NativeSizes(
     weights=2400,
@@ -149,6 +150,8 @@ def test_gpus_offload_what_a_phase_does_not_need() -> None:
         "scoring weights": 2400,
         "activations": 9_000,
     }
+    state = {"float32 weights": 2400, "moments": 4800}
+    assert sizes["save actor"] == {**state, "parameter being saved": 5000}
     assert plan.cache_tokens == 160
     assert plan.peak.name == "train actor"
     assert plan.fits
@@ -210,7 +213,8 @@ def test_vllm_has_the_cache_that_is_asked_for() -> None:
 
 def test_a_pool_without_the_actor_does_not_generate() -> None:
     plan = _plan(replace(RUN, trained={"critic": SIZES}, generation=None))
-    assert [p.name for p in plan.phases] == ["load critic", "score reference", "train critic"]
+    names = ["load critic", "score reference", "train critic", "save critic"]
+    assert [p.name for p in plan.phases] == names
     assert plan.cache_tokens is None
 
 
