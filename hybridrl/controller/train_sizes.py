@@ -245,6 +245,7 @@ def _halves(
         dtype=TORCH_DTYPES[config.model.compute_dtype],
         attention=attention_of(config, shape),
         tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,

@@ -28,6 +28,7 @@ from hybridrl.models.counted_modules import (
     FusedDropout,
     GroupedProducts,
     SpreadExperts,
+    split_tokens,
 )
 from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.logits import logits_transform
@@ -141,6 +142,7 @@ def backward_in_halves(
     dtype: torch.dtype,
     attention: Attention,
     tp: int = 1,
+    sequence_parallel: bool = False,
     lora: LoraConfig | None = None,
     fused_dropout: bool = False,
     cp: int = 1,
@@ -149,6 +151,19 @@ def backward_in_halves(
     """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
     model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
     layer, hidden, run, present = _trained_layer(model, tokens, row, False, fused_dropout)
+    if sequence_parallel and tp > 1:
+        split_tokens(layer, tp)
+        hidden = hidden.new_empty(1, -(-tokens // tp), hidden.shape[2])
+    return count_halves(run, hidden, layer, *present)
+
+
+def count_halves(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    layer: nn.Module,
+    *present: torch.Tensor,
+) -> Halves:
+    """Bytes that the passes of `run(hidden)`, which is the `layer`, allocate besides `present`."""
     hidden.requires_grad_(True)
     memory = PeakMemory()
     memory.track_external(hidden, layer, *present)

@@ -62,6 +62,54 @@ class _Exchange(torch.autograd.Function):
         return torch.empty_like(grad)
 
 
+class _Gather(torch.autograd.Function):
+    """All tokens of `tp` ranks; the gradient is that of a rank's share. [1, tokens, features]"""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, tp: int) -> torch.Tensor:
+        ctx.shape = share.shape
+        return share.new_empty(1, share.shape[1] * tp, share.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.new_empty(ctx.shape), None
+
+
+class _Scatter(torch.autograd.Function):
+    """A rank's share of the tokens; the gradient is that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, tp: int) -> torch.Tensor:
+        ctx.shape = tokens.shape
+        return tokens.new_empty(1, tokens.shape[1] // tp, tokens.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.new_empty(ctx.shape), None
+
+
+def split_tokens(layer: nn.Module, tp: int) -> None:
+    """Have a decoder layer's blocks gather the tokens of `tp` ranks, and return a rank's share.
+
+    As `models.tensor_parallel` does for sequence parallelism.
+    """
+
+    def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_Gather.apply(args[0], tp), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _Gather.apply(kwargs["hidden_states"], tp)}
+
+    def scatter(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return _Scatter.apply(output, tp)
+        return _Scatter.apply(output[0], tp), *output[1:]
+
+    for block in (layer.self_attn, layer.mlp):
+        assert isinstance(block, nn.Module)
+        block.register_forward_pre_hook(gather, with_kwargs=True)
+        block.register_forward_hook(scatter)
+
+
 class GroupedProducts(TorchDispatchMode):
     """Products of experts in every format: torch's `meta` kernel knows bfloat16 alone."""
 
