@@ -23,8 +23,9 @@ USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
 `memory` prints what a rank of each pool holds in each phase of a step, and whether it fits a GPU of
 N GiB (80, or 79.6; that of this node, else 80), or with cluster.device=cpu this node's memory.
 
-  the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b, model.path=DIR
-                 (where a config.json is enough), or '+model.shape={model_type: ..., ...}'
+  the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b | qwen3_30b_a3b,
+                 model.path=DIR (where a config.json is enough), or
+                 '+model.shape={model_type: ..., ...}'
   the ranks      cluster.ranks=128
   in training    trainer.layout.pp, .replicas, .fsdp, .tp, .schedule
   in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb; rollout=vllm

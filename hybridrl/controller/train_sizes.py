@@ -1,7 +1,7 @@
 """Sizes of a trained model on the rank that has most, by pipeline stage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -65,7 +65,8 @@ def train_sizes(
     if layout.tp > 1 and not lora.rank:
         embedding = -(-shape.vocab_size // layout.tp) * layout.tp * shape.hidden_size
     names = matrices_of(adapters if lora.rank else parameters)
-    saved = max(_saved(placed, p.name, itemsize_of(config), frozen, adapters) for p in parameters)
+    added = {p.name: math.prod(p.shape) for p in adapters}
+    saved = max(_saved(placed, p.name, itemsize_of(config), frozen, added) for p in parameters)
     muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
     sizes = []
     for stage in range(layout.pp):
@@ -176,13 +177,13 @@ def _gathered(placed: Layout, shards: dict[str, int]) -> int:
 
 
 def _saved(
-    placed: Layout, name: str, itemsize: int, frozen: set[str], adapters: Sequence[Parameter]
+    placed: Layout, name: str, itemsize: int, frozen: set[str], adapters: Mapping[str, int]
 ) -> int:
     """Bytes of a parameter while `ModelShards.weights` makes it whole on its ranks.
 
     Where two axes split it, one is gathered first, and both results are there for a moment. Those
     of one dimension are gathered in the order in which they split it, others the other way round.
-    A frozen one becomes float32, and is added to the product of its adapters.
+    A frozen one becomes float32, and is added to the product of its `adapters`, elements by name.
     """
     rule, mesh, size = placed.rules[name], placed.mesh_of(name), math.prod(placed.shapes[name])
     splits = [split for split in rule.splits if mesh.extent(split.axis) > 1]
@@ -193,10 +194,10 @@ def _saved(
     if name not in frozen:
         return MASTER * (size + first)
     converted = MASTER * size if itemsize < MASTER else 0
-    pair = [p for p in adapters if p.name in pair_of(name)]
+    pair = [adapters[adapter] for adapter in pair_of(name) if adapter in adapters]
     if not pair:
         return itemsize * size + max(itemsize * first, converted)
-    return (itemsize + MASTER) * size + converted + MASTER * sum(math.prod(p.shape) for p in pair)
+    return (itemsize + MASTER) * size + converted + MASTER * sum(pair)
 
 
 def _adapters(
