@@ -9,9 +9,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,10 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
             raise TimeoutError(f"the ranks did not {doing}: {_cause(error)}") from error
         return results
 
+    def time_of(probe: Any) -> float:
+        (seconds,) = answers([probe.clock.remote()], "tell the time")
+        return float(seconds)
+
     # facts of every node
     probes = _probes(ray, cluster)
     node_facts: list[tuple[NodeInfo, str, str]] = answers(
@@ -136,7 +141,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     node_of = [info.node for info, _, _ in node_facts]
     first = {node: node_of.index(node) for node in node_of}
     leaders = [probes[rank] for rank in first.values()]
-    clocks = {node: _clock(ray, probes[rank]) for node, rank in first.items()}
+    clocks = {node: _clock(partial(time_of, probes[rank])) for node, rank in first.items()}
     # file systems
     seen = folder / "seen"
     seen.touch()
@@ -180,12 +185,12 @@ def _probes(ray: Any, cluster: ClusterConfig) -> list[Any]:
     ]
 
 
-def _clock(ray: Any, probe: Any) -> tuple[float, float]:
-    """A node's clock less this one, and half of the round trip that bounds the error."""
+def _clock(read: Callable[[], float]) -> tuple[float, float]:
+    """A node's clock by `read`, less this one, and half of the round trip that bounds the error."""
     reads = []
     for _ in range(_CLOCK_READS):
         start = time.time()
-        node_time = ray.get(probe.clock.remote())
+        node_time = read()
         stop = time.time()
         reads.append((node_time - (start + stop) / 2, (stop - start) / 2))
     return min(reads, key=lambda read: read[1])

@@ -3,13 +3,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from hybridrl.cli import main
+from hybridrl.config import ClusterConfig
 from hybridrl.config.compose import check, register
+from hybridrl.doctor import command
 from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
 from hybridrl.doctor.command import examine, needs_of
 from hybridrl.doctor.measure import Disk, Link, gpu_problem, measure_disk
@@ -275,6 +279,26 @@ def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert all(1e-7 < link.seconds < 10 for link in report.facts.links)
     assert list(tmp_path.iterdir()) == []
     assert json.loads(json.dumps(report.record()))["works"]
+
+
+def test_a_rank_that_ends_meanwhile_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After it has shown its node."""
+
+    def get(calls: list[str], timeout: float) -> list[Any]:
+        assert timeout == 3
+        if calls == ["clock"]:
+            raise ray.exceptions.RayActorError
+        return [(SOUND, "", "")]
+
+    probe = SimpleNamespace(
+        look=SimpleNamespace(remote=lambda: "look"), clock=SimpleNamespace(remote=lambda: "clock")
+    )
+    monkeypatch.setattr(command, "_probes", lambda *_: [probe])
+    fake_ray = SimpleNamespace(get=get, exceptions=ray.exceptions)
+    with pytest.raises(TimeoutError, match="the ranks did not tell the time: The actor"):
+        command.gather(fake_ray, ClusterConfig(ranks=1, start_timeout_s=3), tmp_path)
 
 
 def test_more_ranks_than_fit(
