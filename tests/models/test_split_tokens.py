@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +26,7 @@ def _config() -> PretrainedConfig:
     )  # fmt: skip
 
 
-def _of_the_layer(recompute: bool) -> Halves:
+def _of_the_layer() -> Halves:
     """A tensor-parallel layer of a group whose other ranks do nothing."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=TP, store=FakeStore())
@@ -36,8 +35,6 @@ def _of_the_layer(recompute: bool) -> Halves:
             _config(), dtype=torch.bfloat16, attn_implementation=ATTENTION
         )
     apply_tensor_parallel(model, init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",)), True)
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     layer: Any = decoder_layers(model.train())[0]
     passed: dict[str, Any] = {}
 
@@ -55,17 +52,14 @@ def _of_the_layer(recompute: bool) -> Halves:
     return count_halves(lambda x: layer(x, **passed), share, layer, *present)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_halves_are_those_of_the_layer(
-    fresh_ranks: Callable[..., list[Any]], recompute: bool
-) -> None:
+def test_halves_are_those_of_the_layer(fresh_ranks: Callable[..., list[Any]]) -> None:
     planned = {
         split: backward_in_halves(
             _config(), TOKENS, dtype=torch.bfloat16, attention=Attention.flash, tp=TP,
-            sequence_parallel=split, checkpointing=recompute,
+            sequence_parallel=split,
         )
         for split in (False, True)
     }  # fmt: skip
-    (of_layer,) = fresh_ranks(1, _of_the_layer, recompute)
+    (of_layer,) = fresh_ranks(1, _of_the_layer)
     assert planned[True] == of_layer
     assert all(a > b for a, b in zip(planned[False], of_layer, strict=True))
