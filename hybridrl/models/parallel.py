@@ -173,7 +173,8 @@ def _leaves_experts_whole(config: PretrainedConfig) -> bool:
 
 def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
     """The allowed values and the reason; None if `ep` is allowed."""
-    if ep > 1 and _leaves_experts_whole(config):
+    of_experts = (getattr(config, "base_model_ep_plan", None) or {}).values()
+    if ep > 1 and _leaves_experts_whole(config) and "moe_tp_experts" not in of_experts:
         return f"1 (transformers has no plan for the experts of model type {config.model_type})"
     return ep_allowed(config.model_type, num_experts(config), ep)
 

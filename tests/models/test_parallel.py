@@ -6,6 +6,7 @@ from transformers import (
     DeepseekV2Config,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     Olmo2Config,
     OPTConfig,
     PhiConfig,
@@ -142,6 +143,7 @@ def test_what_fits_passes() -> None:
     check_train_layout(mixture(), TrainLayoutConfig(ep=3, tp=2))
     check_gen_layout(mixture(2, 15), 1, 2, ep=2)  # whole experts, of any width
     TrainLayoutConfig(fsdp=3, tp=2, ep=6).check(6)
+    check_train_layout(GptOssConfig(), TrainLayoutConfig(ep=4))  # by its plan for experts alone
     check_train_layout(qwen3(6, 2), TrainLayoutConfig(pp=3, tp=2))
     check_train_layout(GPT2Config(), TrainLayoutConfig(replicas=2, fsdp=4))
     check_gen_layout(qwen3(8, 2), 1, 8)  # two ranks and more share a key-value head
