@@ -25,6 +25,7 @@ from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter, gen_layout
 from hybridrl.models.activations import Activations, head_activations, layer_activations
+from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
 from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
@@ -43,7 +44,7 @@ def generation_sizes(
     pp, tp = rollout.layout.pp, rollout.layout.tp
     stages = range(pp) if stage is None else [stage]
     mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
-    longest = min(config.longest_sample, shape.max_position_embeddings)
+    longest = min(config.longest_sample, context_tokens(shape))
     vocab_multiple = rollout.features.vocab_multiple
     prefill, logits = native_step_bytes(
         shape,

@@ -208,6 +208,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
 
     from hybridrl.engines.probe import check_balance, check_model, check_replay
     from hybridrl.models.adapters import check_lora
+    from hybridrl.models.context import context_tokens
     from hybridrl.models.load import check_supported, load_config
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.models.router_balance import check_bias_update
@@ -242,7 +243,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
     data = load_data(
         config.data,
         tokenizer,
-        max_context=model.max_position_embeddings,
+        max_context=context_tokens(model),
         max_new_tokens=config.rollout.max_new_tokens,
         columns=graph.columns,
     )

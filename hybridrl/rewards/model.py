@@ -12,6 +12,7 @@ from transformers import (
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.engines.probe import check_model
+from hybridrl.models.context import context_tokens
 from hybridrl.models.load import check_supported, load_config
 from hybridrl.models.parallel import check_gen_layout, num_experts
 from hybridrl.models.stored_weights import check_stored
@@ -71,8 +72,8 @@ def check_reads_samples(
         sizes = f"{model.vocab_size}, the actor {actor.vocab_size}"
         raise ConfigError(key, path, f"the actor's vocabulary (it has {sizes} tokens)")
     longest = config.longest_sample
-    if model.max_position_embeddings < longest:
-        room = f"max_position_embeddings is {model.max_position_embeddings}"
+    if context_tokens(model) < longest:
+        room = f"its context is {context_tokens(model)}"
         raise ConfigError(key, path, f"room for {longest} tokens, prompt and response ({room})")
     check_tokenizer(path, tokenizer, key)
 

@@ -7,6 +7,7 @@ from hybridrl.config import Config
 from hybridrl.engines.rollout.interface import EngineParts, RolloutEngine, engine_class
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.switching import Switch
+from hybridrl.models.context import context_tokens
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.device_residency import free_cached_memory
 
@@ -36,7 +37,7 @@ def make_rollout_engine(
             device=device,
             stops=stops,
             # Prompts that would not leave room for a response are not in the data.
-            max_sequence=min(longest, model_config.max_position_embeddings),
+            max_sequence=min(longest, context_tokens(model_config)),
             deterministic=config.strict,
             router_replay=config.trainer.router_replay,
         )

@@ -74,14 +74,16 @@ def pack(
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
     A row shorter than `total_tokens` is padded by a sequence with nothing to score, -1 in `order`:
-    pipelines need rows of equal length. No sequences give a row of one token with nothing to score.
-    A rank without work computes it to take part in the collectives, and its gradient is exactly
-    zero. The ranks of `group` share the row's tokens, whose number they divide. With
+    pipelines need rows of equal length. No position of it is beyond the others', since a model may
+    rotate a row by its longest sequence. No sequences give a row of one token with nothing to
+    score. A rank without work computes it to take part in the collectives, and its gradient is
+    exactly zero. The ranks of `group` share the row's tokens, whose number they divide. With
     `records_experts` a pass records the experts of all tokens; without, tokens take those of their
     sequences. With `counts_experts` the row has `token_sequences`. Raises ValueError for a response
     without a token before it, or a mask of another length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
+    longest = max((len(sequence.ids) for sequence in sequences), default=1)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
     sequences = [*sequences, *filler]
     order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].ids), i))
@@ -99,10 +101,11 @@ def pack(
         torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)
     )
     lengths = lengths or [1]
+    positions = torch.cat([torch.arange(length) for length in lengths])
     numbers = tuple(-1 if filler and i == len(sequences) - 1 else i for i in order)
     row = PackedBatch(
         ids=ids[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        position_ids=positions.clamp(max=longest - 1)[None],
         predicting=torch.cat([empty, *predicting]),
         targets=torch.cat([empty, *targets]),
         order=numbers,
