@@ -507,7 +507,7 @@ WRONG_LAYOUTS = [
         "memory model.attention=flash model.compute_dtype=float32",
         "model.attention=flash: wanted torch or auto: flash-attn computes in bfloat16 and float16",
     ),
-    ("layout --gpu-gib=80", "option=--gpu-gib: wanted key=value, or --gpus-per-node=N"),
+    ("layout --gpu-gib=1", "--gpu-gib=1: wanted more than the 2.8 GiB that are left for others"),
     ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),
     ("schedule --lengths=lmsys --steps=0", "--steps=0: wanted a whole number, 1 or more"),
     (
@@ -576,6 +576,18 @@ def test_a_plan_places_experts_on_nodes(
     cli.main(["plan", "layout", "--gpus-per-node=2", "model=tiny_moe", "cluster.ranks=4", *layout])
     record = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert record["experts"].endswith("ep crosses nodes of 2") == (order == "strided")
+
+
+def test_a_plan_of_layouts_says_what_fits(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["model=tiny_moe", "cluster.ranks=4", "trainer.layout.ep=2", "--gpu-gib=6"]
+    cli.main(["plan", "memory", *options])
+    *_, wanted = capfd.readouterr().out.splitlines()
+    cli.main(["plan", "layout", *options])
+    *table, last = capfd.readouterr().out.splitlines()
+    assert json.loads(last)["memory"] == json.loads(wanted)
+    phases = table[[line.strip() for line in table].index("memory of a rank") + 1 :]
+    assert phases[0].split()[:2] == ["load", "actor"]
+    assert any(line.split()[:4] == ["fits:", "a", "rank", "has"] for line in phases)
 
 
 def test_a_plan_from_config_json_alone(files: Path, capfd: pytest.CaptureFixture[str]) -> None:

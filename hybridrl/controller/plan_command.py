@@ -1,6 +1,7 @@
 """`hybridrl plan layout` and `hybridrl plan memory`: their arguments and their results."""
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridrl.config import ClusterKind, Config, ConfigError, Device, PipelineSchedule
@@ -15,20 +16,22 @@ if TYPE_CHECKING:
     from hybridrl.planner.layout import LayoutReport
     from hybridrl.planner.memory import RunPlan
 
-USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N]
+USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
        hybridrl plan memory [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
        hybridrl plan schedule --lengths=... [OPTIONS]     see hybridrl plan schedule --help
 
-`layout` prints what each rank holds, receives and sends at the switch from training to generation.
 `memory` prints what a rank of each pool holds in each phase of a step, and whether it fits a GPU of
 N GiB (80, or 79.6; that of this node, else 80), or with cluster.device=cpu this node's memory.
+`layout` prints before that what each rank holds, receives and sends at the switch from training to
+generation.
 
   the model      model=llama3_8b | llama3_70b | qwen3_1.7b | qwen3_8b | qwen3_32b | qwen3_30b_a3b,
                  model.path=DIR (where a config.json is enough), or
                  '+model.shape={model_type: ..., ...}'
   the ranks      cluster.ranks=128
-  in training    trainer.layout.pp, .replicas, .fsdp, .tp, .schedule
-  in generation  rollout.layout.pp, .tp, .grouping, .bucket_mb; rollout=vllm
+  in training    trainer.layout.pp, .replicas, .fsdp, .tp, .ep, .ep_grouping, .cp, .schedule;
+                 trainer.activations, .chunk_tokens, .optim.name
+  in generation  rollout.layout.pp, .tp, .ep, .grouping, .bucket_mb; rollout=vllm
   attention      model.attention=flash plans with flash-attn, =torch without (auto: as on this node)
 
   hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
@@ -39,7 +42,27 @@ _GPUS, _GIB = "--gpus-per-node", "--gpu-gib"
 _USUAL_GPUS, _USUAL_GIB = 8, 80  # of a node, and of its GPUs, where this one has none
 
 
-def run(args: list[str]) -> "LayoutReport | RunPlan":
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """The switch between two layouts, and the memory of a rank under them."""
+
+    switch: "LayoutReport"
+    memory: "RunPlan"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values to read: of the switch, then a line for each phase of a step."""
+        phases = [
+            (f"  {name}" if name else "", f"{total}  {sizes}".strip())
+            for name, total, sizes in self.memory.rows()
+        ]
+        return [*self.switch.rows(), ("memory of a rank", ""), *phases]
+
+    def record(self) -> dict[str, object]:
+        """Both as JSON data."""
+        return self.switch.record() | {"memory": self.memory.record()}
+
+
+def run(args: list[str]) -> "LayoutPlan | RunPlan":
     """The plan that `args` ask for: `layout` or `memory`, then options and overrides.
 
     Raises ConfigError.
@@ -54,17 +77,15 @@ def run(args: list[str]) -> "LayoutReport | RunPlan":
     gpus, rest = _number_option(args[1:], _GPUS, whole=True)
     gpus_per_node = int(gpus) or local_gpus() or _USUAL_GPUS
     gpu_gib, rest = _number_option(rest, _GIB)
-    options = f"{_GPUS}=N" + (f" or {_GIB}=N" if what == "memory" else "")
-    wrong = next((arg for arg in rest if arg.startswith("-")), None)
-    if wrong or (gpu_gib and what == "layout"):
-        raise ConfigError("option", wrong or _GIB, f"key=value, or {options}")
+    if wrong := next((arg for arg in rest if arg.startswith("-")), None):
+        raise ConfigError("option", wrong, f"key=value, or {_GPUS}=N or {_GIB}=N")
     config = compose.check(rest)
     with command_log(config.log.level):
         if config.cluster.kind is not ClusterKind.slurm:
             config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
-        if what == "layout":
-            return _plan_layout(config, gpus_per_node)
-        return _plan_memory(config, gpu_gib)
+        if what == "memory":
+            return _plan_memory(config, gpu_gib)
+        return LayoutPlan(_plan_layout(config, gpus_per_node), _plan_memory(config, gpu_gib))
 
 
 def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
