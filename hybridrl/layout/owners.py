@@ -52,8 +52,9 @@ def _on_single_ranks(layout: Layout, names: list[str]) -> Layout:
 def _shared(layout: Layout, names: list[str]) -> Layout:
     pp = layout.mesh.extent("pp")
     mesh = Mesh((("pp", pp), ("owner", layout.mesh.size // pp)), layout.mesh.ranks)
-    split = (Split("owner", 0),)
-    return _of(layout, mesh, {name: replace(layout.rules[name], splits=split) for name in names})
+    by_owner = (Split("owner", 0),)  # on this mesh, also experts, which have another in training
+    rules = {n: replace(layout.rules[n], splits=by_owner, mesh=None) for n in names}
+    return _of(layout, mesh, rules)
 
 
 def _of(layout: Layout, mesh: Mesh, rules: dict[str, Rule]) -> Layout:
@@ -61,8 +62,11 @@ def _of(layout: Layout, mesh: Mesh, rules: dict[str, Rule]) -> Layout:
 
 
 def matrices_of(parameters: Iterable[Parameter]) -> list[str]:
-    """The names of the matrices of decoder layers, and of their batches of matrices."""
-    return [p.name for p in parameters if p.layer >= 0 and len(p.shape) > 1]
+    """The names of the matrices of decoder layers, and of their batches of matrices.
+
+    The biases of a layer's experts are a batch of vectors (gpt-oss), and not among them.
+    """
+    return [p.name for p in parameters if p.layer >= 0 and len(p.shape) - (p.experts > 0) > 1]
 
 
 def restricted(layout: Layout, names: Iterable[str]) -> Layout:

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.layout.box import Box
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.owners import owner_layouts, restricted
+from hybridrl.layout.owners import matrices_of, owner_layouts, restricted
 from hybridrl.layout.parameters import Parameter, train_layout
 from hybridrl.layout.plan import plan
 
@@ -60,3 +60,16 @@ def test_whole_experts_do_not_move() -> None:
     way = plan(restricted(layout, names), owners)
     assert not way.traffic.received.any()
     assert way.traffic.kept.tolist() == [sum(SIZES[name] for name in names) // 3] * 3
+
+
+def test_experts_on_axes_of_their_own_do_not_move() -> None:
+    """ep puts two of them on each rank, as owners have them; biases are no matrices."""
+    weights = Parameter("layers.0.experts.down_proj", (6, 8, 6), 0, experts=6)
+    biases = Parameter("layers.0.experts.down_proj_bias", (6, 8), 0, experts=6)
+    assert matrices_of([weights, biases]) == [weights.name]
+    layout = train_layout([weights, biases], TrainAxes(fsdp=3, ep=3), [0])
+    (owners,) = owner_layouts(layout, [weights.name])
+    shards = restricted(layout, [weights.name])
+    for way in (plan(shards, owners), plan(owners, shards)):
+        assert not way.traffic.received.any()
+        assert way.traffic.kept.tolist() == [2 * 8 * 6] * 3

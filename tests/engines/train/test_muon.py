@@ -157,19 +157,18 @@ def test_orthogonal(shape) -> None:
         assert torch.equal(orthogonal(matrix.bfloat16()), torchs)
 
 
-EXPERTS = [
-    Parameter("layers.0.mlp.experts.gate_up_proj", (5, 24, 8), 0, tp_dim=1, blocks=2),
-    Parameter("layers.0.mlp.experts.down_proj", (5, 8, 12), 0, tp_dim=2),
-    Parameter("layers.1.mlp.experts.down_proj", (5, 8, 12), 1),
-    Parameter("layers.1.self_attn.q_proj", (16, 8), 1, tp_dim=0),
-]
-
-
-def of_experts(axes):
+def of_experts(axes, number):
     """Whether this rank's shards of orthogonal experts are those of whole ones."""
-    layout = train_layout(EXPERTS, axes, [0, axes.pp - 1])
+    experts = number if axes.ep > 1 else 0  # on axes of their own
+    parameters = [
+        Parameter("0.experts.gate_up_proj", (number, 24, 8), 0, 1, blocks=2, experts=experts),
+        Parameter("0.experts.down_proj", (number, 8, 12), 0, tp_dim=2, experts=experts),
+        Parameter("1.experts.down_proj", (number, 8, 12), 1, experts=experts),
+        Parameter("1.self_attn.q_proj", (16, 8), 1, tp_dim=0),
+    ]
+    layout = train_layout(parameters, axes, [0, axes.pp - 1])
     random, rank = torch.Generator().manual_seed(1), dist.get_rank()
-    whole = {p.name: torch.randn(p.shape, generator=random) for p in EXPERTS}
+    whole = {p.name: torch.randn(p.shape, generator=random) for p in parameters}
 
     def shards(tensors):
         boxes = {name: layout.local(name, rank) for name in tensors}
@@ -187,11 +186,19 @@ def of_experts(axes):
 
 
 @pytest.mark.parametrize(
-    "axes", [TrainAxes(1, 1, 2, 2), TrainAxes(2, 1, 1, 2), TrainAxes(1, 2, 2, 1)], ids=str
+    ("axes", "number"),
+    [
+        (TrainAxes(1, 1, 2, 2), 5),
+        (TrainAxes(2, 1, 1, 2), 5),
+        (TrainAxes(1, 2, 2, 1), 5),
+        (TrainAxes(1, 1, 4, 1, 2), 6),
+        (TrainAxes(1, 1, 2, 2, 4), 4),
+    ],
+    ids=str,
 )
-def test_experts_are_a_batch_of_matrices(ranks, axes) -> None:
+def test_experts_are_a_batch_of_matrices(ranks, axes, number) -> None:
     """Also where tp cuts gate and up alike, so that a rank has two boxes; five over four ranks."""
-    assert max(ranks(4, of_experts, axes)) < 1e-5
+    assert max(ranks(4, of_experts, axes, number)) < 1e-5
 
 
 def owned(path, lora, sequences):
