@@ -590,6 +590,23 @@ def test_a_plan_of_layouts_says_what_fits(files: Path, capfd: pytest.CaptureFixt
     assert any(line.split()[:4] == ["fits:", "a", "rank", "has"] for line in phases)
 
 
+def test_a_plan_of_layouts_needs_no_count_of_memory(
+    files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GraniteMoE reads numbers that tensors without memory do not have."""
+    shape = "{model_type: granitemoe, num_hidden_layers: 1, num_local_experts: 4}"
+    options = [f"+model.shape={shape}", "cluster.ranks=2"]
+    cli.main(["plan", "layout", *options])
+    *table, last = capfd.readouterr().out.splitlines()
+    assert json.loads(last)["memory"] is None
+    assert table[-1].split()[:6] == ["memory", "of", "a", "rank", "not", "known:"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "memory", *options])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("hybridrl: plan=memory: wanted a model whose memory can be counted")
+
+
 def test_a_plan_from_config_json_alone(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cli.main(["plan", "layout", "model.path=unweighted", "cluster.ranks=2"])
     from_file = json.loads(capfd.readouterr().out.splitlines()[-1])

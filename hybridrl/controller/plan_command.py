@@ -44,13 +44,15 @@ _USUAL_GPUS, _USUAL_GIB = 8, 80  # of a node, and of its GPUs, where this one ha
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """The switch between two layouts, and the memory of a rank under them."""
+    """The switch between two layouts, and the memory of a rank under them, or why it is unknown."""
 
     switch: "LayoutReport"
-    memory: "RunPlan"
+    memory: "RunPlan | str"
 
     def rows(self) -> list[tuple[str, str]]:
         """Labels and values to read: of the switch, then a line for each phase of a step."""
+        if isinstance(self.memory, str):
+            return [*self.switch.rows(), ("memory of a rank", f"not known: {self.memory}")]
         phases = [
             (f"  {name}" if name else "", f"{total}  {sizes}".strip())
             for name, total, sizes in self.memory.rows()
@@ -58,8 +60,9 @@ class LayoutPlan:
         return [*self.switch.rows(), ("memory of a rank", ""), *phases]
 
     def record(self) -> dict[str, object]:
-        """Both as JSON data."""
-        return self.switch.record() | {"memory": self.memory.record()}
+        """Both as JSON data; null for memory that is not known."""
+        memory = None if isinstance(self.memory, str) else self.memory.record()
+        return self.switch.record() | {"memory": memory}
 
 
 def run(args: list[str]) -> "LayoutPlan | RunPlan":
@@ -83,9 +86,22 @@ def run(args: list[str]) -> "LayoutPlan | RunPlan":
     with command_log(config.log.level):
         if config.cluster.kind is not ClusterKind.slurm:
             config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
-        if what == "memory":
-            return _plan_memory(config, gpu_gib)
-        return LayoutPlan(_plan_layout(config, gpus_per_node), _plan_memory(config, gpu_gib))
+        if what == "layout":
+            return LayoutPlan(_plan_layout(config, gpus_per_node), _memory(config, gpu_gib))
+        memory = _memory(config, gpu_gib)
+        if isinstance(memory, str):
+            raise ConfigError("plan", "memory", f"a model whose memory can be counted ({memory})")
+        return memory
+
+
+def _memory(config: Config, gpu_gib: float) -> "RunPlan | str":
+    """The plan, or why a family has none."""
+    try:
+        return _plan_memory(config, gpu_gib)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a family's code runs into on tensors without memory
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":

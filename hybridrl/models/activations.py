@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from hybridrl.config import Attention, LoraConfig
 from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
 from hybridrl.models.adapters import add_adapters
-from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
 from hybridrl.models.counted_modules import (
@@ -33,7 +32,7 @@ from hybridrl.models.counted_modules import (
 from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
-from hybridrl.models.parallel import head_size
+from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank
 from hybridrl.models.peak_memory import PeakMemory
 
 
@@ -226,7 +225,8 @@ def prefill_activations(
     memory.track_external(hidden, layer, positions, *present)
     before = memory.allocated("meta")
     with memory, torch.no_grad():
-        shared = config.num_attention_heads // tp // attention_shape(config).local_kv_heads(tp)
+        heads = _heads_of_rank(config, tp)
+        shared = heads // kv_heads_of_rank(config, tp)
         for kind in range(1, len(set(getattr(config, "layer_types", None) or ()))):
             prompts.mask(kind, shared, dtype)
         layer(hidden, **keywords)
@@ -268,6 +268,12 @@ def head_activations(
     return _count(run, hidden, weights, targets, *([] if bias is None else [bias]))
 
 
+def _heads_of_rank(config: PretrainedConfig, tp: int) -> int:
+    """All of them where a norm over all heads follows (OLMoE)."""
+    heads: int = config.num_attention_heads
+    return heads // tp if cuts_heads(config) else heads
+
+
 def _narrow_model(
     config: PretrainedConfig,
     tp: int,
@@ -279,8 +285,8 @@ def _narrow_model(
     config = copy.deepcopy(config)
     settings: dict[str, Any] = {
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads // tp,
-        "num_key_value_heads": attention_shape(config).local_kv_heads(tp),
+        "num_attention_heads": _heads_of_rank(config, tp),
+        "num_key_value_heads": kv_heads_of_rank(config, tp),
         "intermediate_size": getattr(config, "intermediate_size", 0) // tp,
     }
     settings = {name: value for name, value in settings.items() if hasattr(config, name)}

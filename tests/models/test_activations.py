@@ -88,6 +88,21 @@ def test_ranks_of_ep_have_a_share_of_the_experts():
     assert spread.kept - fewer.kept > rows / 2
 
 
+def test_ranks_that_attend_with_all_heads_keep_as_much():
+    """OLMo 2 and OLMoE normalize over all heads, so that tp divides the projections alone."""
+    all_heads = {"num_key_value_heads": HEADS}
+    saved = {}
+    for family in ("olmo2", "llama"):
+        rows = ({"tp": 1}, {"tp": 2})
+        alone, cut = (_layer(Attention.flash, family, row=row, **all_heads).kept for row in rows)
+        saved[family] = alone - cut
+    assert saved["llama"] > saved["olmo2"] + 4 * TOKENS * HEADS * SHAPE["head_dim"]
+    mixture = EXPERTS | all_heads
+    assert _layer(Attention.flash, "olmoe", row={"ep": 1, "tp": 2}, **mixture).kept > 0
+    config = AutoConfig.for_model("olmoe", **SHAPE | mixture)
+    assert prefill_activations(config, TOKENS, TOKENS, dtype=torch.float32, tp=2) > 0
+
+
 def test_ranks_that_share_a_row_keep_the_output_of_attention_twice():
     """With the heads of a rank as attention needs it, and with its tokens as the product does."""
     alone, shared = (_layer(Attention.flash, "llama", row={"cp": cp}) for cp in (1, 2))
