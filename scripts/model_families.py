@@ -85,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"logits_scaling": 8.0, "num_local_experts": 32, "num_experts_per_tok": 8},
     "helium": {},
     "hunyuan_v1_dense": {"head_dim": 128},
-    "lfm2": {},
+    "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "llama": {},
     "llama4_text": {},
     "mamba2": {},
