@@ -22,7 +22,7 @@ class ValueModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters in place of all weights; the value head is trained whole."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)
-    """Sharding of the weights; by default that of the actor in training."""
+    """Sharding of the weights; by default that of the actor in training, but for ep: 1."""
 
     def check(self, ranks: int, key: str, ranks_key: str = "cluster.ranks") -> None:
         """Raise ConfigError for settings that cannot work on so many `ranks`.
