@@ -9,13 +9,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
+from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import per_layer_lists
 
 HEAD_DIM = 16
 VOCABULARY = 67
 WINDOW = 7
+MOST_PARAMETERS = 20_000_000
+"""Above it a config has widths that are not known here."""
 
 _RENAMED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+_FEED_FORWARD = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
 _AT_MOST = {
     **dict.fromkeys(EXPERTS, 8),
     **dict.fromkeys(EXPERTS_PER_TOKEN, 4),
@@ -32,7 +36,7 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
 
     Layers reach as far as needed for two of every kind: of a type, with or without experts, with or
     without rotation. The ratio of query to key heads and the experts per token stay, as far as
-    small numbers allow.
+    small numbers allow. Raises ValueError for a config whose widths are not among those known here.
     """
     settings = copy.deepcopy(config.to_dict())
     own_names = {name: config.attribute_map.get(name, name) for name in _RENAMED}
@@ -46,7 +50,7 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
             settings[name] = VOCABULARY
         elif name in at_most:
             settings[name] = min(value, at_most[name])
-        elif "intermediate_size" in name or name in ("n_inner", "ffn_dim"):
+        elif any(width in name for width in _FEED_FORWARD):
             settings[name] = _width(name)
         elif name.endswith("_token_id"):
             settings[name] = min(value, 1)
@@ -56,7 +60,11 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
     depth = settings["num_hidden_layers"]
     small = _remade(config, settings)
     kept = _layers_needed(_kinds(small, depth))
-    return _remade(config, _cut_layers(small.to_dict(), depth, kept))
+    small = _remade(config, _cut_layers(small.to_dict(), depth, kept))
+    size = sum(parameter.numel() for parameter in meta_model(small).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"it has widths that cannot be told by name: {size:,} parameters are left")
+    return small
 
 
 def _width(name: str) -> int:

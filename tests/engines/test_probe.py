@@ -9,6 +9,7 @@ import torch
 from transformers import (
     CohereConfig,
     DeepseekV3Config,
+    FuyuConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -153,6 +154,13 @@ def test_small_models_keep_what_makes_a_family() -> None:
     groups = shrink(Glm4MoeConfig(n_group=8, topk_group=4, n_routed_experts=256))
     assert groups.n_routed_experts % groups.n_group == 0
     assert big.num_hidden_layers == 48
+
+
+def test_a_model_that_stays_large_is_not_tried() -> None:
+    """Fuyu's sizes are in a config of its own: a random model of them would fill the memory."""
+    verdict = probe(FuyuConfig())
+    assert verdict.train == verdict.native
+    assert "widths that cannot be told by name: 9,397,261,728 parameters are left" in verdict.train
 
 
 def test_the_callers_randomness_is_untouched() -> None:
