@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridrl.config import ClusterKind, Config, ConfigError
+from hybridrl.config import VALUE_MODELS, ClusterKind, Config, ConfigError
 from hybridrl.system import signals
 from hybridrl.telemetry.log import command_log
 
@@ -112,11 +112,14 @@ def _check_config_files(args: Sequence[str]) -> None:
 
 
 def _check_model_settings(config: Config) -> None:
-    """Raise ConfigError for settings that the actor's `config.json` alone rules out."""
-    from hybridrl.models.config_json import check_has_experts, check_layouts
+    """Raise ConfigError for settings that a model's `config.json` alone rules out."""
+    from hybridrl.models.config_json import check_has_experts, check_layouts, check_value_layout
 
     check_has_experts(config.model.path, config.trainer)
     check_layouts(config.model, config.trainer.layout, config.rollout.layout)
+    for role, name in VALUE_MODELS.items():
+        settings = config.value_model_of(role)
+        check_value_layout(settings.path, config.model, settings.layout, name)
 
 
 def _check_run_dir(action: str, config: Config) -> None:

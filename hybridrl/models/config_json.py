@@ -66,18 +66,30 @@ def check_layouts(model: ModelConfig, train: TrainLayoutConfig, gen: RolloutLayo
 
     Other axes depend on transformers' plans: see `hybridrl.models.parallel`.
     """
-    settings, tiny = _read(model.path), model.tiny
-    if model.path is None and not model.shape:
-        settings = {
-            "model_type": "qwen3_moe" if tiny.num_experts else "qwen3",
-            "num_experts": tiny.num_experts,
-        }
-    if not settings:
-        return
-    name = settings.get("model_type", "unknown")
-    experts = next((int(n) for key in EXPERTS if (n := settings.get(key))), 0)
-    for key, ep in (("trainer.layout.ep", train.ep), ("rollout.layout.ep", gen.ep)):
-        if allowed := ep_allowed(name, experts, ep):
+    settings = _of_actor(model)
+    _check_ep(settings, train.ep, "trainer.layout.ep")
+    _check_ep(settings, gen.ep, "rollout.layout.ep")
+
+
+def check_value_layout(
+    path: str | None, model: ModelConfig, layout: TrainLayoutConfig, key: str
+) -> None:
+    """As `check_layouts`, for a value model at `path`, or of the actor; `key` is its settings'."""
+    _check_ep(_of_actor(model) if path is None else _read(path), layout.ep, f"{key}.layout.ep")
+
+
+def _of_actor(model: ModelConfig) -> Mapping[str, Any]:
+    """The settings of the actor's model, as far as they are known here."""
+    if model.path is not None or model.shape:
+        return _read(model.path)
+    experts = model.tiny.num_experts
+    return {"model_type": "qwen3_moe" if experts else "qwen3", "num_experts": experts}
+
+
+def _check_ep(settings: Mapping[str, Any], ep: int, key: str) -> None:
+    if settings:
+        experts = next((int(n) for name in EXPERTS if (n := settings.get(name))), 0)
+        if allowed := ep_allowed(settings.get("model_type", "unknown"), experts, ep):
             raise ConfigError(key, ep, allowed)
 
 

@@ -25,7 +25,12 @@ from hybridrl.config import (
 )
 from hybridrl.models import packed_attention, paged_attention
 from hybridrl.models.attention_shape import AttentionShape, attention_shape
-from hybridrl.models.config_json import check_config_json, check_has_experts, check_layouts
+from hybridrl.models.config_json import (
+    check_config_json,
+    check_has_experts,
+    check_layouts,
+    check_value_layout,
+)
 from hybridrl.models.load import check_supported, empty_causal_lm
 from hybridrl.models.packed_attention import choose_attention
 from hybridrl.models.stored_weights import StoredWeights
@@ -152,6 +157,15 @@ def test_so_do_the_sizes_of_a_model_that_is_made():
     ):
         with pytest.raises(ConfigError, match=wanted):
             check_layouts(ModelConfig(tiny=tiny), TrainLayoutConfig(**layout), gen)
+
+
+def test_value_models_are_checked_by_their_own_config_json(tmp_path):
+    LlamaConfig(hidden_size=48, num_attention_heads=6).save_pretrained(tmp_path)
+    mixture, layout = ModelConfig(tiny=TinyModelConfig(num_experts=8)), TrainLayoutConfig(ep=2)
+    check_value_layout(None, mixture, layout, "critic")  # the actor's
+    wanted = r"^critic.layout.ep=2: wanted 1 \(model type llama has no experts\)$"
+    with pytest.raises(ConfigError, match=wanted):
+        check_value_layout(str(tmp_path), mixture, layout, "critic")
 
 
 def test_nothing_is_random_in_training(tmp_path):
