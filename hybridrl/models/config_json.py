@@ -36,6 +36,8 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     """The part of a model with these settings that no engine computes; None if all may be."""
     if settings.get("is_encoder_decoder"):
         return "an encoder"
+    if settings.get("use_bidirectional_attention") in (True, "all"):  # EmbeddingGemma
+        return "attention to later tokens"
     others = set(settings.get("layer_types") or ()) - LAYER_TYPES
     if others:
         return ", ".join(sorted(others))

@@ -85,6 +85,7 @@ def test_layers_that_no_engine_computes() -> None:
         ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear attention"),
         ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "chunked attention"),
         ({"model_type": "gemma3", "vision_config": {"depth": 1}}, "images"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later"),
         ({"model_type": "gpt_oss", "quantization_config": {"bits": 4}}, "quantized weights"),
         ({"model_type": "x", "layer_types": ["full_attention", "conv"]}, "conv"),
     ],
