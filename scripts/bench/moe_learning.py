@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from lines import line, show
 
@@ -23,7 +24,8 @@ SIDES: dict[str, list[str]] = {
 
 def train(side: str, seed: int, runs: Path, more: list[str]) -> dict[str, Any]:
     """The result of a run, which is the last line of its output; of an earlier one if it ended."""
-    name = "-".join([side, str(seed), *more])
+    settings = [crc32(" ".join(more).encode())] if more else []  # "=" is no part of a folder's name
+    name = "-".join(map(str, [side, seed, *settings]))
     folder, kept = runs / name, runs / f"{name}.json"
     if not kept.exists():
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
