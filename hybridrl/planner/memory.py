@@ -24,6 +24,11 @@ from hybridrl.planner.train_memory import MASTER, TrainSizes
 GIB = 2**30
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
+LEFT_FOR = {
+    "cuda": "communicators, CUDA's context, what the allocator cannot give back",
+    "cpu": "Python and its libraries",
+}
+"""What is not counted, by device: a margin is left free for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,10 @@ class MemoryPlan:
         return self.peak.total > self.capacity
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Phase, sum, and the sizes that make it up, the largest first; then the verdict."""
+        """Phase, sum, and the sizes that make it up, the largest first.
+
+        Then what every phase leaves free, and the verdict.
+        """
         rows = [
             (
                 phase.name,
@@ -104,7 +112,8 @@ class MemoryPlan:
             )
             for phase in self.phases
         ]
-        return [*rows, ("", "", self.verdict())]
+        margin = ("besides", _gib(self.reserved), f"left for {LEFT_FOR[self.device]}")
+        return [*rows, margin, ("", "", self.verdict())]
 
     def verdict(self) -> str:
         """Whether it fits, and what helps where it does not."""
