@@ -61,7 +61,7 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q $(PARALLEL)
 
-test-layouts: $(BIN)/.dev  ## training, scoring and generation under every layout, against one process
+test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
 	$(PYTEST) -q $(PARALLEL) -m "layouts and not slow"
 
 test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machine

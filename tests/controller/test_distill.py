@@ -90,7 +90,7 @@ def test_by_default_the_teacher_is_the_start(
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "vocabulary": ({"alphabet": ALPHABET[1:]}, {}, r"the actor's vocabulary \(it has 78, the"),
     "tokenizer": ({"alphabet": ALPHABET[::-1]}, {}, r"the actor's tokenizer \('a' is \d+ for the"),
-    "positions": ({"max_positions": 30}, {}, r"room for \d+ tokens, prompt and response \(max_po"),
+    "positions": ({"max_positions": 30}, {}, r"room for \d+ tokens, .* \(its context is 30\)"),
     "classifier": (
         {}, {"architectures": ["Qwen3ForSequenceClassification"]}, "a language model .it is a seq"
     ),

@@ -57,7 +57,7 @@ def fetched_for(run: Any, names: Sequence[str] = PASSES) -> list[str]:
     "migration",
     [
         "kv",
-        "recompute",
+        pytest.param("recompute", marks=pytest.mark.layouts),
         pytest.param("kv on Ray", marks=pytest.mark.ray),
         pytest.param("auto", marks=pytest.mark.slow),
     ],

@@ -58,6 +58,7 @@ def test_a_correction_weighs_the_update(
     assert run.stored == [0, 0]
 
 
+@pytest.mark.layouts
 def test_older_tokens_are_counted_apart(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:

@@ -76,7 +76,12 @@ def change(run: Any, folder: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    ["fused", "critic of tp 2", "split, fused", pytest.param("split", marks=pytest.mark.slow)],
+    [
+        "fused",
+        pytest.param("critic of tp 2", marks=pytest.mark.layouts),
+        pytest.param("split, fused", marks=pytest.mark.layouts),
+        pytest.param("split", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) -> None:
     """Though samples move, or critic and reward model lie otherwise: values, losses, both models.

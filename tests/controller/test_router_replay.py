@@ -53,6 +53,7 @@ def run_of(
     return run
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("migration", ["recompute", pytest.param("kv", marks=pytest.mark.slow)])
 def test_fused_trains_on_what_serial_trains_on(
     run_of: Callable[..., Any], check_same: Callable[..., None], migration: str

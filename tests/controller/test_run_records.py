@@ -63,6 +63,7 @@ def pattern(key: str) -> str:
     return re.sub(r"[A-Z]+", "[a-z0-9_@]+", key)
 
 
+@pytest.mark.layouts
 def test_the_table_of_metrics_is_what_runs_write(runs: dict[str, Path]) -> None:
     written = {
         key for run in runs.values() for line in read_lines(run / "metrics.jsonl") for key in line
@@ -74,6 +75,7 @@ def test_the_table_of_metrics_is_what_runs_write(runs: dict[str, Path]) -> None:
     assert not unlisted, "runs write keys that the table lacks"
 
 
+@pytest.mark.layouts
 def test_dropped_is_the_sum_over_all_reasons(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
@@ -105,6 +107,7 @@ QUIET = {"flow", "layout", "engines", "rewards"}
 """Rooms that take part in every run and have lines at debug level alone."""
 
 
+@pytest.mark.layouts
 def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -> None:
     """Rank 0 is the driver's own process here; rank 1 has a file."""
     logs = runs["fused"] / "logs"
@@ -147,6 +150,7 @@ def rooms(level: str, log: str) -> set[str]:
     return set(re.findall(rf" {level} hybridrl\.(\w+)", log))
 
 
+@pytest.mark.layouts
 def test_at_info_the_log_has_no_call(runs: dict[str, Path]) -> None:
     text = (runs["partial"] / "logs" / "driver.log").read_text()
     assert "driver INFO hybridrl.controller.run: step 2 begins" in text

@@ -18,6 +18,7 @@ from hybridrl.telemetry.records import read_lines
 PATTERN = "(?s)[a-m].*"
 
 
+@pytest.mark.layouts
 def test_the_multiplier_follows_the_costs(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

@@ -212,8 +212,8 @@ def check_all(ranks, models, layout, schedule="one_f_one_b", gen_tp=1, sequence_
     ("layout", "families"),
     [
         ((1, 1, 1, 1), ["qwen3"]),
-        ((1, 1, 4, 1), ["qwen3"]),
-        ((1, 1, 2, 2), ["llama", "mistral"]),
+        pytest.param((1, 1, 4, 1), ["qwen3"], marks=pytest.mark.layouts),
+        pytest.param((1, 1, 2, 2), ["llama", "mistral"], marks=pytest.mark.layouts),
         pytest.param((2, 1, 1, 2), ["gemma3_text"], marks=pytest.mark.layouts),
         # A family decides by which rule a parameter is cut, and a layout how often: pairs add
         # nothing. Tests below have qwen2, tp 4 and pp 2 alone.
