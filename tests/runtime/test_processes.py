@@ -255,8 +255,10 @@ def test_nothing_outlives_its_driver(tmp_path: Path, moment: str, number: signal
     """Neither a rank in a long call, nor the server that ranks are forked by; and quietly."""
     (tmp_path / "mine.py").write_text(SLEEPS.format(seconds=100 * (moment == "importing")))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    # Cython warns where a signal ends the import of one of its modules.
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, "mine"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, "-c", DRIVER, "mine"], cwd=tmp_path, env=environment,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     end = time.monotonic() + 60
