@@ -453,6 +453,7 @@ def test_the_whole_report_on_a_bare_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_vllm_is_measured_where_it_is_installed(tmp_path: Path) -> None:
     done = run(tmp_path, "--device", "cpu", "--steps", "decode_vllm,mismatch_vllm")
     assert done.returncode == 0, done.stdout + done.stderr

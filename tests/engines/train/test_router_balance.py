@@ -222,9 +222,10 @@ def test_a_critic_of_experts_gets_the_loss_too(ranks, case, tmp_path):
         ((2, 1, 2, 1, 2), "zero_bubble", {}),
         ((2, 1, 2, 1, 2), "one_f_one_b", {"cp": 2, "most_tokens": 8}),
         ((2, 1, 1, 1, 1), "one_f_one_b", {"chunk_tokens": 4, "most_tokens": 4}),
-        (
+        pytest.param(
             (1, 1, 2, 2, 2), "one_f_one_b",
             {"cp": 2, "chunk_tokens": 3, "most_tokens": 5, "activations": ActivationMode.recompute},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
