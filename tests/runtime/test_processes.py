@@ -247,6 +247,10 @@ class Worker:
 """
 
 
+QUIET = "ignore:Cython module failed to patch module:RuntimeWarning"
+"""Cython says that where a signal ends the import of one of its modules."""
+
+
 @pytest.mark.parametrize(
     ("moment", "number"),
     [("sleeping", signal.SIGKILL), ("importing", signal.SIGTERM), ("importing", signal.SIGINT)],
@@ -255,8 +259,7 @@ def test_nothing_outlives_its_driver(tmp_path: Path, moment: str, number: signal
     """Neither a rank in a long call, nor the server that ranks are forked by; and quietly."""
     (tmp_path / "mine.py").write_text(SLEEPS.format(seconds=100 * (moment == "importing")))
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    # Cython warns where a signal ends the import of one of its modules.
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore::RuntimeWarning"}
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": QUIET}
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, "mine"], cwd=tmp_path, env=environment,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
