@@ -96,7 +96,8 @@ def test_updates_are_torchaos_and_a_checkpoint_goes_on(ranks, path, sequences, t
             assert (weights[name] - parameter).abs().max() < 1e-6, name
     for layout in (FSDP, TP):
         after, again = ranks(2, go_on, path, sequences, tmp_path, layout)[0]
-        assert again["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+        # A loss of 13.6, whose neighbors in float32 are 9.5e-7 away; 1.2e-6 was seen.
+        assert again["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
         assert again["lr"] == pytest.approx(metrics["lr"])
         assert after.keys() == before.keys()
         for name, moment in before.items():
