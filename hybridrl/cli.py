@@ -20,6 +20,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
+           or of a run's checkpoints             hybridrl eval RUN --checkpoints all
   plan     switch, memory or schedule, on paper  hybridrl plan memory model=qwen3_8b
   report   render a run's page                   hybridrl report RUN
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": lambda rest: _run("train", rest),
-        "eval": lambda rest: _run("evaluate_only", rest),
+        "eval": _eval,
         "plan": _plan,
         "report": _report,
         "new-recipe": _new_recipe,
@@ -57,8 +58,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail("interrupted", signals.exit_code())
 
 
-def _run(action: str, args: list[str]) -> None:
-    """Check the overrides; Hydra then composes the configs and calls `job` for each."""
+def _eval(args: list[str]) -> None:
+    """Evaluate a model, or checkpoints of a run."""
+    if not args or "=" in args[0] or args[0].startswith("-"):
+        return _run("evaluate_only", args)
+    from hybridrl.config import compose
+    from hybridrl.config.stored_run import overrides_of
+    from hybridrl.telemetry.rundata import checkpoints_of
+
+    parser = argparse.ArgumentParser(prog="hybridrl eval", allow_abbrev=False)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--checkpoints", default="final", help="all, final, or steps: 40,80")
+    parser.error = _refuse  # type: ignore[method-assign]
+    options, rest = parser.parse_known_args(args)
+    compose.register()
+    run_dir = options.run
+    stored = overrides_of(run_dir)
+    checkpoints = checkpoints_of(run_dir, options.checkpoints)
+    own_dir = run_dir / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
+    settings = [
+        f"model.path='{next(iter(checkpoints.values()))}'",
+        f"run.dir='{own_dir}'",
+        *("warm_start.steps=0", "actor.lora.rank=0", "trainer.resume=never", "cluster.requeue=0"),
+    ]
+    _run("evaluate_checkpoints", [*stored, *settings, *rest], run_dir, checkpoints)
+
+
+def _run(action: str, args: list[str], *more: Any) -> None:
+    """Check the overrides; Hydra then composes the configs and calls `job` for each.
+
+    The action gets the config and what is `more`.
+    """
     import hydra
     from omegaconf import DictConfig
 
@@ -85,7 +115,7 @@ def _run(action: str, args: list[str]) -> None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
             _check_model_settings(config)
             _check_run_dir(action, config)  # of a sweep
-            _job(action, config)
+            _job(action, config, *more)
         except ConfigError as error:
             _remove_refused(Path(composed.run.dir), new_parents)
             _fail(str(error), 2)
@@ -143,14 +173,14 @@ def _remove_refused(run_dir: Path, new_parents: Sequence[Path]) -> None:
                 path.rmdir()
 
 
-def _job(action: str, config: Any) -> None:
+def _job(action: str, config: Any, *more: Any) -> None:
     started = time.time()
     where = f"the run directory is {config.run.dir}"
     try:
         from hybridrl.controller import run  # seconds, which belong to the run
 
         try:
-            result = getattr(run, action)(config)
+            result = getattr(run, action)(config, *more)
         except (run.WorkerError, run.TrainingDiverged, run.RayStartError, OSError) as error:
             died = isinstance(error, run.RayStartError) or getattr(error, "died", False)
             _fail(f"{error}; {where}", 1, config if died else None)
@@ -288,7 +318,7 @@ def _job_command(command: str, args: list[str]) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError("new-recipe", "", message)
+    raise ConfigError("arguments", " ".join(sys.argv[1:]), message)
 
 
 def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:

@@ -88,8 +88,22 @@ WRONG = [
     ("warm_start.optim.lr=0", "warm_start.optim.lr=0.0: wanted above 0"),
     ("trainer.optim=5", "trainer.optim=5: wanted settings, each as key.name=value"),
     ("trainer.prompts_per_step=null", "trainer.prompts_per_step=null: wanted a value, which nu"),
-    ("eval.every=-3", "eval.every=-3: wanted 0 or more"),
-    ("eval.num_prompts=-3", "eval.num_prompts=-3: wanted 0 or more"),
+    ("eval.sets.main.every=0", "eval.sets.main.every=0: wanted 1 or more, or null"),
+    ("eval.sets.main.num_prompts=-3", "eval.sets.main.num_prompts=-3: wanted 0 or more"),
+    ("eval.every=5", "eval.every=5: renamed, now eval.sets.main.every"),
+    ("eval.sets.main.k=[1,4]", "eval.sets.main.k=4: wanted 1 to eval.sets.main.num_samples=1"),
+    (
+        "eval.sets.main.num_samples=4 eval.sets.main.temperature=0",
+        "eval.sets.main.temperature=0.0: wanted above 0 with eval.sets.main.num_samples=4",
+    ),
+    ("+eval.sets={A:{}}", "eval.sets=A: wanted names of lower-case letters, digits, _ and -"),
+    ("+eval.sets={a:{evry:1}}", "eval.sets.a.evry=1: wanted a known key: one of every, k, max"),
+    ("+eval.sets={a:{reward:{kind:regex}}}", "eval.sets.a.reward.pattern=null: wanted a value"),
+    (
+        "+eval.sets={a:{source:{kind:jsonl,name:no.jsonl}}}",
+        "eval.sets.a.source.name=no.jsonl: wanted a jsonl file that exists",
+    ),
+    ("eval/sets=[gsm9k]", "eval/sets=gsm9k: wanted one of aime24, aime25"),
     ("run.seed=-1", "run.seed=-1: wanted 0 or more"),
     ("rollout.kv_cache_tokens=10", "rollout.kv_cache_tokens=10: wanted 0, or at least "),
     ("rollout.stop=5", "rollout.stop=5: wanted a list: [a,b]"),
@@ -318,7 +332,8 @@ WRONG = [
 # Another key of a kind that the rest has: an option of a group, a bound, a key, a layout, a path.
 OF_A_KIND = {
     "recipe=dapo rollout.max_new_tokens=0", "recipe=dapo recipe.max_tokens=0", "trainer.steps=-1",
-    "eval.every=-3", "eval.num_prompts=-3", "warm_start.optim.lr=0", "critic.optim.lr=0",
+    "eval.sets.main.every=0", "eval.sets.main.num_prompts=-3", "warm_start.optim.lr=0",
+    "critic.optim.lr=0",
     "model.tiny.num_kv_heads=0", "trainer.layout.replicas=0", "cost_critic.layout.pp=0",
     "cluster.pools.actor=-1", "recipe=ppo recipe.critic_warmup=-1",
     "recipe=ppo recipe.value_clip=0", "recipe=ppo critic.path=/none",
@@ -457,7 +472,7 @@ def test_a_run_directory_that_cannot_be_written(
         (["fly"], "fly: wanted one of train, eval, plan, report"),
         (["report"], "report: wanted one run directory"),
         (["report", "/none"], "run=/none: wanted a run directory"),
-        (["eval", "eval.nothing=1"], "eval.nothing=1: wanted a known key: one of every"),
+        (["eval", "eval.nothing=1"], "eval.nothing=1: wanted a known key: one of sets"),
     ],
 )
 def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:

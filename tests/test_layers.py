@@ -230,6 +230,7 @@ NEEDS_MORE = {
     "hybridrl.config.compose",
     "hybridrl.config.recipe_folder",
     "hybridrl.config.recipe_source",
+    "hybridrl.config.stored_run",
     "hybridrl.engines.rollout.vllm.experts",
     "hybridrl.engines.rollout.vllm.names",
     "hybridrl.engines.rollout.vllm.own_classes",

@@ -161,7 +161,7 @@ def test_the_wheel_runs_the_main_job_from_an_empty_directory(
     env = {**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
     small = ["warm_start.steps=2", "trainer.steps=1", "trainer.prompts_per_step=4", "data.size=64",
-             "eval.num_prompts=8", "data.eval_size=8"]  # fmt: skip
+             "eval.sets.main.num_prompts=8", "data.eval_size=8"]  # fmt: skip
     done = subprocess.run(
         [tmp_path / "venv/bin/hybridrl", "train", "experiment=spell_tiny", *small],
         cwd=empty, env=env, capture_output=True, text=True, check=False,

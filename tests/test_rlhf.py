@@ -41,8 +41,8 @@ def test_rlhf_from_the_start_to_the_end(tmp_path: Path) -> None:
     assert rm["accuracy_before"] == 0.5
     assert rm["accuracy_after"] > 0.7
     # PPO's own figures are the reward model's; the last command asks the verifier.
-    rewards = [line["eval_reward"] for line in read_lines(tmp_path / "runs/ppo/metrics.jsonl")
-               if "eval_reward" in line]  # fmt: skip
+    rewards = [line["eval/main/reward"] for line in read_lines(tmp_path / "runs/ppo/metrics.jsonl")
+               if "eval/main/reward" in line]  # fmt: skip
     assert rewards[-1] > rewards[0]
     assert ppo["run"].endswith("runs/ppo")
     assert evaluated["eval_accuracy"] > sft["accuracy_after"] + 0.03

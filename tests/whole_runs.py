@@ -399,7 +399,8 @@ def long_tail(
         "model.tiny.num_layers=2", "reward=model", f"reward.model={reward}",
         "rollout.decode_steps=2", "rollout.max_new_tokens=48", "rollout.stop=[a,e,i,o,u]",
         "trainer.max_tokens_per_micro_batch=256", "trainer.optim.lr=1000", "trainer.optim.eps=1000",
-        "trainer.optim.clip_grad_norm=0", "trainer.steps=3", "eval.num_prompts=2", "eval.every=0",
+        "trainer.optim.clip_grad_norm=0", "trainer.steps=3", "eval.sets.main.num_prompts=2",
+        "eval.sets.main.every=null",
         f"recipe={{target: '{user_code}:told'}}",
     ]  # fmt: skip
 

@@ -19,6 +19,7 @@ from hybridrl.config.cluster import (
 )
 from hybridrl.config.data import DataConfig, SourceConfig, SourceKind
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.layout import (
     Grouping,
     PipelineSchedule,
@@ -44,7 +45,6 @@ from hybridrl.config.schedule import (
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     ActivationMode,
-    EvalConfig,
     LRSchedule,
     OptimConfig,
     OptimName,
@@ -123,6 +123,7 @@ class Config:
         self.model.check()
         self.reward.check("reward")
         self.cost.check("cost")
+        self.eval.check()
         self.rollout.check()
         self.trainer.check()
         if self.cluster.requeue and not self.trainer.keep_last:
@@ -215,8 +216,17 @@ class Config:
     def judge_of(self, role: str) -> JudgeConfig:
         """The settings of a judge, by its role: `reward`, `cost`, `reward.parts.NAME`, ..."""
         whole, _, name = role.partition(".parts.")
-        judge: RewardConfig = getattr(self, whole)
+        judge = self._whole_judge(whole)
         return judge.parts[name] if name else judge
+
+    def _whole_judge(self, role: str) -> RewardConfig:
+        """The settings of `reward`, of `cost`, or of `eval.sets.NAME.reward`."""
+        if role.startswith("eval.sets."):
+            own = self.eval.sets[role.split(".")[2]].reward
+            assert own is not None, role
+            return own
+        judge: RewardConfig = getattr(self, role)
+        return judge
 
     def is_neural(self, role: str) -> bool:
         """Whether a judge is a model; else it judges in processes."""
@@ -224,8 +234,28 @@ class Config:
 
     def judges_of(self, role: str) -> tuple[str, ...]:
         """The roles that judge where a recipe says `reward` or `cost`: that one, or its parts."""
-        judge: RewardConfig = getattr(self, role)
+        judge = self._whole_judge(role)
         return tuple(f"{role}.parts.{name}" for name in judge.parts) or (role,)
+
+    def judge_of_set(self, name: str) -> str:
+        """The role that judges an evaluation set: its own, or `reward`."""
+        return f"eval.sets.{name}.reward" if self.eval.sets[name].reward else "reward"
+
+    @property
+    def eval_judges(self) -> tuple[str, ...]:
+        """Every judge of evaluation, which a run has whatever its recipe."""
+        roles = ["reward", *map(self.judge_of_set, self.eval.sets)]
+        return tuple(dict.fromkeys(judge for role in roles for judge in self.judges_of(role)))
+
+    def sources_of(self, role: str) -> dict[str, SourceConfig]:
+        """The sources whose rows a judge sees, by the name that their items have."""
+        whole = role.partition(".parts.")[0]
+        sets = {n: s for n, s in self.eval.sets.items() if self.judge_of_set(n) == whole}
+        trains = not whole.startswith("eval.sets.")
+        sources = (
+            dict(self.data.sources) if trains or any(not s.source for s in sets.values()) else {}
+        )
+        return sources | {f"eval.sets.{n}": s.source for n, s in sets.items() if s.source}
 
     def weight_of(self, role: str) -> float:
         """The weight of the score of one part, `reward.parts.NAME`."""
@@ -290,8 +320,19 @@ class Config:
 
     @property
     def longest_sample(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
+        """Tokens of the longest prompt with the longest response that is trained."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response that is generated, in evaluation too."""
+        own = (settings.max_new_tokens or 0 for settings in self.eval.sets.values())
+        return max([self.rollout.max_new_tokens, *own])
+
+    @property
+    def longest_generated(self) -> int:
+        """Tokens of the longest prompt with the longest response that is generated."""
+        return self.data.max_prompt_tokens + self.longest_response
 
     @property
     def value_pool(self) -> str:
@@ -325,6 +366,7 @@ __all__ = [
     "Device",
     "Engine",
     "EvalConfig",
+    "EvalSetConfig",
     "FusedScheduleConfig",
     "Grouping",
     "JudgeConfig",

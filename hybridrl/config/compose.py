@@ -209,13 +209,21 @@ def explain(
             return link
         if isinstance(link, MissingConfigException) and link.missing_cfg_file:
             group, _, option = str(link.missing_cfg_file).rpartition("/")
-            options = link.options or []
+            options = link.options or _files(group)
             return ConfigError(group or "config", option, names(option, options))
     for link in chain:
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return _explain_key(link, overrides, config_dir)
     text = " ".join(str(error).split())
     return ConfigError("override", " ".join(overrides), text)
+
+
+def _files(group: str) -> list[str]:
+    """The options of a group that has files alone; Hydra lists none where several are chosen."""
+    folder = importlib.resources.files(CONFIG_MODULE)
+    for name in group.split("/"):
+        folder /= name
+    return sorted(Path(f.name).stem for f in folder.iterdir()) if folder.is_dir() else []
 
 
 def _explain_key(

@@ -37,6 +37,11 @@ class SourceConfig:
     """jsonl, parquet, huggingface: the column with the question (text, or a list of messages)."""
     answer_column: str = "answer"
     """jsonl, parquet, huggingface: the column with the expected answer."""
+    answer_pattern: str | None = None
+    """jsonl, parquet, huggingface: regular expression; the answer is the first group of its last
+    match in the column. Null: all of it."""
+    task_column: str | None = None
+    """A column that names a row's task: metrics are by task, too. A dot leads into a field."""
     weight: float = bounded(1.0, above=0)
     """Share of this source in the mixture, relative to the others."""
 

@@ -4,6 +4,10 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 RENAMED_KEYS = {
+    "eval.every": "eval.sets.main.every",
+    "eval.num_prompts": "eval.sets.main.num_prompts",
+    "eval.num_samples": "eval.sets.main.num_samples",
+    "eval.success_threshold": "eval.sets.main.success_threshold",
     "recipe.centre": "recipe.center",
     "recipe.normalise": "recipe.normalize",
     "recipe.reference_decay": "recipe.reference_ema_decay",

@@ -164,17 +164,3 @@ class WarmStartConfig:
     """Items of one step."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The phase's own optimizer."""
-
-
-@dataclass(kw_only=True, slots=True)
-class EvalConfig:
-    """Held-out evaluation: greedy accuracy, and pass@k when `num_samples` is above 1."""
-
-    every: int = bounded(10, least=0)
-    """Evaluate every so many steps; 0 only before and after."""
-    num_prompts: int = bounded(0, least=0)
-    """Held-out prompts to use; 0 uses all of `data.eval_size`."""
-    num_samples: int = bounded(1, least=1)
-    """Samples per prompt at temperature 1 for pass@k; 1 evaluates greedily only."""
-    success_threshold: float = 1.0
-    """A response counts as right when its reward reaches this."""

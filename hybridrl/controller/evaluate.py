@@ -1,112 +1,158 @@
-"""Held-out evaluation: greedy accuracy and pass@k, through the same schedule as training."""
+"""Held-out evaluation of any number of sets, through the same schedule as training."""
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from math import comb
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
-from hybridrl.config import Config, FusedScheduleConfig
+from hybridrl.config import Config, EvalSetConfig, FusedScheduleConfig, RewardKind
+from hybridrl.config.evaluation import MAIN
+from hybridrl.controller.accuracy import JudgedPrompt, accuracy_metrics
+from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.schedule_factory import make_schedule
 from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
 from hybridrl.flow.executor import Sampling
+from hybridrl.flow.roles import Judge
 from hybridrl.flow.sample import Sample
 from hybridrl.telemetry.run import Telemetry
 
 logger = logging.getLogger(__name__)
 
+Record = Callable[[str, Sequence[Sample]], None]
+"""Called with a set's name and its samples, in the items' order, while the ranks hold them."""
+
+ANSWER = "answer"
+"""The scalar with the judged text of an evaluated response."""
+
 
 class HeldOutEvaluation:
-    """The held-out evaluation of a run: at most one a step, each recorded.
+    """The held-out evaluation of a run: each set at most once a step, each recorded.
 
-    `last` has the step and the metrics of the latest, `before` the metrics before the recipe's
-    first step. Both are part of a checkpoint. `graph` is None where nothing can be evaluated.
+    `last` has the step and the metrics of each set's latest, `before` all metrics before the
+    recipe's first step. Both are part of a checkpoint. `graphs` has a graph for each set that the
+    recipe's model can be evaluated on, `items` the prompts.
     """
 
     def __init__(
         self,
         config: Config,
-        graph: Graph | None,
-        items: Sequence[Item],
+        graphs: Mapping[str, Graph],
+        items: Mapping[str, Sequence[Item]],
         executor: RayExecutor,
         telemetry: Telemetry,
-        record: Callable[[Sequence[Sample]], None],
+        record: Record,
     ) -> None:
-        """`record` gets the samples to show, as in `evaluate`."""
-        self.config, self.graph, self.items = config, graph, items
+        self.config, self.graphs, self.items = config, graphs, items
         self.executor, self.telemetry, self.record = executor, telemetry, record
-        self.last: tuple[int, dict[str, float]] = (-1, {})
+        self.last: dict[str, tuple[int, dict[str, float]]] = {}
         self.before: dict[str, float] = {}
 
-    def at(self, step: int) -> dict[str, float]:
-        """Metrics at the run's present `step`; none where nothing can be evaluated."""
-        if self.graph is None:
-            return {}
-        if self.last[0] == step:
-            return self.last[1]
-        self.telemetry.stage("evaluating")
-        logger.info("evaluation begins at step %d", step)
-        start = time.time()
-        metrics = evaluate(self.config, self.graph, self.executor, self.items, step, self.record)
-        self.telemetry.log(step, metrics)
-        self.telemetry.event("evaluation", step=step, seconds=time.time() - start, **metrics)
-        logger.info("evaluation ended")
-        self.last = (step, metrics)
+    def at(self, step: int, steps_trained: int | None = None) -> dict[str, float]:
+        """Metrics of the sets that are due at the run's present `step`.
+
+        Those are the ones whose `every` divides the recipe's `steps_trained`; without it, all.
+        """
+        metrics: dict[str, float] = {}
+        for name in self.graphs:
+            every = self.config.eval.sets[name].every
+            if steps_trained is None or (every and steps_trained % every == 0):
+                metrics |= self._of_set(name, step)
         return metrics
 
+    def _of_set(self, name: str, step: int) -> dict[str, float]:
+        if name in self.last and self.last[name][0] == step:
+            return self.last[name][1]
+        self.telemetry.stage(f"evaluating {name}")
+        logger.info("evaluation of %s begins at step %d", name, step)
+        start = time.time()
+        graph, items = self.graphs[name], self.items[name]
+        metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
+        self.telemetry.log(step, metrics)
+        seconds = time.time() - start
+        self.telemetry.event("evaluation", set=name, step=step, seconds=seconds, **metrics)
+        logger.info("evaluation of %s ended", name)
+        self.last[name] = (step, metrics)
+        return metrics
 
-def evaluation_graph(recipe: Graph, num_samples: int) -> Graph | None:
-    """The evaluation of a recipe, if it has one.
+    def state(self) -> list[Any]:
+        """The driver's state for a checkpoint."""
+        return [[name, *latest] for name, latest in self.last.items()]
 
-    A recipe that trains the actor: greedy answers, and `num_samples` at temperature 1 where that is
-    above 1, all judged. One that trains a reward model on two columns of responses: their scores.
+    def load_state(self, state: Sequence[Any]) -> None:
+        """Take a `state` back; an old one is the step and the metrics of `main`."""
+        if len(state) == 2 and isinstance(state[0], int):
+            state = [[MAIN, *state]]
+        self.last = {name: (step, metrics) for name, step, metrics in state}
+
+
+def evaluation_graphs(config: Config, recipe: Graph) -> dict[str, Graph]:
+    """The evaluation of a recipe by set; none where nothing can be evaluated.
+
+    A recipe that trains the actor is evaluated on every set: responses, judged. One that trains a
+    reward model on two columns of responses is on `main` alone: scores of the held-out pairs.
     """
-    flow = Flow()
     if "actor" in recipe.learned:
-        greedy = flow.actor.generate(flow.prompts, num_samples=1, temperature=0.0, name="eval")
-        flow.collect(flow.reward.score(greedy))
-        if num_samples > 1:
-            drawn = flow.actor.generate(
-                flow.prompts, num_samples=num_samples, temperature=1.0, name="eval_drawn"
-            )
-            flow.collect(flow.reward.score(drawn))
-    elif "reward" in recipe.learned and len(recipe.columns) == 2:
-        for column in recipe.columns:
-            flow.collect(flow.reward.learned_score(flow.targets(column, name=f"eval_{column}")))
-    else:
-        return None
+        return {name: with_parts(_responses(config, name), config) for name in config.eval.sets}
+    if "reward" in recipe.learned and len(recipe.columns) == 2:
+        return {MAIN: _pairs(recipe.columns)} if MAIN in config.eval.sets else {}
+    return {}
+
+
+def _responses(config: Config, name: str) -> Graph:
+    flow, settings = Flow(), config.eval.sets[name]
+    samples = flow.actor.generate(
+        flow.prompts,
+        num_samples=settings.num_samples,
+        temperature=settings.drawn_at,
+        top_p=settings.top_p,
+        max_new_tokens=settings.max_new_tokens,
+        name=f"eval_{name}",
+    )
+    role = config.judge_of_set(name)
+    reads_text = config.judge_of(role).kind not in (RewardKind.sum, RewardKind.model)
+    votes = settings.num_samples > 1 and reads_text
+    flow.collect(Judge(role).score(samples, name="reward", text=ANSWER if votes else None))
+    flow.graph.check()
+    return flow.graph
+
+
+def _pairs(columns: Sequence[str]) -> Graph:
+    flow = Flow()
+    for column in columns:
+        flow.collect(flow.reward.learned_score(flow.targets(column, name=f"eval_{column}")))
     flow.graph.check()
     return flow.graph
 
 
 def evaluate(
     config: Config,
+    name: str,
     graph: Graph,
     executor: RayExecutor,
     items: Sequence[Item],
     step: int,
-    record: Callable[[Sequence[Sample]], None],
+    record: Record,
 ) -> dict[str, float]:
-    """Metrics of an `evaluation_graph`; see `of_answers` and `of_pairs`.
+    """Metrics of one set's graph; see `of_answers` and `of_pairs`.
 
-    `record` gets the greedy samples, or those of both columns, in the items' order, while the ranks
-    still hold them.
+    Of several samples a prompt `record` gets the first.
     """
-    items = items[: config.eval.num_prompts or None]
     sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens)
     kind = FusedScheduleConfig() if config.schedule.entry.may_be_stale else config.schedule
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples
+    record(name, [sample for sample in samples if sample.id.k == 0])
+    schedule.release()
+    if not graph.columns:
+        return of_answers(name, config.eval.sets[name], samples)
     by_branch: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_branch[sample.id.branch].append(sample)
-    record(by_branch["eval"] if not graph.columns else samples)
-    schedule.release()
-    if graph.columns:
-        return of_pairs(*(by_branch[f"eval_{column}"] for column in graph.columns))
-    return of_answers(config, by_branch["eval"], by_branch["eval_drawn"])
+    return of_pairs(*(by_branch[f"eval_{column}"] for column in graph.columns))
 
 
 def of_pairs(chosen: Sequence[Sample], rejected: Sequence[Sample]) -> dict[str, float]:
@@ -119,34 +165,33 @@ def of_pairs(chosen: Sequence[Sample], rejected: Sequence[Sample]) -> dict[str, 
     }
 
 
-def of_answers(
-    config: Config, greedy: Sequence[Sample], drawn: Sequence[Sample]
-) -> dict[str, float]:
-    """`eval_accuracy`, `eval_reward`, `eval_response_tokens`, and of the drawn `eval_pass_at_k`."""
+def of_answers(name: str, settings: EvalSetConfig, samples: Sequence[Sample]) -> dict[str, float]:
+    """`eval/NAME/...`: `accuracy_metrics`, `reward`, `response_tokens`; of main `eval_accuracy`.
+
+    A sample that was dropped has no reward and is left out, with its prompt's others.
+    """
+    by_prompt: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_prompt[sample.id.prompt].append(sample)
+    whole = [group for group in by_prompt.values() if len(group) == settings.num_samples]
+    prompts = [
+        JudgedPrompt(
+            right=tuple(float(s.scalars["reward"]) >= settings.success_threshold for s in group),
+            answers=tuple(str(s.scalars[ANSWER]) for s in group if ANSWER in s.scalars),
+        )
+        for group in whole
+    ]
     metrics = {
-        "eval_accuracy": _mean(_right(config, s) for s in greedy),
-        "eval_reward": _mean(float(s.scalars["reward"]) for s in greedy),
-        "eval_response_tokens": _mean(s.response_tokens for s in greedy),
+        **accuracy_metrics(prompts, settings.sizes),
+        "reward": _mean(float(s.scalars["reward"]) for s in samples),
+        "response_tokens": _mean(s.response_tokens for s in samples),
     }
-    k = config.eval.num_samples
-    if k > 1:
-        by_prompt: dict[int, list[bool]] = defaultdict(list)
-        for sample in drawn:
-            by_prompt[sample.id.prompt].append(_right(config, sample))
-        metrics["eval_pass_at_1"] = _mean(pass_at_k(len(r), sum(r), 1) for r in by_prompt.values())
-        metrics["eval_pass_at_k"] = _mean(pass_at_k(len(r), sum(r), k) for r in by_prompt.values())
+    metrics = {f"eval/{name}/{key}": value for key, value in metrics.items()}
+    if name == MAIN and prompts:
+        metrics["eval_accuracy"] = metrics[f"eval/{name}/avg@{settings.num_samples}"]
     return metrics
-
-
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right (arXiv 2107.03374, eq. 1)."""
-    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
-
-
-def _right(config: Config, sample: Sample) -> bool:
-    return float(sample.scalars["reward"]) >= config.eval.success_threshold
 
 
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0
+    return fmean(numbers) if numbers else 0.0

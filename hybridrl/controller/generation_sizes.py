@@ -44,7 +44,7 @@ def generation_sizes(
     pp, tp = rollout.layout.pp, rollout.layout.tp
     stages = range(pp) if stage is None else [stage]
     mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
-    longest = min(config.longest_sample, context_tokens(shape))
+    longest = min(config.longest_generated, context_tokens(shape))
     vocab_multiple = rollout.features.vocab_multiple
     prefill, logits = native_step_bytes(
         shape,

@@ -73,7 +73,7 @@ def check_placement(config: Config, graph: Graph) -> None:
     for role in graphs["critic"].learned:
         config.check_value_model(role)
     layout, ranks = config.rollout.layout, len(config.cluster.pool_ranks["critic"])
-    for role in {*graphs["critic"].judges, *config.judges_of("reward")}:
+    for role in {*graphs["critic"].judges, *config.eval_judges}:
         if config.is_neural(role) and ranks % (layout.pp * layout.tp):
             allowed = (
                 f"a multiple of rollout.layout's {layout.pp} x {layout.tp}, the layout of {role}"

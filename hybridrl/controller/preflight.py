@@ -3,6 +3,7 @@
 import sys
 import traceback
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
-    RolloutConfig,
     RouterReplay,
     ScheduleConfig,
 )
@@ -35,7 +35,7 @@ from hybridrl.controller.preflight_models import (
     resolve_role_paths,
     scores_with_copies,
 )
-from hybridrl.data import Data, load_data
+from hybridrl.data import Data, Item, load_data, load_eval_set
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import StageMethod, UpdateStage
@@ -46,10 +46,11 @@ from hybridrl.runtime.ray_cluster import check_ranks
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The inputs of a run, before its ranks start."""
+    """The inputs of a run, before its ranks start; `eval_items` are by evaluation set."""
 
     model_path: str
     data: Data
+    eval_items: dict[str, list[Item]]
     graph: Graph
     warm_start: Graph | None
 
@@ -75,13 +76,13 @@ def prepare(config: Config) -> PreparedRun:
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
     for role in judges_of(config, graph):
-        validate_reward(config.judge_of(role), config.data.sources, role)
+        validate_reward(config.judge_of(role), config.sources_of(role), role)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
-    data = _load(config, model_path, graph)
+    data, eval_items = _load(config, model_path, graph)
     _check_schedule(config.schedule, graph)
     check_memory(config, graph, model_path, gpu_memory)
-    return PreparedRun(model_path, data, graph, warm_start)
+    return PreparedRun(model_path, data, eval_items, graph, warm_start)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:
@@ -203,7 +204,8 @@ def _model_path(config: Config, run_dir: Path) -> str:
     return resolve_model_path(path, "model.path")
 
 
-def _load(config: Config, model_path: str, graph: Graph) -> Data:
+def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str, list[Item]]]:
+    """The run's prompts, of training and by evaluation set, once the model is checked."""
     from transformers import AutoTokenizer
 
     from hybridrl.engines.probe import check_balance, check_model, check_replay
@@ -240,17 +242,44 @@ def _load(config: Config, model_path: str, graph: Graph) -> Data:
         _check_gen_order(config)
     check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
+    data, eval_items = _load_items(config, tokenizer, context_tokens(model), graph.columns)
+    _check_kv_cache(config, [data.train, *eval_items.values()])
+    check_role_models(config, graph, model_path, tokenizer)
+    resolve_role_paths(config, graph)
+    return data, eval_items
+
+
+def _load_items(
+    config: Config, tokenizer: Any, max_context: int, columns: Sequence[str]
+) -> tuple[Data, dict[str, list[Item]]]:
+    """Training's items, without any that an evaluation set has; the sets' items by name."""
+    new = config.rollout.max_new_tokens
+    sets = {
+        name: load_eval_set(
+            name,
+            settings,
+            config.data,
+            tokenizer,
+            max_context=max_context,
+            max_new_tokens=settings.max_new_tokens or new,
+        )
+        for name, settings in config.eval.sets.items()
+        if settings.source
+    }
     data = load_data(
         config.data,
         tokenizer,
-        max_context=context_tokens(model),
-        max_new_tokens=config.rollout.max_new_tokens,
-        columns=graph.columns,
+        max_context=max_context,
+        max_new_tokens=new,
+        columns=columns,
+        reserved={item.prompt for items in sets.values() for item in items},
     )
-    _check_kv_cache(config.rollout, data)
-    check_role_models(config, graph, model_path, tokenizer)
-    resolve_role_paths(config, graph)
-    return data
+    held_out = {
+        name: data.eval[: settings.num_prompts or None]
+        for name, settings in config.eval.sets.items()
+        if not settings.source
+    }
+    return data, {name: (sets | held_out)[name] for name in config.eval.sets}
 
 
 def check_attention(config: Config, model: Any, local: bool = False) -> None:
@@ -283,12 +312,13 @@ def _check_gen_order(config: Config) -> None:
     check_ascending(axes, gen.pp, gen.tp, gen.grouping)
 
 
-def _check_kv_cache(rollout: RolloutConfig, data: Data) -> None:
+def _check_kv_cache(config: Config, items: Sequence[Sequence[Item]]) -> None:
     """Raise for a KV cache that cannot hold one sample of the longest prompt."""
+    rollout = config.rollout
     if not rollout.kv_cache_tokens:
         return
-    longest = max(len(item.prompt_ids) for item in (*data.train, *data.eval))
-    needed = longest + rollout.max_new_tokens - (not rollout.features.caches_last_token)
+    longest = max(len(item.prompt_ids) for of_set in items for item in of_set)
+    needed = longest + config.longest_response - (not rollout.features.caches_last_token)
     if rollout.kv_cache_tokens < needed:
         allowed = f"0, or at least {needed}: a prompt of {longest} tokens and its response"
         raise ConfigError("rollout.kv_cache_tokens", rollout.kv_cache_tokens, allowed)

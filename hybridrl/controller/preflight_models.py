@@ -57,8 +57,8 @@ def scores_with_copies(graph: Graph) -> bool:
 
 
 def judges_of(config: Config, graph: Graph) -> list[str]:
-    """The judges in a run of `graph`: its own, and the reward, which evaluation has."""
-    return list(dict.fromkeys([*config.judges_of("reward"), *graph.judges]))
+    """The judges in a run of `graph`: its own, and those of evaluation."""
+    return list(dict.fromkeys([*config.eval_judges, *graph.judges]))
 
 
 def _check_known(graph: Graph) -> None:

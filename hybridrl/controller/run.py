@@ -6,17 +6,16 @@ Its phases: `run_phases.py`. Its evaluation: `evaluate.py`. Its records: `run_re
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
-from hybridrl.config import Config
+from hybridrl.config import Config, ConfigError
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin, find_origin
-from hybridrl.controller.composite_reward import with_parts
-from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graph
+from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.load_balance import work_of_roles
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
@@ -25,7 +24,7 @@ from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, 
 from hybridrl.controller.run_records import RunRecords
 from hybridrl.controller.schedule_factory import make_schedule, replay_setting
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
-from hybridrl.data import PromptStream
+from hybridrl.data import PromptStream, mixture_parts
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
@@ -34,9 +33,17 @@ from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
 from hybridrl.telemetry.log import driver_log
-from hybridrl.telemetry.run import Telemetry
+from hybridrl.telemetry.report import render
+from hybridrl.telemetry.run import Telemetry, append_metrics
 
-__all__ = ["RayStartError", "TrainingDiverged", "WorkerError", "evaluate_only", "train"]
+__all__ = [
+    "RayStartError",
+    "TrainingDiverged",
+    "WorkerError",
+    "evaluate_checkpoints",
+    "evaluate_only",
+    "train",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +80,29 @@ def evaluate_only(config: Config) -> dict[str, Any]:
     return {**metrics, "run": config.run.dir}
 
 
+def evaluate_checkpoints(
+    config: Config, run_dir: Path, checkpoints: Mapping[int, Path]
+) -> dict[str, Any]:
+    """Evaluate checkpoints of the run in `run_dir`, by step; they share the ranks of `config`.
+
+    The metrics are added to that run's, and its report is rendered again. Returns those of the last
+    checkpoint.
+    """
+    prepared, metrics = prepare(config), dict[str, float]()
+    if "actor" not in prepared.graph.learned:
+        raise ConfigError("run", run_dir, "a run that trains the actor")
+    with _running(config, prepared, Origin()) as run:
+        for number, (step, folder) in enumerate(checkpoints.items()):
+            if number:  # the first are the weights that the ranks began with
+                run.group.load_weights(str(folder))
+            run.step = step
+            metrics = run.evaluation.at(step)
+            append_metrics(run_dir, step, metrics)
+    if (run_dir / "report.html").is_file():
+        render(run_dir)
+    return {**metrics, "steps": list(checkpoints), "run": str(run_dir)}
+
+
 @contextmanager
 def _reported(config: Config) -> Iterator[None]:
     """On the way out render the report, of an interrupted run too."""
@@ -87,8 +117,6 @@ def _reported(config: Config) -> Iterator[None]:
 
 def _render(config: Config) -> None:
     if config.telemetry.report:
-        from hybridrl.telemetry.report import render
-
         render(Path(config.run.dir))
 
 
@@ -144,8 +172,14 @@ class Run:
     ) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = self.bad_steps = 0
-        shown = config.telemetry.samples_per_step
-        self.records = RunRecords(telemetry, shown, current_step=lambda: self.step)
+        data, shown = prepared.data, config.telemetry.samples_per_step
+        self.prompts = PromptStream(data.train, config.run.seed, data.weights)
+        self.records = RunRecords(
+            telemetry,
+            shown,
+            current_step=lambda: self.step,
+            kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
+        )
         # ranks
         self.group = WorkerGroup(
             launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
@@ -154,16 +188,14 @@ class Run:
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
         works = work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
-        # prompts, and held-out evaluation
-        self.prompts = PromptStream(prepared.data.train, config.run.seed, prepared.data.weights)
-        evaluation = evaluation_graph(prepared.graph, config.eval.num_samples)
+        # held-out evaluation
         self.evaluation = HeldOutEvaluation(
             config,
-            evaluation and with_parts(evaluation, config),
-            prepared.data.eval,
+            evaluation_graphs(config, prepared.graph),
+            prepared.eval_items,
             self.executor,
             telemetry,
-            lambda samples: self.records.record_evaluated(samples, self.group.texts),
+            lambda name, shown: self.records.record_evaluated(name, shown, self.group.texts),
         )
         # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
@@ -317,10 +349,9 @@ class Run:
 
     def _evaluate_due(self, phase: RunPhase) -> float | None:
         """Accuracy after a step of a phase that continues, where that is wanted."""
-        every = self.config.eval.every
-        if phase.name == "rl" and every and (self.step - phase.first_step) % every == 0:
-            return self.evaluation.at(self.step).get("eval_accuracy")
-        return None
+        if phase.name != "rl":
+            return None
+        return self.evaluation.at(self.step, self.step - phase.first_step).get("eval_accuracy")
 
     def _close(self, schedule: Schedule) -> None:
         left = schedule.close()
@@ -359,7 +390,7 @@ class Run:
             "phase": phase.name,
             "prompts": self.prompts.position,
             "bad_steps": self.bad_steps,
-            "evaluated": self.evaluation.last,
+            "evaluated": self.evaluation.state(),
             "records": self.telemetry.sizes(),
             "before": self.evaluation.before,
             "recipe": schedule.graph.state_dict(),
@@ -374,7 +405,7 @@ class Run:
             self.telemetry.note(f"damaged, passed over: {wrong}")
         self.telemetry.note(f"continuing after step {state['step']}, from {point.folder}")
         self.step, self.bad_steps = state["step"], state["bad_steps"]
-        self.evaluation.last = tuple(state["evaluated"])
+        self.evaluation.load_state(state["evaluated"])
         self.evaluation.before = state["before"]
         self.prompts.seek(state["prompts"])
 

@@ -19,19 +19,26 @@ from hybridrl.telemetry.trace import TimeSpan, rank_lane
 FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[str, str]]]
 """Prompt and response texts of samples, by the rank that holds them."""
 
+KindsOf = Callable[[int], Sequence[str]]
+
 
 class RunRecords:
     """Turns answers of ranks and results of steps into the run's records.
 
     `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
-    texts of the first `samples_per_step` samples are kept.
+    texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
+    run are the parts of the mixture that it belongs to, each with metrics of its own.
     """
 
     def __init__(
-        self, telemetry: Telemetry, samples_per_step: int, current_step: Callable[[], int]
+        self,
+        telemetry: Telemetry,
+        samples_per_step: int,
+        current_step: Callable[[], int],
+        kinds_of: KindsOf,
     ) -> None:
         self.telemetry, self.samples_per_step = telemetry, samples_per_step
-        self.current_step = current_step
+        self.current_step, self.kinds_of = current_step, kinds_of
         self._noted_no_training = False
 
     # -- callbacks -----------------------------------------------------------------------------
@@ -72,6 +79,7 @@ class RunRecords:
     ) -> dict[str, float]:
         """Record a step that took so many seconds; answers with its metrics."""
         step, metrics = self.current_step(), step_metrics(result, seconds)
+        metrics |= metrics_by_kind(result.dispatched, self.kinds_of)
         self._note_no_training(result, metrics)
         end = 0.0
         for span in sorted(result.spans, key=lambda span: span.start):
@@ -89,9 +97,11 @@ class RunRecords:
         self.telemetry.samples(step, self._texts(result.dispatched, fetch_texts))
         return metrics
 
-    def record_evaluated(self, samples: Sequence[Sample], fetch_texts: FetchTexts) -> None:
-        """Record held-out samples."""
-        texts = self._texts(samples, fetch_texts)
+    def record_evaluated(
+        self, name: str, samples: Sequence[Sample], fetch_texts: FetchTexts
+    ) -> None:
+        """Record samples of the evaluation set `name`."""
+        texts = [{"set": name, **record} for record in self._texts(samples, fetch_texts)]
         self.telemetry.samples(self.current_step(), texts, phase="evaluation")
 
     def _note_no_training(self, result: StepResult, metrics: dict[str, float]) -> None:
@@ -134,6 +144,23 @@ def judged(samples: Sequence[Sample]) -> list[str]:
     """Fields with a score of these samples, of whatever judged them: each has a status."""
     names = {name: None for sample in samples for name in sample.scalars}
     return [name for name in names if f"{name}_status" in names]
+
+
+def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, float]:
+    """`KIND/reward_mean`, `/response_tokens_mean` and `/samples`, of samples with a reward."""
+    by_kind: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if "reward" in sample.scalars:
+            for kind in kinds_of(sample.id.prompt):
+                by_kind[kind].append(sample)
+    metrics: dict[str, float] = {}
+    for kind, of_kind in by_kind.items():
+        metrics |= {
+            f"{kind}/reward_mean": fmean(float(s.scalars["reward"]) for s in of_kind),
+            f"{kind}/response_tokens_mean": fmean(s.response_tokens for s in of_kind),
+            f"{kind}/samples": float(len(of_kind)),
+        }
+    return metrics
 
 
 def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:

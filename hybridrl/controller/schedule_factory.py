@@ -67,7 +67,7 @@ def samples_held(config: Config) -> int:
     At least one: that one fits is checked for the prompts that there are, not for the longest.
     """
     rollout = config.rollout
-    longest = config.longest_sample
+    longest = config.longest_generated
     blocks = -(-longest // rollout.block_size)
     cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
     return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running

@@ -246,6 +246,11 @@ class WorkerGroup:
             wrong += self.gather(calls, pool.ranks[0])
         return next(filter(None, wrong), "")
 
+    def load_weights(self, path: str) -> None:
+        """Have the actor take the weights of another checkpoint of its model."""
+        self.enter(Phase.TRAIN, meanwhile=lambda: None)
+        self.gather(self.home.calls.same(ActorWorker.load_weights, path))
+
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
         """Have the ranks where samples live write their shares of the pending samples."""
         paths = [path] * len(shares)

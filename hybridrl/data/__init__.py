@@ -4,7 +4,15 @@ Start from `load_data` (`load.py`: sources to items), `Item` (`prompts.py`: a pr
 its row) and `PromptStream` (`load.py`: the endless order that training reads).
 """
 
-from hybridrl.data.load import Data, PromptStream, load_data
+from hybridrl.data.load import Data, PromptStream, load_data, load_eval_set, mixture_parts
 from hybridrl.data.prompts import Item, end_token_id
 
-__all__ = ["Data", "Item", "PromptStream", "end_token_id", "load_data"]
+__all__ = [
+    "Data",
+    "Item",
+    "PromptStream",
+    "end_token_id",
+    "load_data",
+    "load_eval_set",
+    "mixture_parts",
+]

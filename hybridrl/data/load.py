@@ -4,11 +4,13 @@ import itertools
 import logging
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.config import ConfigError, DataConfig
+from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
+from hybridrl.config.patterns import compiled
 from hybridrl.data.prompts import Item, make_items
 from hybridrl.data.sources import GENERATED, rows
 
@@ -45,24 +47,22 @@ def load_data(
     max_context: int,
     max_new_tokens: int,
     columns: Sequence[str] = (),
+    reserved: Collection[str] = (),
 ) -> Data:
     """Items of all sources, each prompt once, split into training and held-out items.
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
-    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Sources contribute
-    held-out items in proportion to their weights, and generated sources the `data.size` training
-    items likewise (fewer if a source lacks different prompts, which is logged). Raises ConfigError,
-    with the key to change.
+    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Prompts that are
+    `reserved`, for evaluation sets of their own, are left out. Sources contribute held-out items in
+    proportion to their weights, and generated sources the `data.size` training items likewise
+    (fewer if a source lacks different prompts, which is logged). Raises ConfigError, with the key
+    to change.
     """
     if not config.sources:
         raise ConfigError("data.sources", {}, "at least one source")
     weights = _weights(config)
-    longest = min(config.max_prompt_tokens, max_context - max_new_tokens)
-    if longest < 1:
-        raise ConfigError(
-            "rollout.max_new_tokens", max_new_tokens, f"less than the context, {max_context} tokens"
-        )
-    collector = _Collector(config, tokenizer, longest, max_context, columns)
+    collector = _Collector(config, tokenizer, max_new_tokens, max_context, columns)
+    collector.seen.update(reserved)
     # sizes of the held-out and the training part of each source
     generated = {
         name: weights[name] for name, source in config.sources.items() if source.kind in GENERATED
@@ -80,6 +80,54 @@ def load_data(
     return Data(train, held_out, weights, collector.skipped)
 
 
+def load_eval_set(
+    name: str,
+    settings: EvalSetConfig,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_context: int,
+    max_new_tokens: int,
+) -> list[Item]:
+    """Items of an evaluation set that has its own source, each prompt once.
+
+    `config` has the templates and limits of all prompts; lengths as in `load_data`. Raises
+    ConfigError, with the key to change.
+    """
+    key, source = f"eval.sets.{name}", settings.source
+    assert source is not None, key
+    template = settings.prompt_template or config.prompt_template
+    of_set = replace(
+        config, sources={key: source}, keep=None, prompt_template=template, answer_template=""
+    )
+    collector = _Collector(of_set, tokenizer, max_new_tokens, max_context, ())
+    size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
+    try:
+        items = collector.load(key, f"{key}.source", size)
+    except ConfigError as error:
+        if error.key == "data.prompt_template" and settings.prompt_template:
+            raise ConfigError(f"{key}.prompt_template", error.value, error.allowed) from None
+        raise
+    if not items:
+        raise ConfigError(f"{key}.source.name", source.name, "a source with a prompt")
+    return items
+
+
+def mixture_parts(config: DataConfig, item: Item) -> list[str]:
+    """The parts of a mixture that an item belongs to, which have metrics of their own.
+
+    `source/NAME` where there are several sources, `task/TASK` where its source has a `task_column`.
+    """
+    parts = [f"source/{item.source}"] if len(config.sources) > 1 else []
+    column = config.sources[item.source].task_column
+    if column:
+        task: Any = item.item
+        for name in column.split("."):
+            task = task.get(name, "") if isinstance(task, Mapping) else ""
+        parts.append(f"task/{task}")
+    return parts
+
+
 class _Collector:
     """Collects items with distinct prompts over all sources; counts the long ones it drops."""
 
@@ -87,25 +135,26 @@ class _Collector:
         self,
         config: DataConfig,
         tokenizer: "PreTrainedTokenizerBase",
-        longest: int,
+        max_new_tokens: int,
         max_context: int,
         columns: Sequence[str],
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.longest = longest
+        self.longest = min(config.max_prompt_tokens, max_context - max_new_tokens)
+        if self.longest < 1:
+            allowed = f"less than the context, {max_context} tokens"
+            raise ConfigError("rollout.max_new_tokens", max_new_tokens, allowed)
         self.max_context = max_context
         self.columns = columns
-        self.keep = _pattern(config.keep)
+        self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
         self.seen: set[str] = set()
         self.skipped = 0
 
     def collect(self, name: str, num_eval: int, num_train: int | None) -> list[Item]:
         """Items of the source `name`, the held-out ones first; `num_train` None takes all."""
-        source = self.config.sources[name]
         wanted = None if num_train is None else num_eval + num_train
-        stream = rows(f"data.sources.{name}", source, self.config.seed, wanted or 0)
-        items = self._all(name, stream) if wanted is None else self._draw(name, stream, wanted)
+        items = self.load(name, f"data.sources.{name}", wanted)
         if wanted is None:  # a file may be sorted
             random.Random(f"{self.config.seed}/{name}").shuffle(items)
         if len(items) <= num_eval:
@@ -123,8 +172,13 @@ class _Collector:
             )  # fmt: skip
         return items
 
-    def _all(self, name: str, stream: Iterator[dict]) -> list[Item]:
-        return self._accept(self._items(name, list(stream)))
+    def load(self, name: str, key: str, wanted: int | None) -> list[Item]:
+        """The first `wanted` items of the source `name`, whose place is `key`; None takes all."""
+        source = self.config.sources[name]
+        stream = rows(key, source, self.config.seed, wanted or 0)
+        if wanted is None or source.kind not in GENERATED:
+            return self._accept(self._items(name, list(stream)))[:wanted]
+        return self._draw(name, stream, wanted)
 
     def _items(self, name: str, rows: list[dict]) -> list[Item]:
         return make_items(name, rows, self.config, self.tokenizer, self.columns)
@@ -170,13 +224,6 @@ class _Collector:
             f"at most {self.max_context - tokens}, the model's context of {self.max_context} less "
             f"a prompt of {tokens} tokens {limit}",
         )
-
-
-def _pattern(keep: str | None) -> re.Pattern[str]:
-    try:
-        return re.compile(keep or ".*", re.DOTALL)
-    except re.error as error:
-        raise ConfigError("data.keep", keep, f"a regular expression ({error})") from None
 
 
 def _warn_of_unknown_characters(
@@ -236,53 +283,46 @@ class PromptStream:
             name: float(len(items_of_source)) for name, items_of_source in self._items.items()
         }
         self._weights = {name: shares[name] for name in self._items}
-        self._reset()
+        self._names = list(self._items)
+        self._credit = dict.fromkeys(self._items, 0.0)
+        self._num_drawn = dict.fromkeys(self._items, 0)
+        # the source of every position so far, and how many of its items came before
+        self._sources, self._numbers = array("H"), array("Q")
+        self._orders: dict[str, tuple[int, list[int]]] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Item]]:
         return self
 
     def __next__(self) -> tuple[int, Item]:
         position = self.position
-        source, number = self._turn()
-        epoch, index = divmod(number, len(self._items[source]))
-        return position, self._items[source][self._order(source, epoch)[index]]
+        self.position += 1
+        return position, self.at(position)
 
     def at(self, position: int) -> Item:
         """The item at `position`; the stream keeps its own position."""
-        before = self.position
-        self.seek(position)
-        _, item = next(self)
-        self.seek(before)
-        return item
+        source, number = self._turn(position)
+        epoch, index = divmod(number, len(self._items[source]))
+        return self._items[source][self._order(source, epoch)[index]]
 
     def seek(self, position: int) -> None:
         """Move to `position`: the next item is the one that a new stream has there."""
         if position < 0:
             raise ValueError(f"position {position}: wanted 0 or more")
-        if position < self.position:
-            self._reset()
-        if len(self._items) == 1:
-            (source,) = self._items
-            self.position = self._num_drawn[source] = position
-        while self.position < position:
-            self._turn()
+        self.position = position
 
-    def _reset(self) -> None:
-        self.position = 0
-        self._credit = dict.fromkeys(self._items, 0.0)
-        self._num_drawn = dict.fromkeys(self._items, 0)
-        self._orders: dict[str, tuple[int, list[int]]] = {}
-
-    def _turn(self) -> tuple[str, int]:
-        """The next source, and how many of its items were drawn before."""
-        self.position += 1
-        for name, weight in self._weights.items():
-            self._credit[name] += weight
-        source = max(self._credit, key=self._credit.__getitem__)
-        self._credit[source] -= sum(self._weights.values())
-        number = self._num_drawn[source]
-        self._num_drawn[source] += 1
-        return source, number
+    def _turn(self, position: int) -> tuple[str, int]:
+        """The source at `position`, and how many of its items come before."""
+        if len(self._names) == 1:
+            return self._names[0], position
+        while len(self._sources) <= position:
+            for name, weight in self._weights.items():
+                self._credit[name] += weight
+            source = max(self._credit, key=self._credit.__getitem__)
+            self._credit[source] -= sum(self._weights.values())
+            self._sources.append(self._names.index(source))
+            self._numbers.append(self._num_drawn[source])
+            self._num_drawn[source] += 1
+        return self._names[self._sources[position]], self._numbers[position]
 
     def _order(self, source: str, epoch: int) -> list[int]:
         cached = self._orders.get(source)

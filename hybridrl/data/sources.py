@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
+from hybridrl.config.patterns import compiled, last_match
 
 Row = dict[str, Any]
 
@@ -101,7 +102,9 @@ def _function(key: str, source: SourceConfig, seed: int) -> Iterator[Row]:
 
 
 def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterator[Row]:
-    number = 0
+    number, pattern = 0, None
+    if source.answer_pattern is not None:
+        pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
     for number, row in enumerate(read, 1):
         for column in ("prompt_column", "answer_column"):
             name = getattr(source, column)
@@ -110,11 +113,11 @@ def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterat
             if row[name] is None:
                 allowed = f"a column with a value in every row (row {number} has none)"
                 raise ConfigError(f"{key}.{column}", name, allowed)
-        yield {
-            **row,
-            "question": row[source.prompt_column],
-            "answer": row[source.answer_column],
-        }
+        answer = row[source.answer_column]
+        if pattern is not None and (answer := last_match(pattern, str(answer))) is None:
+            allowed = f"an expression that every answer matches (that of row {number} does not)"
+            raise ConfigError(f"{key}.answer_pattern", source.answer_pattern, allowed)
+        yield {**row, "question": row[source.prompt_column], "answer": answer}
     if number == 0:
         raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
 

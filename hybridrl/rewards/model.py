@@ -71,7 +71,7 @@ def check_reads_samples(
     if model.vocab_size < actor.vocab_size:
         sizes = f"{model.vocab_size}, the actor {actor.vocab_size}"
         raise ConfigError(key, path, f"the actor's vocabulary (it has {sizes} tokens)")
-    longest = config.longest_sample
+    longest = config.longest_generated
     if context_tokens(model) < longest:
         room = f"its context is {context_tokens(model)}"
         raise ConfigError(key, path, f"room for {longest} tokens, prompt and response ({room})")

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
+from hybridrl.config.patterns import compiled, last_match
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +49,13 @@ def make_verifier(
     (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
     """
     judge = _JUDGES[config.kind](config, sources or {})
-    extract = _compile("reward.extract", config.extract) if config.extract is not None else None
+    extract = compiled("reward.extract", config.extract) if config.extract is not None else None
 
     def verify(item: RewardInput) -> tuple[float, str]:
         text = item.response if extract is None else last_match(extract, item.response)
         return (0.0, "") if text is None else (as_reward(judge(item, text)), text[:MAX_TEXT])
 
     return verify
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """The first group of the pattern's last match in `text` (all of it without groups), or None."""
-    match = None
-    for match in pattern.finditer(text):  # noqa: B007 (the last one is wanted)
-        pass
-    return None if match is None else match.group(min(1, pattern.groups))
 
 
 def as_reward(value: object) -> float:
@@ -83,7 +76,7 @@ def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     if config.pattern is None:
         raise ConfigError("reward.pattern", None, "a regular expression, for reward.kind=regex")
     pattern = config.pattern
-    _compile("reward.pattern", pattern.replace("{answer}", "answer"))
+    compiled("reward.pattern", pattern.replace("{answer}", "answer"))
     return lambda item, text: float(
         re.fullmatch(pattern.replace("{answer}", re.escape(item.answer)), text) is not None
     )
@@ -145,10 +138,3 @@ _JUDGES: dict[RewardKind, Callable[[JudgeConfig, Mapping[str, SourceConfig]], Ve
     RewardKind.math: _math,
     RewardKind.function: _function,
 }
-
-
-def _compile(key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(key, pattern, f"a regular expression ({error})") from error

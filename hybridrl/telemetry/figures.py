@@ -11,11 +11,7 @@ _LENGTH_BINS = 40
 
 # Title, unit, keys with their labels. The first key gives the value next to the title.
 _CHARTS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "accuracy": (
-        "Held-out accuracy",
-        "",
-        {"eval_accuracy": "accuracy", "eval_pass_at_k": "pass@k"},
-    ),
+    "accuracy": ("Held-out accuracy", "", {"eval_accuracy": "accuracy"}),
     "reward": ("Reward", "", {"reward_mean": "mean reward"}),
     "loss": ("Loss", "", {"loss": "loss"}),
     "grad_norm": ("Gradient norm", "", {"grad_norm": "gradient norm"}),
@@ -151,9 +147,16 @@ def charts(run: RunData) -> list[dict[str, Any]]:
         if id_ in ("accuracy", "reward"):
             chart["range"] = _unit_range(series)
         if id_ == "response_tokens":
-            chart["band"] = _band(run)
+            chart |= {"band": _band(run, _BAND), "band_label": "p10 to p90"}
         if id_ == "loss":
             out += _split(chart)
+        else:
+            out.append(chart)
+    for name in dict.fromkeys(k.split("/")[1] for k in run.metric_names if k.startswith("eval/")):
+        shown |= {key for key in run.metric_names if key.startswith(f"eval/{name}/") and "@" in key}
+        chart = _evaluation(run, name)
+        if name == "main" and len(chart["series"]) == 1:
+            out[0] |= {key: chart[key] for key in ("band", "band_label")}  # that of accuracy
         else:
             out.append(chart)
     for key in run.metric_names:
@@ -245,8 +248,26 @@ def _series(run: RunData, key: str, label: str) -> dict[str, Any]:
     return {"key": key, "label": label, "points": _thin(points)}
 
 
-def _band(run: RunData) -> list[dict[str, Any]]:
-    low, high = (dict(run.series(key)) for key in _BAND)
+def _evaluation(run: RunData, name: str) -> dict[str, Any]:
+    """The estimates of an evaluation set, with the interval of the first."""
+    prefix = f"eval/{name}/"
+    keys = [key for key in run.metric_names if key.startswith(prefix)]
+    estimates = [key for key in keys if "@" in key.removeprefix(prefix) and key.count("/") == 2]
+    series = [_series(run, key, key.removeprefix(prefix)) for key in estimates]
+    return {
+        "id": f"eval/{name}",
+        "title": f"Held out: {name}",
+        "unit": "",
+        "group": "main",
+        "series": series,
+        "range": _unit_range(series),
+        "band": _band(run, (f"{estimates[0]}/low", f"{estimates[0]}/high")),
+        "band_label": "95 % interval",
+    }
+
+
+def _band(run: RunData, keys: tuple[str, str]) -> list[dict[str, Any]]:
+    low, high = (dict(run.series(key)) for key in keys)
     points = []
     for at in low:
         if low[at] is not None and high.get(at) is not None:

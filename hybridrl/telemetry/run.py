@@ -132,8 +132,8 @@ class Telemetry:
         if "tokens_per_s" in numbers and self._trace is not None:
             values = {"tokens/s": numbers["tokens_per_s"]}
             self._trace.counter(Counter("driver", "tokens/s", now, values))
-        if any(key.startswith("eval_") for key in numbers):
-            shown = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if k.startswith("eval_"))
+        if estimates := _evaluated(numbers):
+            shown = "  ".join(f"{key} {value:.3f}" for key, value in estimates.items())
             self.display.note(f"step {step}  {shown}")
         if "loss" in numbers or "reward_mean" in numbers:
             self.display.step(step - self._offset, numbers)
@@ -232,6 +232,24 @@ class Telemetry:
             self._trace.close()
         if self._board is not None:
             self._board.close()
+
+
+def append_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Add metrics to a step of a run that has ended; readers merge them with the step's others."""
+    file = JsonLines(run_dir / "metrics.jsonl")
+    try:
+        file.append({"step": step, "time": time.time(), "phase": "rl", **metrics})
+    finally:
+        file.close()
+
+
+def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of the metrics of an evaluation those to show: its estimates, without their intervals."""
+    return {
+        key: value
+        for key, value in metrics.items()
+        if key.startswith("eval_") or (key.startswith("eval/") and "@" in key.rpartition("/")[2])
+    }
 
 
 def records_of(run_dir: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.errors import ConfigError
 from hybridrl.telemetry.records import parse, read_lines
 from hybridrl.telemetry.trace import Counter, TraceSpan, read_timeline
 
@@ -115,6 +116,33 @@ def load(run_dir: Path) -> RunData:
     order = {phase: number for number, phase in enumerate(run.offsets)}
     run.metrics = dict(sorted(run.metrics.items(), key=lambda kv: (kv[0].x, order[kv[0].phase])))
     return run
+
+
+def checkpoints_of(run_dir: Path, which: str) -> dict[int, Path]:
+    """The checkpoints that a run has left, by step, ascending.
+
+    `which` is `all`, `final`, or steps with commas between them. Raises ConfigError where one is
+    not there.
+    """
+    present: dict[int, Path] = {}
+    for event in read_lines(run_dir / "events.jsonl"):
+        if event.get("kind") == "checkpoint":
+            name = Path(str(event.get("path"))).name
+            folders = (run_dir / "checkpoints" / name, run_dir / name)  # it may have been moved
+            present |= {_step(event): f for f in folders if (f / "config.json").is_file()}
+    present = dict(sorted(present.items()))
+    if not present:
+        raise ConfigError("run", run_dir, "a run directory with a checkpoint, or final/")
+    if which == "all":
+        return present
+    if which == "final":
+        return dict([present.popitem()])
+    steps = [step.strip() for step in which.split(",")]
+    for step in steps:
+        if not step.isdecimal() or int(step) not in present:
+            allowed = f"all, final, or steps among {', '.join(map(str, present))}"
+            raise ConfigError("--checkpoints", step, allowed)
+    return {step: present[step] for step in sorted(map(int, steps))}
 
 
 def finite(value: Any) -> float | None:

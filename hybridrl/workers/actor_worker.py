@@ -75,7 +75,7 @@ class ActorWorker(BaseWorker):
             self.trained["actor"] = actor
             if old_policy := self.build.old_policy():
                 self.scorers["actor"] = old_policy
-            for name in self.config.judges_of("reward"):  # of evaluation, in every recipe
+            for name in self.config.eval_judges:  # in every recipe
                 self._add_judge(name)
         return self._reply(RankDescription(process=process, actor=actor.describe()))
 
@@ -113,6 +113,13 @@ class ActorWorker(BaseWorker):
             if self.rank == 0:
                 references.append((name, self.data_plane.put(tensor.cpu().numpy())))
         return self._reply(tuple(references))
+
+    @dispatch(Dispatch.SAME)
+    def load_weights(self, path: str) -> Reply[None]:
+        """Replace the actor's weights by those of a checkpoint, in TRAIN."""
+        with self._span("load"):
+            self.actor.train_engine.load_weights(path)
+        return self._reply(None)
 
     @dispatch(Dispatch.SAME)
     def close(self) -> Reply[None]:

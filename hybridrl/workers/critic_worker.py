@@ -42,7 +42,7 @@ class CriticWorker(BaseWorker):
             self.config, self.model_path, self.tokenizer, self.store, self.device
         )
         with self._span("load"):
-            for name in self.config.judges_of("reward"):  # of evaluation, in every recipe
+            for name in self.config.eval_judges:  # in every recipe
                 self._add_judge(name)
         return self._reply(RankDescription(process=process))
 

@@ -25,7 +25,7 @@ def make_rollout_engine(
 
     Training's weights must have left the device. The engine is awake, its weights are random.
     """
-    longest = config.longest_sample
+    longest = config.longest_generated
     free_cached_memory(device)  # an engine may take what the device has left
     return engine_class(config.rollout).build(
         EngineParts(

@@ -52,7 +52,7 @@ class RoleFactory:
     def verifier(self, name: str) -> Verifier:
         """A judge that runs in processes."""
         judge = self.config.judge_of(name)
-        return Verifier(judge, self.config.data.sources, self.tokenizer, self.store)
+        return Verifier(judge, self.config.sources_of(name), self.tokenizer, self.store)
 
     def neural_judge(self, name: str, parallel: GenParallel) -> NeuralReward:
         """A sequence classifier whose score is the reward, or the cost."""

@@ -24,7 +24,7 @@ class Verifier:
         tokenizer: PreTrainedTokenizerBase,
         store: SampleStore,
     ) -> None:
-        """`sources` are `data.sources`, which kind=dataset has its scorers from."""
+        """`sources` are those of the rows, which kind=dataset has its scorers from."""
         self.tokenizer, self.store = tokenizer, store
         self.pool = RewardPool(config, sources)
 

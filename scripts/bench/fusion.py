@@ -304,7 +304,7 @@ def configuration(actor: Path, judge: Path, run_dir: Path, prompts: int) -> Conf
         f"trainer.prompts_per_step={prompts}",
         "trainer.steps=1000000",
         f"trainer.optim.lr={LEARNING_RATE}",
-        "eval.every=0",
+        "eval.sets.main.every=null",
         f"cluster.ranks={THREADS}",
         "cluster.threads_per_rank=1",
         "telemetry.progress=false",

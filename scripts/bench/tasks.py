@@ -56,7 +56,7 @@ class Task:
             f"trainer.prompts_per_step={self.prompts_per_step}",
             "trainer.steps=1000000",
             f"trainer.optim.lr={LEARNING_RATE}",
-            "eval.every=0",
+            "eval.sets.main.every=null",
             f"cluster.ranks={THREADS}",
             "cluster.threads_per_rank=1",
             "telemetry.progress=false",
@@ -92,8 +92,8 @@ class Task:
                 "trainer.optim.schedule=linear",
                 "reward=exact",
                 'reward.extract="#([a-z]*)"',
-                "eval.num_prompts=16",
-                "eval.every=0",
+                "eval.sets.main.num_prompts=16",
+                "eval.sets.main.every=null",
                 "telemetry.report=false",
             )
             command = [sys.executable, "-m", "hybridrl.cli", "train", *overrides]

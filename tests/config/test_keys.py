@@ -47,10 +47,11 @@ def recipe_config(name: str) -> type:
 
 def test_the_list_of_keys_is_frozen() -> None:
     """A new key is a decision: add it to keys.txt by hand."""
-    from hybridrl.config import RewardPartConfig, SourceConfig
+    from hybridrl.config import EvalSetConfig, RewardPartConfig, SourceConfig
 
     now = keys(Config) + [f"data.sources.NAME.{key}" for key in keys(SourceConfig)]
     now += [f"reward.parts.NAME.{key}" for key in keys(RewardPartConfig)]
+    now += [f"eval.sets.NAME.{key}" for key in keys(EvalSetConfig)]
     for kind, entry in SCHEDULES.items():
         own = set(keys(entry.settings)) - set(keys(ScheduleConfig))
         now += [f"schedule[{kind.value}].{key}" for key in own]

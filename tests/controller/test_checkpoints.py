@@ -168,7 +168,12 @@ def test_what_is_learned_from_must_not_change(
     path = publish(tmp_path / "run" / "final", 6, "schedule=serial")
     free = ["trainer.steps=7", "cluster.ranks=4", "trainer.layout.tp=2", "telemetry.report=false"]
     free += ["trainer.activations=offload"]
-    free += ["schedule=fused", "eval.every=1", "trainer.layout.fsdp=2", "trainer.save_every=5"]
+    free += [
+        "schedule=fused",
+        "eval.sets.main.every=1",
+        "trainer.layout.fsdp=2",
+        "trainer.save_every=5",
+    ]
     assert find_origin(config(*free)).point is not None
     reason = f", with which {path} was made"
     assert refused(config("trainer.optim.lr=0.5")) == f"trainer.optim.lr=0.5: wanted 1e-05{reason}"

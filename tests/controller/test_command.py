@@ -45,7 +45,12 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
 ) -> None:
     curves = []
     for name, prefix in (("a", ()), ("b", offline())):
-        settings = ["trainer.steps=3", "warm_start.steps=2", "eval.every=2", f"run.dir={name}"]
+        settings = [
+            "trainer.steps=3",
+            "warm_start.steps=2",
+            "eval.sets.main.every=2",
+            f"run.dir={name}",
+        ]
         run = command(*tiny_run, *settings, prefix=prefix)
         code, out, err = run.end(timeout=150)
         assert code == 0, err
@@ -67,7 +72,7 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
 def test_a_killed_rank_is_named_with_its_log(
     ranks: int, command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
-    settings = ["trainer.steps=2000", "eval.every=0", "run.dir=killed"]
+    settings = ["trainer.steps=2000", "eval.sets.main.every=null", "run.dir=killed"]
     run = command(*tiny_run, f"cluster.ranks={ranks}", *settings)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     run.wait_for(lambda: len(read_lines(metrics)) > 2)
@@ -120,8 +125,13 @@ MOMENTS = {
 STEPS = {
     "start": ["trainer.steps=1"],
     "warm_start": ["warm_start.steps=2000"],
-    "generation": ["trainer.steps=2000", "eval.every=0", "rollout.max_new_tokens=200"],
-    "evaluation": ["trainer.steps=2000", "eval.every=1", "data.eval_size=400", "data.size=400"],
+    "generation": ["trainer.steps=2000", "eval.sets.main.every=null", "rollout.max_new_tokens=200"],
+    "evaluation": [
+        "trainer.steps=2000",
+        "eval.sets.main.every=1",
+        "data.eval_size=400",
+        "data.size=400",
+    ],
 }
 
 
@@ -164,7 +174,7 @@ def test_before_its_first_step_a_run_that_goes_on_ends_at_once(
     """There is nothing to save; the evaluation would take minutes."""
     run = command(
         *tiny_run, "cluster=processes", "trainer.resume=auto", "data.size=4000", "run.dir=run",
-        "data.eval_size=3000", "eval.num_prompts=0", "rollout.max_new_tokens=200",
+        "data.eval_size=3000", "eval.sets.main.num_prompts=0", "rollout.max_new_tokens=200",
     )  # fmt: skip
     events = tmp_path / "run" / "events.jsonl"
     run.wait_for(lambda: "switch" in [event["kind"] for event in read_lines(events)])

@@ -57,7 +57,8 @@ def test_the_student_comes_near_the_teacher(
     run = train_here(
         tmp_path / "run", *settings, f"recipe={{target: '{file}:told'}}", "trainer.steps=16",
         "trainer.prompts_per_step=16",
-        f"teacher.path={teacher}", "trainer.optim.lr=1e-2", "eval.every=0", "eval.num_prompts=2",
+        f"teacher.path={teacher}", "trainer.optim.lr=1e-2", "eval.sets.main.every=null",
+        "eval.sets.main.num_prompts=2",
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(teacher)
     gaps = []
@@ -78,9 +79,13 @@ def test_by_default_the_teacher_is_the_start(
 ) -> None:
     """After the warm start: it teaches nothing, but for the last bits of two engines."""
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    settings += ["warm_start.steps=2", "trainer.optim.lr=1e-9", "eval.num_prompts=2"]
+    settings += ["warm_start.steps=2", "trainer.optim.lr=1e-9", "eval.sets.main.num_prompts=2"]
     run = train_here(
-        tmp_path / "run", *settings, "recipe=distill", "trainer.steps=1", "eval.every=0"
+        tmp_path / "run",
+        *settings,
+        "recipe=distill",
+        "trainer.steps=1",
+        "eval.sets.main.every=null",
     )
     (line,) = [line for line in run.metrics if "reverse_kl" in line]
     assert abs(line["reverse_kl"]) < 1e-5

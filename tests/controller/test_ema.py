@@ -49,8 +49,9 @@ def test_it_is_the_average_of_the_checkpoints(
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
     run = train_here(
         tmp_path / "run", *settings, f"recipe={{target: '{file}:averaged'}}", "trainer.steps=4",
-        "trainer.save_every=1", "trainer.keep_last=9", "trainer.optim.lr=2e-2", "eval.every=0",
-        "eval.num_prompts=2", *more,
+        "trainer.save_every=1", "trainer.keep_last=9", "trainer.optim.lr=2e-2",
+        "eval.sets.main.every=null",
+        "eval.sets.main.num_prompts=2", *more,
     )  # fmt: skip
     start = run.dir / "start"
     average = load_file(start / "model.safetensors")
@@ -83,7 +84,9 @@ def test_ppo_ewma_is_a_setting(
     ewma = ["recipe=grpo", "recipe.old_log_probs=ewma", "recipe.ewma_decay=0.99"]
     ewma += ["recipe.correction=truncate", "trainer.mini_batches=2", "trainer.optim.lr=2e-2"]
     ewma += ["recipe.kl_coef=0.01", "recipe.reference_ema_decay=0.3"]
-    run = train_here(tmp_path / "run", *settings, *ewma, "trainer.steps=3", "eval.every=0")
+    run = train_here(
+        tmp_path / "run", *settings, *ewma, "trainer.steps=3", "eval.sets.main.every=null"
+    )
     weights = [line["correction_weight"] for line in run.metrics]
     assert weights[0] == pytest.approx(1, abs=1e-5)
     assert abs(weights[-1] - 1) > 1e-3

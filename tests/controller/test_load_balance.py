@@ -1,12 +1,10 @@
 """Which rank trains which sample, and pass@k."""
 
-import itertools
 import random
 
 import pytest
 
 from hybridrl.config import TrainLayoutConfig
-from hybridrl.controller.evaluate import pass_at_k
 from hybridrl.controller.load_balance import RankWork, assign_ranks
 from hybridrl.engines.train.balance import SequenceCost
 from hybridrl.flow.sample import Sample, SampleId
@@ -110,10 +108,3 @@ def test_samples_stay_where_shared_rows_balance():
     batch = samples([398, 8, 8], [0, 0, 1])
     assert assign_ranks(batch, 2, work=work) == [0, 0, 1]
     assert assign_ranks(batch, 2) == [0, 1, 1]
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
-    for n, c, k in [(4, 1, 2), (5, 0, 3), (5, 5, 1), (6, 2, 4)]:
-        right = [True] * c + [False] * (n - c)
-        subsets = list(itertools.combinations(right, k))
-        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))

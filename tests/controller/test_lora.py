@@ -57,7 +57,8 @@ def test_a_short_run_trains_adapters_of_actor_and_critic(
     controller_run.train(
         make_config(
             *kept, "recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "critic.lora.rank=2",
-            "critic.optim.lr=0.01", "trainer.steps=2", "eval.num_prompts=2", "eval.every=0",
+            "critic.optim.lr=0.01", "trainer.steps=2", "eval.sets.main.num_prompts=2",
+            "eval.sets.main.every=null",
             "cluster=processes", "cluster.ranks=1", f"run.dir={tmp_path}",
         )
     )  # fmt: skip

@@ -147,7 +147,7 @@ def test_the_coefficient_follows_the_kl(
     """Its rule, from the distances that are recorded: it moves the next step's penalty."""
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
     settings = ["recipe=ppo", "recipe.num_samples=4", "recipe.kl_coef=0.2", "trainer.steps=3"]
-    settings += ["recipe.kl_target=0.05", "recipe.kl_horizon=32", "eval.every=0"]
+    settings += ["recipe.kl_target=0.05", "recipe.kl_horizon=32", "eval.sets.main.every=null"]
     run = train_here(tmp_path / "run", *kept, *settings, "trainer.optim.lr=1e-2")
     coefs = [0.2]
     for line, step in zip(rl_lines(run), run.steps[-3:], strict=True):

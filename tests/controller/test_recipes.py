@@ -31,7 +31,7 @@ def test_a_recipe_runs_by_its_defaults(
         *f"recipe={name}".split(),
         "cluster.ranks=1",
         "trainer.steps=2",
-        "eval.every=0",
+        "eval.sets.main.every=null",
     )
     lines = [line for line in read_lines(run.dir / "metrics.jsonl") if f"{trained}loss" in line]
     assert len(lines) == 2

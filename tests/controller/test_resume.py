@@ -19,7 +19,8 @@ from hybridrl.telemetry.records import read_lines
 TIMES = ("time", "_s", "bubble_share")  # of keys that time decides
 STRICT = [
     "deterministic=strict", "trainer.steps=6", "trainer.save_every=3", "trainer.optim.lr=1e-2",
-    "trainer.optim.schedule=linear", "eval.every=2", "eval.num_prompts=2", "cluster.ranks=2",
+    "trainer.optim.schedule=linear", "eval.sets.main.every=2", "eval.sets.main.num_prompts=2",
+    "cluster.ranks=2",
 ]  # fmt: skip
 # As users train: AdamW divides by gradients near zero, so a last bit somewhere reaches everything.
 ADAM = ["trainer.optim.eps=1e-8", "trainer.optim.clip_grad_norm=1.0", "trainer.mini_batches=2"]
@@ -119,7 +120,7 @@ def test_going_back_holds(
     While it went on the first time, someone deleted a checkpoint that it would have let go of.
     """
     kept = [x for x in STRICT if not x.startswith(("trainer.steps=", "trainer.save_every=", "ev"))]
-    settings = [*tiny_run, *kept, *ADAM, "cluster.ranks=1", "eval.num_prompts=2"]
+    settings = [*tiny_run, *kept, *ADAM, "cluster.ranks=1", "eval.sets.main.num_prompts=2"]
     settings += ["trainer.steps=5", "trainer.save_every=1", "trainer.keep_last=2"]
     run = tmp_path / "run"
     save = Checkpoints.save
@@ -234,9 +235,10 @@ def final_of(run: Any) -> None:
 @pytest.fixture
 def settings(tiny_run: list[str]) -> list[str]:
     """Runs of a dozen steps that leave a checkpoint after every second one."""
-    changed = ("trainer.steps=", "trainer.save_every=", "eval.every=")
+    changed = ("trainer.steps=", "trainer.save_every=", "eval.sets.main.every=")
     strict = [setting for setting in STRICT if not setting.startswith(changed)]
-    return [*tiny_run, *strict, *ADAM, "trainer.steps=12", "trainer.save_every=2", "eval.every=5",
+    return [*tiny_run , *strict, *ADAM, "trainer.steps=12", "trainer.save_every=2",
+            "eval.sets.main.every=5",
             "trainer.resume=auto"]  # fmt: skip
 
 
@@ -303,8 +305,8 @@ def test_a_signal_leaves_a_checkpoint(
 def test_a_second_signal_ends_at_once(
     command: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:
-    run = command(*settings, "run.dir=stopped", "eval.every=1", "data.eval_size=400",
-                  "eval.num_prompts=0", "data.size=400")  # fmt: skip
+    run = command(*settings, "run.dir=stopped", "eval.sets.main.every=1", "data.eval_size=400",
+                  "eval.sets.main.num_prompts=0", "data.size=400")  # fmt: skip
     run.wait_for(lambda: (tmp_path / "stopped" / "events.jsonl").is_file())
     for _ in range(2):
         run.popen.send_signal(signal.SIGINT)

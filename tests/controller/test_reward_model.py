@@ -13,7 +13,7 @@ from hybridrl.config import ConfigError
 from hybridrl.controller.preflight import prepare
 from hybridrl.telemetry.records import read_lines
 
-RM = ["recipe=rm", "trainer.steps=6", "reward_model.optim.lr=1e-2", "eval.every=3"]
+RM = ["recipe=rm", "trainer.steps=6", "reward_model.optim.lr=1e-2", "eval.sets.main.every=3"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from hybridrl.telemetry.records import read_lines
 KINDS = {
     "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
     " recipe.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
-    " warm_start.steps=1 trainer.steps=3 rollout.decode_steps=1 eval.num_samples=2 log.level=debug",
+    " warm_start.steps=1 trainer.steps=3 rollout.decode_steps=1 eval.sets.main.num_samples=2"
+    " log.level=debug",
     "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3"
     " model.tiny.num_experts=4 trainer.router_replay=rollout"
     " trainer.router_aux_loss_coef=0.001",
@@ -80,7 +81,7 @@ def test_dropped_is_the_sum_over_all_reasons(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     """By a filter too: no response earns a reward here, so all of a prompt are alike."""
-    kind = "cluster.ranks=1 recipe=grpo trainer.steps=1 eval.every=0 reward=exact"
+    kind = "cluster.ranks=1 recipe=grpo trainer.steps=1 eval.sets.main.every=null reward=exact"
     settings = [s for s in tiny_run if not s.startswith(("recipe", "reward"))]
     run = train_here(tmp_path / "run", *settings, *kind.split())
     (step,) = run.steps
@@ -164,7 +165,7 @@ def test_under_ray_a_rank_logs_no_call_at_info(
     train: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:
     """tests/controller/test_fused.py has a run at debug level."""
-    kind = "cluster.ranks=1 recipe=dpo trainer.steps=1 eval.every=0 log.level=info"
+    kind = "cluster.ranks=1 recipe=dpo trainer.steps=1 eval.sets.main.every=null log.level=info"
     run = train(tmp_path / "run", *settings, *kind.split())
     (ranks,) = [e for e in read_lines(run.dir / "events.jsonl") if e["kind"] == "ranks"]
     text = Path(ranks["log"]).read_text()

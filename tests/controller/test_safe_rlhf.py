@@ -26,7 +26,12 @@ def test_the_multiplier_follows_the_costs(
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
     settings = ["recipe=safe_rlhf", "recipe.multiplier=0.5", "recipe.multiplier_lr=0.8"]
     settings += ["recipe.threshold=-0.25", "cost=regex", f"cost.pattern='{PATTERN}'"]
-    settings += ["cost.extract=null", "trainer.steps=3", "eval.every=0", "recipe.num_samples=4"]
+    settings += [
+        "cost.extract=null",
+        "trainer.steps=3",
+        "eval.sets.main.every=null",
+        "recipe.num_samples=4",
+    ]
     run = train_here(tmp_path / "run", *kept, *settings)
     lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
     assert all(line["cost"] == bool(re.fullmatch(PATTERN, line["response"])) for line in lines)

@@ -19,7 +19,7 @@ from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.telemetry.records import read_lines
 
 SPLIT = ["cluster.placement=split"]
-PPO = ["recipe=ppo", "recipe.num_samples=4", "trainer.steps=2", "eval.num_prompts=2"]
+PPO = ["recipe=ppo", "recipe.num_samples=4", "trainer.steps=2", "eval.sets.main.num_prompts=2"]
 
 
 @pytest.fixture

@@ -165,7 +165,13 @@ def test_a_rank_that_is_killed_while_it_decodes(
     command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     """Of an instance of two, whose other rank waits for it in a collective."""
-    settings = ["rollout=vllm", HEADS, "cluster.ranks=2", "rollout.layout.tp=2", "eval.every=0"]
+    settings = [
+        "rollout=vllm",
+        HEADS,
+        "cluster.ranks=2",
+        "rollout.layout.tp=2",
+        "eval.sets.main.every=null",
+    ]
     endless = ["trainer.steps=2000", "rollout.max_new_tokens=64"]
     run = command(*tiny_run, *settings, *endless, "run.dir=killed")
     metrics = tmp_path / "killed" / "metrics.jsonl"

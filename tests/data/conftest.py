@@ -38,12 +38,12 @@ def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Data]:
         max_context = remaining.pop("max_context", 1024)
         max_new_tokens = remaining.pop("max_new_tokens", 24)
         used = remaining.pop("tokenizer", tokenizer)
-        columns = remaining.pop("columns", ())
+        chosen = {key: remaining.pop(key, ()) for key in ("columns", "reserved")}
         if source is not None:
             remaining["sources"] = {"s": source}
         config = DataConfig(**{"size": 50, "eval_size": 10, **remaining})
         limits = {"max_context": max_context, "max_new_tokens": max_new_tokens}
-        return load_data(config, used, **limits, columns=columns)
+        return load_data(config, used, **limits, **chosen)
 
     return run
 

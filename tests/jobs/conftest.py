@@ -244,7 +244,12 @@ def exact(two: list[str]) -> list[str]:
     changed = ("trainer.steps", "trainer.save_every")
     kept = [setting for setting in two if not setting.startswith(changed)]
     reward = ["reward=regex", "reward.pattern='(?s)[a-m].*'", "reward.extract=null"]
-    settings = ["trainer.steps=24", "eval.every=0", "deterministic=strict", "cluster.requeue=3"]
+    settings = [
+        "trainer.steps=24",
+        "eval.sets.main.every=null",
+        "deterministic=strict",
+        "cluster.requeue=3",
+    ]
     optim = ["trainer.optim.lr=1e-2", "trainer.optim.schedule=linear"]
     return [*kept, *reward, *settings, *optim]
 

@@ -89,7 +89,11 @@ def test_a_run_is_submitted_followed_and_cancelled(
         commands.logs(["large"])
     )  # fmt: skip
 
-    list(commands.submit([*arguments, "run.dir=long", "trainer.steps=100000", "eval.every=0"]))
+    list(
+        commands.submit(
+            [*arguments, "run.dir=long", "trainer.steps=100000", "eval.sets.main.every=null"]
+        )
+    )
     metrics = Path("long/metrics.jsonl")
     wait_for(lambda: metrics.is_file() and len(read_lines(metrics)) > 2)
     (cancelled,) = commands.cancel(["long"])
@@ -99,7 +103,12 @@ def test_a_run_is_submitted_followed_and_cancelled(
     wait_for(lambda: json.loads(Path("long/run.json").read_text())["state"] == "interrupted")
 
     (last,) = (line["step"] for line in read_lines(metrics)[-1:])
-    more = ["run.dir=long", f"trainer.steps={last + 2}", "eval.every=0", "trainer.resume=auto"]
+    more = [
+        "run.dir=long",
+        f"trainer.steps={last + 2}",
+        "eval.sets.main.every=null",
+        "trainer.resume=auto",
+    ]
     list(commands.submit([*arguments, *more]))
     wait_for(lambda: not RayJob(Path("long")).lives())
     assert RayJob(Path("long")).state() == "SUCCEEDED (exit 0)"

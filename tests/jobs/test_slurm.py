@@ -194,7 +194,13 @@ def test_the_command_line_refuses_with_one_line(jobs: Any, two: list[str]) -> No
 def test_cancel_leaves_no_process(jobs: Any, two: list[str]) -> None:
     """Nor does a run that may start again: its ranks die as those of a dead node do."""
     run = "100% y=1"  # what scontrol shows of it is of Slurm's own making
-    long = [*two, "trainer.steps=100000", "eval.every=0", "cluster.requeue=3", f"run.dir='{run}'"]
+    long = [
+        *two,
+        "trainer.steps=100000",
+        "eval.sets.main.every=null",
+        "cluster.requeue=3",
+        f"run.dir='{run}'",
+    ]
     job = jobs.submit(*long)["job"]
     jobs.wait_for_steps(run, job, 2)
     assert re.match(rf"{job}  RUNNING .* on n\[1-2\]  {run}", next(commands.status([run])))

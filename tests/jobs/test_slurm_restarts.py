@@ -77,7 +77,9 @@ def test_a_run_whose_node_was_killed_finishes(jobs: Any, exact: list[str]) -> No
 @pytest.mark.slow
 def test_a_killed_node_is_named(jobs: Any, two: list[str]) -> None:
     """Without cluster.requeue the job ends."""
-    submitted = jobs.submit(*two, "trainer.steps=100000", "eval.every=0", "run.dir=run")
+    submitted = jobs.submit(
+        *two, "trainer.steps=100000", "eval.sets.main.every=null", "run.dir=run"
+    )
     job = submitted["job"]
     jobs.wait_for_steps("run", job, 2)
 

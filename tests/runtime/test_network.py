@@ -128,7 +128,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(
     command = [
         PROGRAMS / "hybridrl", "train", *small, f"cluster.address={address(1)}:{PORT}",
         "cluster.ranks=2", f"run.dir={run_dir}", "trainer.resume=auto", "trainer.save_every=1",
-        "trainer.optim.schedule=constant", "eval.every=0",
+        "trainer.optim.schedule=constant", "eval.sets.main.every=null",
     ]  # fmt: skip
     run = nodes.start(1, [*command, "trainer.steps=1000"], "run.log")
     wait_for(lambda: len(lines(run_dir)) > 3 or run.poll() is not None, 240)

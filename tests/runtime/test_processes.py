@@ -27,7 +27,7 @@ from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.dispatch import Dispatch, dispatch
 
-SHORT = ["cluster.ranks=1", "trainer.steps=2", "eval.num_prompts=2"]
+SHORT = ["cluster.ranks=1", "trainer.steps=2", "eval.sets.main.num_prompts=2"]
 BREAKS = """
 from hybridrl.algorithms import advantages, losses
 from hybridrl.flow import recipe
@@ -291,7 +291,7 @@ def test_a_failing_rank_is_named_and_its_traceback_shown(
     options = [*tiny_run, "cluster=processes", *SHORT, f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(WorkerError) as raised:
         controller_run.train(
-            make_config(*options, f"recipe={{target: '{mine}:stops'}}", "eval.every=0")
+            make_config(*options, f"recipe={{target: '{mine}:stops'}}", "eval.sets.main.every=null")
         )
     start = r"rank 0 of 1 \(actor, .*failed: ZeroDivisionError: mine; its log is "
     assert re.match(start, str(raised.value)), raised.value

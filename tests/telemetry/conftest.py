@@ -92,6 +92,18 @@ def sample(rng: random.Random, step: int, k: int) -> dict[str, object]:
     }
 
 
+def evaluation(accuracy: float) -> dict[str, float]:
+    return {
+        "eval_accuracy": accuracy,
+        "eval/main/avg@4": accuracy,
+        "eval/main/avg@4/low": accuracy - 0.04,
+        "eval/main/avg@4/high": accuracy + 0.03,
+        "eval/main/pass@4": min(1.0, accuracy + 0.15),
+        "eval/main/pass@4/low": accuracy + 0.1,
+        "eval/main/pass@4/high": 1.0,
+    }
+
+
 def write_run(run_dir: Path) -> Path:
     """Write the whole run through `Telemetry` and return its directory."""
     rng = random.Random(0)
@@ -106,7 +118,7 @@ def write_run(run_dir: Path) -> Path:
             telemetry.log(step, {"loss": loss, "grad_norm": norm, "tokens_per_s": 9100.0})
             if step % 20 == 0:
                 accuracy = 0.6 * step / WARM + 0.004
-                telemetry.log(step, {"eval_accuracy": accuracy, "eval_pass_at_k": accuracy + 0.15})
+                telemetry.log(step, evaluation(accuracy))
         telemetry.phase("rl", RL, first_step=WARM)
         for step in range(WARM + 1, WARM + RL + 1):
             number = step - WARM
@@ -128,7 +140,7 @@ def write_run(run_dir: Path) -> Path:
             telemetry.log(step, metrics)
             if number % 10 == 0:
                 accuracy = min(1.0, 0.6 + 0.35 * (1 - math.exp(-3.5 * number / RL)))
-                telemetry.log(step, {"eval_accuracy": accuracy, "eval_pass_at_k": 0.97})
+                telemetry.log(step, evaluation(accuracy))
         telemetry.event("checkpoint", step=WARM + RL, path="checkpoints/final", bytes=12_600_000)
     (run_dir / "config.yaml").write_text("recipe:\n  target: hybridrl.recipes.grpo.recipe:grpo\n")
     return run_dir

@@ -496,6 +496,16 @@ class TrainEngine(ModelShards):
 
     # Phases
 
+    def load_weights(self, path: str) -> None:
+        """Replace the weights by those of another checkpoint of the model, which has no adapters.
+
+        Every rank reads its own boxes. They are a new version.
+        """
+        assert self.lora is None, "weights below adapters"
+        with self._stored(path, "--checkpoints") as weights:
+            self.fill(weights)
+        self.version += 1
+
     def offload(self) -> None:
         """Move master weights and optimizer state to the CPU, if they are on the accelerator."""
         self._move(torch.device("cpu"))

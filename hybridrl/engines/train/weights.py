@@ -17,7 +17,9 @@ from hybridrl.layout.parameters import Parameter
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.load import SCORE
+from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.stages import plain_name
+from hybridrl.models.stored_weights import StoredWeights
 
 
 class ModelShards:
@@ -133,6 +135,15 @@ class ModelShards:
         return tensor
 
     @torch.no_grad()
+    def fill(self, weights: StoredWeights) -> None:
+        """Copy this rank's boxes of the parameters, and the buffers, out of files."""
+        for chunk in self.chunks:
+            fill_parameters(weights, chunk.named_parameters(), self.layout, dist.get_rank())
+        buffers = self.local_buffers()
+        for name, stored in weights.buffers().items():
+            if name in buffers:  # else it is of another stage
+                buffers[name].copy_(stored)
+
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy another model's full parameters [..], and buffers, to those of the same names.
 

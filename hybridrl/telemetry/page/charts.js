@@ -154,7 +154,7 @@ function domain(chart) {
 
 // With `time`, x are seconds and the points belong to no step.
 // chart: {id, title, unit, hero, time, range, series: [{key, label, points: [{x, y, phase, step}]}],
-//         band: [{x, low, high, phase}]}; phases: [{name, label, first, last}].
+//         band: [{x, low, high, phase}], band_label}; phases: [{name, label, first, last}].
 function lineChart(chart, phases) {
   const all = chart.series.flatMap((s) => s.points);
   const xs = [...new Set(all.map((p) => p.x))].sort((a, b) => a - b);
@@ -248,7 +248,7 @@ function hover(box, f, chart, xs, height) {
     const found = chart.series.map((s) => [s, s.points.find((p) => p.x === x)]).filter(([, p]) => p);
     const lines = found.map(([s, p]) => [s.label, number(p.y)]);
     const band = (chart.band || []).find((p) => p.x === x);
-    if (band) lines.push(["p10 to p90", `${number(band.low)} to ${number(band.high)}`]);
+    if (band) lines.push([chart.band_label, `${number(band.low)} to ${number(band.high)}`]);
     cross.setAttribute("x1", f.sx(x));
     cross.setAttribute("x2", f.sx(x));
     cross.style.visibility = "visible";

@@ -1,0 +1,41 @@
+"""The settings of an earlier run, as the start of another command's."""
+
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.recipe_source import add_recipe
+from hybridrl.config.renamed_keys import RENAMED_KEYS
+
+_NAME = "stored_run"
+
+
+def overrides_of(run_dir: Path) -> list[str]:
+    """Overrides that compose the settings of the run in `run_dir`; any that follow them prevail.
+
+    Raises ConfigError where there are none.
+    """
+    file = run_dir / ".hydra" / "config.yaml"
+    if not file.is_file():
+        raise ConfigError("run", run_dir, "a run directory (one that holds .hydra/config.yaml)")
+    settings = OmegaConf.load(file)
+    assert isinstance(settings, DictConfig)
+    recipe, kind = settings.pop("recipe"), settings.schedule.kind
+    _rename(settings)
+    add_recipe(_NAME, recipe)
+    ConfigStore.instance().store(group=_NAME, name="settings", package="_global_", node=settings)
+    return [f"recipe={_NAME}", f"schedule={kind}", f"+{_NAME}=settings"]
+
+
+def _rename(settings: DictConfig) -> None:
+    """Give keys that have another name now this one."""
+    for old, new in RENAMED_KEYS.items():
+        parent, _, name = old.rpartition(".")
+        group = OmegaConf.select(settings, parent) if parent else None
+        if isinstance(group, DictConfig) and name in group and not old.startswith("recipe."):
+            value = group[name]
+            with open_dict(group):
+                del group[name]
+            OmegaConf.update(settings, new, value, force_add=True)
