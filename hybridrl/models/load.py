@@ -130,7 +130,8 @@ def _generation_config(path: str) -> GenerationConfig:
 
 
 def _is_dropout(name: str, value: object) -> bool:
-    return ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float)
+    drops = "dropout" in name or name.endswith(("pdrop", "layerdrop"))
+    return drops and isinstance(value, float)
 
 
 def check_supported(config: PretrainedConfig) -> None:
