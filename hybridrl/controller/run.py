@@ -5,6 +5,7 @@ Its phases: `run_phases.py`. Its evaluation: `evaluate.py`. Its records: `run_re
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,9 +33,11 @@ from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
+from hybridrl.telemetry.advice import advise
 from hybridrl.telemetry.log import driver_log
 from hybridrl.telemetry.report import render
 from hybridrl.telemetry.run import Telemetry, append_metrics
+from hybridrl.telemetry.rundata import load
 
 __all__ = [
     "RayStartError",
@@ -105,19 +108,23 @@ def evaluate_checkpoints(
 
 @contextmanager
 def _reported(config: Config) -> Iterator[None]:
-    """On the way out render the report, of an interrupted run too."""
+    """On the way out advise and render the report, of an interrupted run too."""
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk is the error that is being raised
-            _render(config)
+            _report(config)
         raise
-    _render(config)
+    _report(config)
 
 
-def _render(config: Config) -> None:
+def _report(config: Config) -> None:
+    run_dir = Path(config.run.dir)
+    run = load(run_dir)
+    for advice in advise(run):
+        print(f"advice: {advice.text} ({advice.key})", file=sys.stderr, flush=True)
     if config.telemetry.report:
-        render(Path(config.run.dir))
+        render(run_dir, run)
 
 
 @contextmanager

@@ -117,6 +117,8 @@ class CostMeter:
         self._seen: dict[str, deque[list[float]]] = {}
         self._costs: Costs | None = None
         self._num_new = 0  # calls since the costs were fitted
+        self.num_preempted = 0
+        """Samples that have lost their KV cache to others; their tokens were computed again."""
 
     def saw_advance(
         self,

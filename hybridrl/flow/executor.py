@@ -126,9 +126,9 @@ def generated_tensors(finished: Sequence[Finished]) -> tuple[str, ...]:
 class Work:
     """The work that a call of an instance did, for the cost model.
 
-    `admitted` samples began or resumed; `rows` sums the samples over the decode steps, `cached` the
-    tokens that they attended to. `kv_tokens` are those whose keys and values were packed or
-    unpacked, in `kv_seconds` of the whole.
+    `admitted` samples began or resumed, `preempted` ones lost their KV cache. `rows` sums the
+    samples over the decode steps, `cached` the tokens that they attended to. `kv_tokens` are those
+    whose keys and values were packed or unpacked, in `kv_seconds` of the whole.
     """
 
     seconds: float = 0.0
@@ -139,6 +139,7 @@ class Work:
     kv_tokens: int = 0
     kv_seconds: float = 0.0
     admitted: int = 0
+    preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.errors import ConfigError
+from hybridrl.telemetry.advice import advise
 from hybridrl.telemetry.environment import essentials
 from hybridrl.telemetry.figures import charts, headline, lengths, memory, phases, tiles
 from hybridrl.telemetry.records import dump, write_atomic
@@ -19,8 +20,8 @@ from hybridrl.telemetry.tables import events, samples, switches, timelines
 _RECORDS = ("run.json", "metrics.jsonl", "events.jsonl", "trace.json")
 
 
-def render(run_dir: Path) -> Path:
-    """Write `report.html` into a run directory and return its path.
+def render(run_dir: Path, run: RunData | None = None) -> Path:
+    """Write `report.html` into a run directory, whose contents are `run`, and return its path.
 
     Missing, empty or truncated files are left out of the page. To show the final state, render
     after the run's `Telemetry` has closed. Raises `ConfigError` if the directory holds no run.
@@ -31,7 +32,7 @@ def render(run_dir: Path) -> Path:
     page = files("hybridrl.telemetry") / "page"
     parts = {name: (page / name).read_text("utf-8") for name in _page_files()}
     report = run_dir / "report.html"
-    run = load(run_dir)
+    run = run or load(run_dir)
     html = string.Template(parts["page.html"]).substitute(
         title=_escape(f"{run.name} · hybridrl"),
         style=parts["page.css"],
@@ -56,6 +57,7 @@ def gather(run: RunData) -> dict[str, Any]:
         "duration": run.seconds,
         "headline": headline(run),
         "tiles": tiles(run),
+        "advice": [[advice.text, advice.key] for advice in advise(run)],
         "phases": known,
         "charts": charts(run),
         "timelines": timelines(run),

@@ -244,12 +244,13 @@ def append_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> No
 
 
 def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of the metrics of an evaluation those to show: its estimates, without their intervals."""
-    return {
-        key: value
-        for key, value in metrics.items()
-        if key.startswith("eval_") or (key.startswith("eval/") and "@" in key.rpartition("/")[2])
-    }
+    """Of the metrics of an evaluation those to show: its estimates, without their intervals.
+
+    `eval_accuracy` is the first of `main`.
+    """
+    shown = {key: value for key, value in metrics.items() if key.startswith("eval_")}
+    estimates = [key for key in metrics if key.startswith("eval/") and "@" in key.split("/")[-1]]
+    return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
 def records_of(run_dir: Path) -> list[Path]:

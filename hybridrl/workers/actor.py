@@ -283,6 +283,7 @@ class Actor:
             admitted=sum(len(c.ids) for c in commands if not isinstance(c, Park)),
             kv_tokens=kv_tokens,
             kv_seconds=kv_seconds,
+            preempted=after.num_preempted - before.num_preempted,
         )
         return finished, parked, work
 

@@ -176,7 +176,9 @@ def test_what_is_written_is_what_transformers_would_write(family, tmp_path):
     torch.manual_seed(0)
     model = random_model(shrink(AutoConfig.for_model(family)))
     model.save_pretrained(tmp_path / "theirs")
-    model.config.dtype = torch.float32  # `save_pretrained` makes it a text, which Apertus cannot read
+    model.config.dtype = (
+        torch.float32
+    )  # `save_pretrained` makes it a text, which Apertus cannot read
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
     shapes = {name: tensor.shape for name, tensor in parameters.items()}

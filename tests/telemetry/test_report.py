@@ -14,6 +14,7 @@ from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.report import render
 from hybridrl.telemetry.run import Telemetry
+from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.trace import bubble_share, read_timeline
 
 BROWSER = next(
@@ -350,3 +351,17 @@ def test_a_directory_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
             render(path)
         assert str(error.value) == f"run={path}: wanted a run directory (one that holds run.json)"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_advice_is_shown_where_there_is_some(viewer: Viewer, report: Path, tmp_path: Path) -> None:
+    assert viewer.open(report).query_selector("#advice") is None
+    idle = tmp_path / "idle"
+    shutil.copytree(report.parent, idle)
+    with (idle / "metrics.jsonl").open("a") as file:
+        for row in load(idle).metrics:
+            if row.phase == "rl":
+                file.write(f'{{"step": {row.step}, "phase": "rl", "bubble_share": 0.92}}\n')
+    advice = viewer.open(render(idle)).query_selector_all("#advice li")
+    assert [item.inner_text() for item in advice] == [
+        "ranks wait for 92% of a step: the timeline shows where: rollout.max_running"
+    ]

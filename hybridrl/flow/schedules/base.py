@@ -227,6 +227,7 @@ class Schedule(ABC):
         self._step = step
         self._spans: list[StageSpan] = []
         self._metrics: dict[str, float] = {}
+        self._num_preempted = self.meter.num_preempted
         self._phase: Phase | None = None
         self._pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
@@ -419,6 +420,7 @@ class Schedule(ABC):
             "samples/dropped": float(num_dropped),
             "samples/step_failed": float(self._ledger.num_step_failed),
             "samples/prompts": float(len(self._pulled)),
+            "samples/preempted": float(self.meter.num_preempted - self._num_preempted),
             "samples/tokens": float(sum(sample.tokens for sample in used)),
         }
         return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
@@ -436,6 +438,7 @@ def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample
         meter.saw_compute(event.stage, event.seconds, sum(sample.tokens for sample in samples))
         return
     work = event.work
+    meter.num_preempted += work.preempted
     meter.saw_advance(
         max(0.0, work.seconds - work.kv_seconds),
         work.decode_steps,

@@ -65,6 +65,12 @@ function header() {
 const tile = (label, value, note) => make("div", { class: "card tile" }, make("div", { class: "label" }, label),
   make("div", { class: "value" }, value), note ? make("div", { class: "note" }, note) : null);
 
+function advice() {
+  if (!data.advice.length) return;
+  const items = data.advice.map(([text, key]) => make("li", {}, `${text}: `, make("code", {}, key)));
+  section("Advice", "What the last steps show, and the setting that changes it.", make("ul", { class: "card", id: "advice" }, ...items));
+}
+
 function curves() {
   const [hero, rest, more] = ["hero", "main", "more"].map((group) => data.charts.filter((c) => c.group === group));
   if (!data.charts.length) return section("Curves", "No metrics were recorded.");
@@ -224,6 +230,7 @@ function details() {
 }
 
 header();
+advice();
 curves();
 timelines();
 memory();
