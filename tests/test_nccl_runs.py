@@ -403,7 +403,7 @@ def live(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> 
     ("train", "gen"),
     [
         ({"fsdp": 2}, {"tp": 1}),
-        ({"pp": 2, "tp": 2}, {"pp": 2}),
+        pytest.param({"pp": 2, "tp": 2}, {"pp": 2}, marks=pytest.mark.slow),
         pytest.param({"fsdp": 4}, {"tp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "fsdp": 2}, {"tp": 4}, marks=pytest.mark.slow),
         pytest.param({"replicas": 2, "fsdp": 2}, {"tp": 1}, marks=pytest.mark.slow),

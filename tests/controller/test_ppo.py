@@ -78,7 +78,7 @@ def change(run: Any, folder: str) -> torch.Tensor:
     "name",
     [
         "fused",
-        pytest.param("critic of tp 2", marks=pytest.mark.layouts),
+        pytest.param("critic of tp 2", marks=pytest.mark.slow),
         pytest.param("split, fused", marks=pytest.mark.layouts),
         pytest.param("split", marks=pytest.mark.slow),
     ],

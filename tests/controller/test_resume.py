@@ -107,7 +107,7 @@ def test_it_goes_on_as_if_it_had_not_ended(
     check_same(tmp_path / "run", copy, tmp_path)
 
 
-@pytest.mark.layouts
+@pytest.mark.slow
 def test_going_back_holds(
     train_here: Callable[..., Any],
     tiny_run: list[str],

@@ -92,7 +92,7 @@ def test_generation_in_another_format_trains_closer_with_its_experts(
     assert gaps[0] < gaps[1]
 
 
-@pytest.mark.layouts
+@pytest.mark.slow
 def test_a_resumed_run_replays_what_parked_samples_had(
     train_here: Train, long_tail: list[str], tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ def score_all(
         pytest.param(1, 2, (), FAMILIES, marks=pytest.mark.slow),
         pytest.param(2, 1, (), FAMILIES, marks=pytest.mark.slow),
         # Places that are not in the order of the ranks of their groups.
-        (2, 2, (3, 1, 2, 0), ["qwen3", "gemma3"]),
+        pytest.param(2, 2, (3, 1, 2, 0), ["qwen3", "gemma3"], marks=pytest.mark.slow),
         (1, 4, (2, 0, 3, 1), ["llama"]),
     ],
 )

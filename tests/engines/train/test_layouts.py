@@ -382,7 +382,7 @@ SHARED = 8  # tokens of a rank: three of the nine sequences fit it, six are shar
         ("qwen3", (1, 1, 2, 1), "one_f_one_b", 2, False, False),
         ("mistral", (1, 1, 4, 1), "one_f_one_b", 4, False, True),
         ("gemma3_text", (1, 1, 4, 1), "one_f_one_b", 2, False, False),
-        ("qwen3", (1, 1, 2, 2), "one_f_one_b", 2, True, False),
+        pytest.param("qwen3", (1, 1, 2, 2), "one_f_one_b", 2, True, False, marks=pytest.mark.slow),
         ("qwen3", (2, 1, 2, 1), "zero_bubble", 2, False, False),
         ("qwen3_moe", (1, 1, 4, 1, 2), "one_f_one_b", 2, False, False),
     ],
@@ -425,8 +425,8 @@ def test_shared_rows_of_fewer_heads_than_ranks(
         ("qwen3", (1, 1, 1, 1), 1, False, False),
         ("gemma3_text", (1, 1, 2, 1), 1, False, True),
         ("mistral", (1, 1, 2, 1), 2, False, False),
-        ("qwen3", (1, 1, 2, 2), 2, True, False),
-        ("qwen3_moe", (1, 1, 4, 1, 4), 1, False, True),
+        pytest.param("qwen3", (1, 1, 2, 2), 2, True, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", (1, 1, 4, 1, 4), 1, False, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -442,9 +442,13 @@ def test_rows_in_chunks(ranks, wanted, family, layout, cp, sequence_parallel, re
     ("family", "layout", "schedule", "cp", "sequence_parallel", "recompute"),
     [
         ("qwen3", (2, 1, 1, 1), "one_f_one_b", 1, False, False),
-        ("gemma3_text", (2, 1, 2, 1), "interleaved", 1, False, True),
+        pytest.param(
+            "gemma3_text", (2, 1, 2, 1), "interleaved", 1, False, True, marks=pytest.mark.slow
+        ),
         ("qwen3", (2, 1, 2, 1), "one_f_one_b", 2, False, False),
-        ("qwen3_moe", (2, 1, 1, 2, 2), "one_f_one_b", 1, True, False),
+        pytest.param(
+            "qwen3_moe", (2, 1, 1, 2, 2), "one_f_one_b", 1, True, False, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -315,15 +315,16 @@ def biased(tiny, sequences_of):
     [
         ((1, 1, 1, 1, 1), "one_f_one_b", {"activations": ActivationMode.recompute}),
         ((2, 1, 2, 1, 2), "zero_bubble", {}),  # rows are filled up: that is no load
-        ((1, 1, 2, 2, 4), "one_f_one_b", {}),
+        pytest.param((1, 1, 2, 2, 4), "one_f_one_b", {}, marks=pytest.mark.slow),
         (
             (1, 1, 2, 1, 2), "one_f_one_b",
             {"cp": 2, "chunk_tokens": 3, "most_tokens": 5, "router_aux_loss_coef": COEF},
         ),
         ((2, 1, 1, 1, 1), "one_f_one_b", {"chunk_tokens": 4, "most_tokens": 4}),
-        (
+        pytest.param(
             (2, 1, 2, 1, 2), "interleaved",
             {"chunk_tokens": 4, "most_tokens": 4, "activations": ActivationMode.recompute},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
