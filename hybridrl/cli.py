@@ -23,6 +23,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
            or of a run's checkpoints             hybridrl eval RUN --checkpoints all
   plan     switch, memory or schedule, on paper  hybridrl plan memory model=qwen3_8b
   report   render a run's page                   hybridrl report RUN
+  compare  several runs, seeds joined            hybridrl compare RUN RUN ...
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "eval": _eval,
         "plan": _plan,
         "report": _report,
+        "compare": _compare,
         "new-recipe": _new_recipe,
         "doctor": _doctor,
         **{name: partial(_job_command, name) for name in ("submit", "status", "logs", "cancel")},
@@ -245,6 +247,38 @@ def _report(args: list[str]) -> None:
     if len(args) != 1:
         _fail("report: wanted one run directory", 2)
     print(render(Path(args[0])))
+
+
+def _compare(args: list[str]) -> None:
+    """Print a table of runs and write a page."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridrl.telemetry import compare
+    from hybridrl.telemetry.rundata import load
+
+    parser = argparse.ArgumentParser(
+        prog="hybridrl compare", description="Runs beside each other; seeds are joined."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="or a sweep's directory")
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page")
+    parser.error = _refuse  # type: ignore[method-assign]
+    options = parser.parse_args(args)
+    groups = compare.grouped([load(run) for run in compare.find_runs(options.runs)])
+    header, *lines = zip(*compare.table(groups), strict=True)  # a column a group
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(120, console.width)  # without a terminal it takes 80
+    console.print(table)
+    try:
+        page = compare.render(groups, options.out)
+    except OSError as error:
+        raise ConfigError("--out", options.out, f"a file to write ({error.strerror})") from None
+    print(json.dumps({"page": str(page), "groups": compare.record(groups)}), flush=True)
 
 
 def _doctor(args: list[str]) -> None:

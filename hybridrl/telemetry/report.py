@@ -27,7 +27,7 @@ def render(run_dir: Path, run: RunData | None = None) -> Path:
     after the run's `Telemetry` has closed. Raises `ConfigError` if the directory holds no run.
     """
     run_dir = Path(run_dir)
-    if not any((run_dir / name).is_file() for name in _RECORDS):
+    if not is_run(run_dir):
         raise ConfigError("run", run_dir, "a run directory (one that holds run.json)")
     page = files("hybridrl.telemetry") / "page"
     parts = {name: (page / name).read_text("utf-8") for name in _page_files()}
@@ -42,6 +42,11 @@ def render(run_dir: Path, run: RunData | None = None) -> Path:
     )
     write_atomic(report, html)
     return report
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory holds the records of a run."""
+    return any((directory / name).is_file() for name in _RECORDS)
 
 
 def gather(run: RunData) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """A made-up run that looks like a real one: two ranks, a warm start of 60 steps, 60 steps of RL."""
 
+import importlib.util
 import math
 import random
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,3 +159,57 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_run() -> Callable[[Path], Path]:
     """Writes a synthetic run into a directory of your own."""
     return write_run
+
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+class Viewer:
+    """Opens pages and collects what went wrong in them."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+
+    def open(self, path: Path, width: int = 1200, dark: bool = False) -> Any:
+        scheme = "dark" if dark else "light"
+        page = self._browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda m: m.type in ("error", "warning") and self.errors.append(m.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(path.resolve().as_uri())
+        page.wait_for_selector("footer")
+        page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
+        return page
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is not installed (extra `dev`)")
+    if BROWSER is None:
+        pytest.skip("no Chromium on PATH")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER, headless=True, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def new_viewer(browser: Any) -> Callable[[], Viewer]:
+    """Makes a `Viewer` of its own."""
+    return lambda: Viewer(browser)
+
+
+@pytest.fixture
+def viewer(browser: Any) -> Viewer:
+    return Viewer(browser)

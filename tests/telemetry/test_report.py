@@ -1,9 +1,8 @@
 """The report in a real browser: each chart is there with the recorded numbers; nothing fetched."""
 
-import importlib.util
 import shutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +16,7 @@ from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.trace import bubble_share, read_timeline
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 QUIET = TelemetryConfig(progress=False, tensorboard=False)
-
-
-class Viewer:
-    """Opens pages and collects what went wrong in them."""
-
-    def __init__(self, browser: Any) -> None:
-        self._browser = browser
-        self.errors: list[str] = []
-        self.requests: list[str] = []
-
-    def open(self, path: Path, width: int = 1200, dark: bool = False) -> Any:
-        scheme = "dark" if dark else "light"
-        page = self._browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.on("console", lambda m: m.type in ("error", "warning") and self.errors.append(m.text))
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
-        page.goto(path.resolve().as_uri())
-        page.wait_for_selector("footer")
-        page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
-        return page
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    if importlib.util.find_spec("playwright") is None:
-        pytest.skip("playwright is not installed (extra `dev`)")
-    if BROWSER is None:
-        pytest.skip("no Chromium on PATH")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=BROWSER, headless=True, args=FLAGS)
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def viewer(browser: Any) -> Viewer:
-    return Viewer(browser)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +26,7 @@ def report(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return render(copy)
 
 
-def test_nothing_is_fetched_and_nothing_complains(viewer: Viewer, report: Path) -> None:
+def test_nothing_is_fetched_and_nothing_complains(viewer: Any, report: Path) -> None:
     for dark in (False, True):
         page = viewer.open(report, dark=dark)
         page.mouse.move(600, 400)
@@ -85,9 +38,9 @@ def test_nothing_is_fetched_and_nothing_complains(viewer: Viewer, report: Path) 
 
 
 @pytest.fixture(scope="module")
-def page(browser: Any, report: Path) -> Any:
+def page(new_viewer: Callable[[], Any], report: Path) -> Any:
     """The report, opened once for the tests that only read it or choose in it."""
-    return Viewer(browser).open(report)
+    return new_viewer().open(report)
 
 
 # Chart, metric, and how many of the run's steps have it (one value of two is not finite).
@@ -264,7 +217,7 @@ def test_samples_can_be_chosen_by_step_and_reward(page: Any, report: Path) -> No
 @pytest.mark.parametrize(
     "width", [320, *(pytest.param(w, marks=pytest.mark.slow) for w in (375, 768))]
 )
-def test_no_sideways_scroll_on_a_small_screen(viewer: Viewer, report: Path, width: int) -> None:
+def test_no_sideways_scroll_on_a_small_screen(viewer: Any, report: Path, width: int) -> None:
     page = viewer.open(report, width=width)
     page.locator("details").evaluate_all("ds => ds.forEach(d => (d.open = true))")
     page.wait_for_timeout(100)
@@ -275,7 +228,7 @@ def test_no_sideways_scroll_on_a_small_screen(viewer: Viewer, report: Path, widt
     assert viewer.errors == []
 
 
-def test_steps_that_count_anew_in_each_phase_share_one_axis(viewer: Viewer, tmp_path: Path) -> None:
+def test_steps_that_count_anew_in_each_phase_share_one_axis(viewer: Any, tmp_path: Path) -> None:
     with Telemetry(tmp_path, QUIET, 8) as telemetry:
         telemetry.phase("warm_start", 4)
         for step in range(1, 5):
@@ -327,7 +280,7 @@ def damage(run: Path, how: str) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_run_renders_with_what_there_is(
-    viewer: Viewer, run_dir: Path, tmp_path: Path, how: str
+    viewer: Any, run_dir: Path, tmp_path: Path, how: str
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(run_dir, run)
@@ -353,7 +306,7 @@ def test_a_directory_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_advice_is_shown_where_there_is_some(viewer: Viewer, report: Path, tmp_path: Path) -> None:
+def test_advice_is_shown_where_there_is_some(viewer: Any, report: Path, tmp_path: Path) -> None:
     assert viewer.open(report).query_selector("#advice") is None
     idle = tmp_path / "idle"
     shutil.copytree(report.parent, idle)
