@@ -102,8 +102,8 @@ def _run(action: str, args: list[str], *more: Any) -> None:
     first = compose.check_command_line(args)
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
-        _check_model_settings(first)
-        _check_run_dir(action, first)
+        check_model_settings(first)
+        check_run_dir(action, first)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")
@@ -115,8 +115,8 @@ def _run(action: str, args: list[str], *more: Any) -> None:
             config = compose.to_config(composed)
             if config.model.shape and config.model.path is None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
-            _check_model_settings(config)
-            _check_run_dir(action, config)  # of a sweep
+            check_model_settings(config)
+            check_run_dir(action, config)  # of a sweep
             _job(action, config, *more)
         except ConfigError as error:
             _remove_refused(Path(composed.run.dir), new_parents)
@@ -143,7 +143,7 @@ def _check_config_files(args: Sequence[str]) -> None:
             check_config_json(value.strip("'\""), key)
 
 
-def _check_model_settings(config: Config) -> None:
+def check_model_settings(config: Config) -> None:
     """Raise ConfigError for settings that a model's `config.json` alone rules out."""
     from hybridrl.models.config_json import check_has_experts, check_layouts, check_value_layout
 
@@ -154,7 +154,7 @@ def _check_model_settings(config: Config) -> None:
         check_value_layout(settings.path, config.model, settings.layout, name)
 
 
-def _check_run_dir(action: str, config: Config) -> None:
+def check_run_dir(action: str, config: Config) -> None:
     """Raise ConfigError where a training run would add its metrics to those of another."""
     metrics = Path(config.run.dir) / "metrics.jsonl"
     there = metrics.is_file() and metrics.stat().st_size > 0  # a run that did not get far has none

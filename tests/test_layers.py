@@ -20,7 +20,8 @@ CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow"
 WORKERS = CORE | {"system", "telemetry", "data", "rewards", "checkpoint"}
 RUNTIME = WORKERS | {"workers", "compat"}
 ALLOWED: dict[str, set[str]] = {
-    "__init__": set(),
+    "__init__": {"notebook"},
+    "notebook": {"config", "telemetry", "controller", "cli"},
     "config": set(),
     "conf": set(),
     "system": {"config"},

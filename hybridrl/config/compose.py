@@ -109,7 +109,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> Config:
-    """Compose `overrides` once and raise `ConfigError` for the first error.
+    """Compose `overrides` once and raise `ConfigError` for the first error; see `composed`."""
+    return to_config(composed(overrides, config_dir, sweep))
+
+
+def composed(
+    overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False
+) -> DictConfig:
+    """The settings that `overrides` compose; raises `ConfigError` for the first error.
 
     With `sweep`, the first choice of every `key=a,b` is composed, and `run.dir` is the directory of
     the sweep: `hydra.sweep.dir`, unless `run.dir` is among the overrides.
@@ -121,15 +128,15 @@ def check(overrides: Sequence[str], config_dir: str | None = None, sweep: bool =
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            composed = compose(
+            node = compose(
                 "train", overrides=[*flat, *_searchpath(config_dir)], return_hydra_config=True
             )
-            HydraConfig.instance().set_config(composed)  # the directory's name is built from it
-            if sweep and not any(line.partition("=")[0] == "run.dir" for line in flat):
-                composed.run.dir = composed.hydra.sweep.dir
-            with open_dict(composed):
-                del composed["hydra"]
-            return to_config(composed)
+            HydraConfig.instance().set_config(node)  # the directory's name is built from it
+            swept = sweep and not any(line.partition("=")[0] == "run.dir" for line in flat)
+            node.run.dir = node.hydra.sweep.dir if swept else node.run.dir
+            with open_dict(node):
+                del node["hydra"]
+            return node
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir) from None
 

@@ -1,0 +1,62 @@
+"""`hybridrl.train` from Python, and the example notebook, cell by cell."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridrl
+from hybridrl.telemetry.records import read_lines
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
+SHORT = [
+    "warm_start.steps=2", "trainer.steps=2", "trainer.prompts_per_step=4", "data.eval_size=4",
+    "data.size=50", "telemetry.tensorboard=false",
+]  # fmt: skip
+
+
+def test_settings_that_cannot_work_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(hybridrl.ConfigError, match=r"^recipe=grop: wanted one of"):
+        hybridrl.train(["recipe=grop"])
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(hybridrl.ConfigError, match=r"^run.dir=.*: wanted a directory without"):
+        hybridrl.train(["run.dir=before"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "before"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hybridrl.nothing
+
+
+def test_metrics_are_a_table_and_are_drawn(tmp_path: Path) -> None:
+    rows = [{"step": s, "time": s, "phase": "rl", "reward_mean": s / 4} for s in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = hybridrl.Result(tmp_path, {})
+    assert list(result.metrics["reward_mean"]) == [0.25, 0.5, 0.75, 1.0]
+    assert list(result.metrics.index) == [1, 2, 3, 4]
+    with pytest.raises(hybridrl.ConfigError, match=r"^plot=kl: wanted one of .*reward_mean"):
+        result.plot("kl")
+    (axes,) = result.plot().axes
+    assert list(axes.lines[0].get_ydata()) == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.layouts
+def test_the_example_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_here: Callable[..., Any]
+) -> None:
+    """As Jupyter runs it, but with a shorter run; `train_here` has the ranks' processes ready."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"])
+            source = source.replace('"trainer.steps=40"', ", ".join(map(repr, SHORT)))
+            exec(source.replace("num_samples=4", 'num_samples=4", "data.eval_size=4'), names)
+    assert names["result"].run_dir == tmp_path / "runs" / "notebook"
+    lines = read_lines(tmp_path / "runs" / "notebook" / "metrics.jsonl")
+    assert len(names["result"].metrics) == len({line["step"] for line in lines}) == 4
+    assert (tmp_path / "runs" / "notebook" / ".hydra" / "config.yaml").is_file()
+    assert 0 <= names["sampled"].summary["eval/main/pass@4"] <= 1
