@@ -228,7 +228,7 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
         (vllm_plans, 3),
         (expert_plans, 2),
         pytest.param(vllm_plans, 4, marks=pytest.mark.gpu_dry),
-        pytest.param(expert_plans, 4, marks=pytest.mark.gpu_dry),
+        pytest.param(expert_plans, 4, marks=LONG),
         pytest.param(plans, 6, marks=LONG),
         pytest.param(plans, 8, marks=LONG),
         pytest.param(plans, 16, marks=LONG),

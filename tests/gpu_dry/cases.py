@@ -11,9 +11,6 @@ ABOVE_LIMIT = 5, 6
 `KEEP_UNSHARDED_PARAMETERS`."""
 
 CASES: dict[str, Case] = {
-    # Whole, to show that the figures of a few layers give those of all.
-    "1.7b on 1, whole": Case(model=SMALL, critic=True),
-    "1.7b on 8, whole": Case(model=SMALL, ranks=8, rank=3),
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
     "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
     "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True),

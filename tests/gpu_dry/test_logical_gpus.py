@@ -129,7 +129,7 @@ def test_ranks_of_a_node_are_neighbors_and_see_all_its_gpus(on_nodes: OnNodes) -
     assert not drivers & set(missed)
 
 
-@pytest.mark.gpu_dry
+@pytest.mark.gpu_dry_full
 def test_two_nodes_of_eight(on_nodes: OnNodes) -> None:
     """One names its GPUs in an order of its own, on the other Ray counts them."""
     visible: list[str | None] = ["7,6,5,4,3,2,1,0", None]
