@@ -37,6 +37,12 @@ SETTINGS = {
     "remax": ["trainer.prompts_per_step=128"],
     # a vote is to be right more often than any single mistake
     "ttrl": ["warm_start.steps=300"],
+    # to be right, and to be a word
+    "gdpo": [
+        "reward=sum",
+        "+reward.parts={{right: {{kind: exact, extract: '#(.*)'}}, "
+        "form: {{kind: regex, pattern: '#[a-z]+', weight: 0.5}}}}",
+    ],
     # as many samples a step as the others, from an eighth of the prompts
     "brorl": ["recipe=grpo", "recipe.group_size=64", "trainer.prompts_per_step=4"],
 }  # fmt: skip

@@ -98,6 +98,35 @@ def minimum_variance(rewards: Values, square_norms: Values, ratios: Values) -> l
     return _less(values, math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total)
 
 
+def mean_normalized(rewards: Values, *, eps: float = 1e-6) -> list[float]:
+    """MaxRL: each reward less the group's mean, over the mean plus `eps`, [samples].
+
+    Tajwar, Zeng et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710. Let p
+    be the probability of a right response, whose reward is 1, others' 0. The expected step is then
+    along the gradient of log p, by the first terms of its series: one less than the group has
+    samples. A group whose mean is not above 0 has no advantage.
+    """
+    values = [float(reward) for reward in rewards]
+    mean = math.fsum(values) / max(len(values), 1)
+    if not _has_spread(values) or mean <= 0:
+        return [0.0] * len(values)
+    return [value / (mean + eps) for value in _less(values, mean)]
+
+
+def standardized_sum(
+    *advantages: Values, weights: Sequence[float], eps: float = 1e-6
+) -> list[float]:
+    """GDPO: the weighted sum of advantages by several rewards, standardized over the batch.
+
+    Liu et al., arXiv 2601.05242. Each of `advantages` [samples] is one reward's, compared within
+    the group (`group_relative`), `weights` has one number each. Of the sum the mean over all
+    samples is taken off; it is divided by their sample standard deviation plus `eps`.
+    """
+    columns = zip(advantages, weights, strict=True)
+    weighted = [[weight * float(a) for a in column] for column, weight in columns]
+    return group_relative([math.fsum(row) for row in zip(*weighted, strict=True)], eps=eps)
+
+
 def entropy_reshaped(advantages: Values, entropies: Values) -> list[float]:
     """ETTRL: advantages of one group weighed by how sure the policy was of each response.
 

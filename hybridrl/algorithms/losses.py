@@ -189,6 +189,44 @@ class CISPOLoss(PolicyLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SAPOLoss(PolicyLoss):
+    """SAPO: a gate that closes softly, where others clip (Gao et al., arXiv 2511.20347).
+
+    With r = exp(log_probs - old_log_probs), advantage A, and tau = tau_pos where A > 0, else
+    tau_neg, per token
+
+        -(4 / tau) sigmoid(tau (r - 1)) A
+
+    The gradient is that of r A, times 4 s (1 - s) for the sigmoid s. That is 1 at r = 1, less with
+    the distance from there, never 0. A larger tau closes sooner; that of bad responses is the
+    larger one, since what they push up are the vocabulary's other tokens.
+
+    Metrics per token: `gate`, 4 s (1 - s), and those of `PolicyLoss`, `ratio`, `approx_kl`.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    normalize: str = "sequence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tau_pos", "tau_neg"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"recipe.{name}", getattr(self, name), "above 0")
+
+    def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
+        """Gated policy gradient's loss [tokens]."""
+        log_ratio = bounded_log_ratio(log_probs - fields["old_log_probs"])
+        ratio, advantages = log_ratio.exp(), fields["advantages"]
+        taus = ratio.new_tensor([self.tau_neg, self.tau_pos])
+        tau = taus[(advantages > 0).long()]
+        soft = (tau * (ratio - 1)).sigmoid()
+        gate = (4 * soft * (1 - soft)).detach()
+        loss = -4 / tau * soft * advantages
+        return loss, {"gate": gate} | ratio_metrics(ratio, log_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReinforceLoss(PolicyLoss):
     """The policy gradient itself: -A log p per token (Williams 1992).
 

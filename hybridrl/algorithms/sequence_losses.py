@@ -13,7 +13,13 @@ from enum import Enum
 import torch
 from torch.nn.functional import logsigmoid
 
-from hybridrl.algorithms.losses import ClippedLoss, Fields, bounded_log_ratio
+from hybridrl.algorithms.losses import (
+    ClippedLoss,
+    Fields,
+    PolicyLoss,
+    bounded_log_ratio,
+    ratio_metrics,
+)
 from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
 
@@ -46,12 +52,51 @@ class GSPOLoss(ClippedLoss):
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] of the sequences' ratios."""
-        sequence = fields["sequence"]
-        token_log_ratio = log_probs.detach() - fields["old_log_probs"]
-        counts = per_sequence(torch.ones_like(token_log_ratio), sequence)
-        means = (per_sequence(token_log_ratio, sequence) / counts)[sequence]
-        log_ratio = bounded_log_ratio(means + (log_probs - log_probs.detach()))
+        token_log_ratio = log_probs - fields["old_log_probs"]
+        log_ratio = bounded_log_ratio(sequence_mean(token_log_ratio, fields["sequence"]))
         return self.clipped(log_ratio, bounded_log_ratio(token_log_ratio), fields["advantages"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPOLoss(PolicyLoss):
+    """GMPO: the geometric mean of a response's clipped ratios (Zhao et al., arXiv 2507.20673).
+
+    With x the tokens' log_probs - old_log_probs, clipped one by one and on one side only,
+
+        c = min(x, clip_high) where A > 0, else max(x, -clip_low)
+
+    a response's loss is -exp(mean of c) A. The bounds are those of log-ratios: 0.4 allows ratios of
+    e^-0.4 to e^0.4. Unlike GSPO's, a token that is clipped leaves the others their gradient.
+    Advantages may differ between the tokens, as in `GSPOLoss`; then each has its own gradient.
+
+    Metrics per token: `clip_fraction_low`, `clip_fraction_high`, `ratio`, which is exp(mean of c),
+    `approx_kl` of the tokens' own ratios, and those of `PolicyLoss`.
+    """
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+    normalize: str = "sequence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("clip_low", "clip_high"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"recipe.{name}", getattr(self, name), "0 or above")
+
+    def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
+        """Surrogate [tokens] of the responses' mean clipped log-ratios."""
+        advantages = fields["advantages"]
+        log_ratio = bounded_log_ratio(log_probs - fields["old_log_probs"])
+        positive = advantages > 0
+        low = (log_ratio < -self.clip_low) & (advantages < 0)
+        high = (log_ratio > self.clip_high) & positive
+        clipped = torch.where(
+            positive, log_ratio.clamp(max=self.clip_high), log_ratio.clamp(min=-self.clip_low)
+        )
+        ratio = sequence_mean(clipped, fields["sequence"]).exp()
+        flags = {"clip_fraction_low": low, "clip_fraction_high": high}
+        metrics = {name: flag.to(ratio.dtype) for name, flag in flags.items()}
+        return -ratio * advantages, metrics | ratio_metrics(ratio, log_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +149,7 @@ class DPOLoss(Loss[torch.Tensor]):
             margin = rewards[:, 0] - rewards[:, 1]
             smoothing = self.label_smoothing
             loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
-        # Each side's tokens have half of the pair's weight, but all of it where the other has none.
-        loss = loss * 2 / (counts > 0).sum(1).clamp(min=1)
-        return loss[sequence // 2], reward_metrics(rewards, sequence)
+        return at_tokens(loss, counts, sequence), reward_metrics(rewards, sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +217,24 @@ def per_sequence(x: torch.Tensor, sequence: torch.Tensor, samples_per_row: int =
 def per_pair(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """Sums [pairs, 2] of `x` [tokens]: of the chosen, and of the rejected sequence."""
     return per_sequence(x, sequence, samples_per_row=2).view(-1, 2)
+
+
+def sequence_mean(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """The mean of `x` [tokens] over each token's sequence, with the gradient of its own x whole.
+
+    With one weight for all tokens of a sequence, the sum has the gradient of the mean.
+    """
+    counts = per_sequence(torch.ones_like(x), sequence)
+    means = (per_sequence(x.detach(), sequence) / counts)[sequence]
+    return means + (x - x.detach())
+
+
+def at_tokens(loss: torch.Tensor, counts: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """`loss` [pairs] at every token [tokens]; `counts` [pairs, 2] are the sides' tokens.
+
+    Each side's tokens have half of the pair's weight, but all of it where the other has none.
+    """
+    return (loss * 2 / (counts > 0).sum(1).clamp(min=1))[sequence // 2]
 
 
 def reward_metrics(rewards: torch.Tensor, sequence: torch.Tensor) -> Fields:

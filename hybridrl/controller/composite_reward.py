@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hybridrl.config import Config, ConfigError, RewardKind
-from hybridrl.flow.graph import Graph, MapStage, Stage, StageMethod
+from hybridrl.flow.graph import ComputeStage, Graph, MapStage, Stage, StageMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def with_parts(graph: Graph, config: Config) -> Graph:
 
     So each part runs in its own way, a verifier on the sample's rank or a model on an instance. The
     sum keeps the name of the stage, so that the rest of the graph is as it was. Raises ConfigError
-    where the recipe reads the judged text, which a sum has not.
+    where the recipe reads the judged text, which a sum has not, or a part that the config has not.
     """
     stages: dict[str, Stage] = {}
     for stage in graph.stages.values():
@@ -43,28 +43,43 @@ def with_parts(graph: Graph, config: Config) -> Graph:
 
 def _stages(stage: Stage, config: Config) -> list[Stage]:
     role = stage.role
-    if stage.method is not StageMethod.SCORE or role is None or config.judges_of(role) == (role,):
+    if stage.method is not StageMethod.SCORE or role is None:
         return [stage]
-    if len(stage.scalars) > 2:
-        allowed = f"one verifier: the recipe reads the text that is judged ({stage.scalars[2]})"
-        raise ConfigError(f"{role}.kind", RewardKind.sum.value, allowed)
+    assert isinstance(stage, ComputeStage)
     judges, judge_stages = config.judges_of(role), list[Stage]()
+    _check_parts(stage, role, judges)
+    if judges == (role,):
+        return [stage]
+    # The total's own fields: those of the parts that the recipe reads are the parts' stages'.
+    fields = stage.scalars[: len(stage.scalars) - len(stage.parts)]
+    if len(fields) > 2:
+        allowed = f"one verifier: the recipe reads the text that is judged ({fields[2]})"
+        raise ConfigError(f"{role}.kind", RewardKind.sum.value, allowed)
     upstream, inputs = stage.upstream, tuple[str, ...]()
     for judge in judges:
         name = judge.rpartition(".")[2]
-        field = f"{stage.scalars[0]}_{name}"
+        field = f"{fields[0]}_{name}"
         outputs = (field, f"{field}_status")
         single = replace(stage, role=judge, upstream=upstream, outputs=outputs, scalars=outputs)
-        judge_stages.append(replace(single, name=f"{stage.name}.{name}"))
+        judge_stages.append(replace(single, name=f"{stage.name}.{name}", parts=()))
         upstream, inputs = (judge_stages[-1].name,), (*inputs, *outputs)
     weights = tuple((judge.rpartition(".")[2], config.weight_of(judge)) for judge in judges)
     total = MapStage(
         name=stage.name,
         upstream=upstream,
         inputs=inputs,
-        outputs=stage.outputs,
-        scalars=stage.scalars,
+        outputs=fields,
+        scalars=fields,
         function=WeightedSum(weights),
-        returns=stage.scalars,
+        returns=fields,
     )
     return [*judge_stages, total]
+
+
+def _check_parts(stage: ComputeStage, role: str, judges: tuple[str, ...]) -> None:
+    """Raise for a part whose score the recipe reads, and that the config does not have."""
+    names = [] if judges == (role,) else [judge.rpartition(".")[2] for judge in judges]
+    for name in stage.parts:
+        if name not in names:
+            allowed = f"{name} among them: the recipe reads its score"
+            raise ConfigError(f"{role}.parts", names, allowed)

@@ -13,6 +13,7 @@ from hybridrl.controller.async_calls import Calling, EventCalls, Rounds, answers
 from hybridrl.controller.load_balance import UNKNOWN_WORK, RankWork, assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
+from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
     Advanced,
@@ -153,6 +154,7 @@ class RayExecutor:
         """Deal the dataset's targets to the ranks."""
         logger.debug("stage %s begins on %d samples", stage.name, len(ids))
         ranks = self.group.home.ranks
+        prompts = with_next_targets(prompts) if stage.of_next else prompts
         for rank in ranks:
             mine = slice(rank, None, len(ranks))
             if ids[mine]:

@@ -1,7 +1,7 @@
 """Converts rows to prompts and targets: templates, chat, tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig
@@ -28,6 +28,25 @@ class Item:
     """The source's row, for the verifier."""
     columns: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     """Tokens of other responses of the row, by column (`Flow.targets`), with the end token."""
+
+
+def with_next_targets(items: Sequence[Item]) -> list[Item]:
+    """Each item with the responses of the next one, the last with those of the first.
+
+    They are cut where a prompt with another's response would be longer than all of `items` with
+    their own.
+    """
+    longest = max((len(item.prompt_ids) + _longest_response(item) for item in items), default=0)
+    joined = []
+    for item, other in zip(items, [*items[1:], *items[:1]], strict=True):
+        room = longest - len(item.prompt_ids)
+        columns = {name: ids[:room] for name, ids in other.columns.items()}
+        joined.append(replace(item, target_ids=other.target_ids[:room], columns=columns))
+    return joined
+
+
+def _longest_response(item: Item) -> int:
+    return max(map(len, (item.target_ids, *item.columns.values())))
 
 
 def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:

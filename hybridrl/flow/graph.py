@@ -62,10 +62,11 @@ class SourceStage(Stage):
 class AnswersStage(SourceStage):
     """The dataset's own targets as responses, made on the ranks (supervised).
 
-    `column` is the dataset's; None is its answer.
+    `column` is the dataset's; None is its answer. With `of_next` it is the next prompt's.
     """
 
     column: str | None = None
+    of_next: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,12 @@ class GenerateStage(SourceStage):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeStage(Stage):
-    """Per sample: a role's `method`."""
+    """Per sample: a role's `method`.
+
+    `parts` are those of `reward.kind=sum` whose scores are outputs, too.
+    """
+
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,11 +64,14 @@ class Flow:
         """The dataset's answers as responses: supervised training."""
         return self.targets()
 
-    def targets(self, column: str | None = None, *, name: str | None = None) -> Stream:
+    def targets(
+        self, column: str | None = None, *, name: str | None = None, of_next: bool = False
+    ) -> Stream:
         """A column of the dataset as responses, one per prompt; None is the answer.
 
         Adds the tensor `tokens` and the scalar `finish`. The `name`, by default the column's, is
-        the samples' branch.
+        the samples' branch. With `of_next` a prompt has the response of the next one of the batch,
+        the last that of the first: responses whatever the prompt (KTO).
         """
         return make_source(
             self.prompts,
@@ -79,6 +82,7 @@ class Flow:
                 scalars=("finish",),
                 branch=name or column or "",
                 column=column,
+                of_next=of_next,
             ),
         )
 

@@ -3,7 +3,7 @@
 Each is a thin, typed face of one role; a method appends the stage that runs it on the ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,13 +219,23 @@ class CriticHandle(Trainable):
 class Judge(RoleHandle):
     """A verifier or a model that scores; the cost of Safe-RLHF is one."""
 
-    def score(self, stream: Stream, *, name: str | None = None, text: str | None = None) -> Stream:
+    def score(
+        self,
+        stream: Stream,
+        *,
+        name: str | None = None,
+        text: str | None = None,
+        parts: Sequence[str] = (),
+    ) -> Stream:
         """Add the scalar `reward` (`cost`, or `name`) and `<that>_status`: ok, error or timeout.
 
-        With a name for it also the judged `text`, which `reward.extract` finds in the response.
+        With a name for it also the judged `text`, which `reward.extract` finds in the response. Of
+        the `parts` of `reward.kind=sum`, which the config has by these names, also each one's
+        score: `reward_NAME`.
         """
         field = name or self.role
-        scalars = (field, f"{field}_status", *([text] if text else ()))
+        scores = tuple(f"{field}_{judge}" for judge in parts)
+        scalars = (field, f"{field}_status", *([text] if text else ()), *scores)
         return stream.then(
             ComputeStage(
                 name=stream.stage_name(field),
@@ -235,6 +245,7 @@ class Judge(RoleHandle):
                 inputs=("tokens",),
                 outputs=scalars,
                 scalars=scalars,
+                parts=tuple(parts),
             )
         )
 

@@ -1,5 +1,6 @@
 """Advantages of scalars against verl and the formulas in float64."""
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -12,8 +13,10 @@ from hybridrl.algorithms.advantages import (
     greedy_baseline,
     group_relative,
     leave_one_out,
+    mean_normalized,
     minimum_variance,
     optimal_baseline,
+    standardized_sum,
 )
 
 
@@ -181,3 +184,56 @@ def test_without_spread_there_is_no_advantage(name: str, size: int, reward: floa
 def test_samples_without_tokens_count_for_nothing() -> None:
     assert optimal_baseline([1.0, 0.0], [0, 0]) == [0.0, 0.0]
     assert optimal_baseline([1.0, 0.0], [0, 4]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_mean_normalized_follows_the_likelihood(p: float, size: int) -> None:
+    """The expected gradient by p, over all numbers of right responses. That of log p is 1 / p, the
+    sum of (1 - p)^k over k from 0; here it ends at k = size - 2.
+    """
+    score = {1.0: 1 / p, 0.0: -1 / (1 - p)}  # the derivative of a response's log-probability
+    gradient = 0.0
+    for right in range(size + 1):
+        rewards = [1.0] * right + [0.0] * (size - right)
+        chance = math.comb(size, right) * p**right * (1 - p) ** (size - right)
+        terms = zip(mean_normalized(rewards, eps=0.0), rewards, strict=True)
+        gradient += chance * sum(a * score[reward] for a, reward in terms) / size
+    assert gradient == pytest.approx(sum((1 - p) ** k for k in range(size - 1)))
+
+
+def test_mean_normalized_agrees_with_the_formula() -> None:
+    rewards = np.array([0.0, 1.0, 1.0, 0.25])
+    mean = rewards.mean()
+    np.testing.assert_allclose(mean_normalized(rewards), (rewards - mean) / (mean + 1e-6), **EXACT)
+    assert mean_normalized([-1.0, 0.5]) == [0.0, 0.0]
+    assert mean_normalized([]) == []
+
+
+def test_standardized_sum_agrees_with_verl(core_algos: ModuleType) -> None:
+    """Of responses of one token, since verl weighs them by their tokens. Its rewards are float32,
+    and it adds 1e-8 to the variance.
+    """
+    first, second = Groups(seed=0), Groups(seed=1)
+    size, weights = len(first.flat), [1.0, -0.25]
+    theirs, _ = core_algos.compute_gdpo_outcome_advantage(
+        torch.zeros(size, 1),
+        torch.ones(size, 1),
+        first.index,
+        config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": weights},
+        non_tensor_batch={"a": first.flat, "b": second.flat},
+        batch={"prompts": torch.zeros(size, 2), "attention_mask": torch.ones(size, 3).long()},
+    )
+    columns = [groups.joined(group_relative, groups.rewards) for groups in (first, second)]
+    ours = standardized_sum(*columns, weights=weights)
+    np.testing.assert_allclose(ours, theirs[:, 0].numpy(), rtol=2e-5, atol=2e-6)
+
+
+def test_standardized_sum_agrees_with_the_formula() -> None:
+    columns = np.random.default_rng(2).normal(size=(3, 20))
+    weights = np.array([1.0, 0.5, 0.0])
+    total = weights @ columns
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+    ours = standardized_sum(*columns, weights=weights)
+    np.testing.assert_allclose(ours, expected, **EXACT)
+    assert standardized_sum([1.0, -1.0], [-1.0, 1.0], weights=[1, 1]) == [0.0, 0.0]

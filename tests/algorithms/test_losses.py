@@ -14,6 +14,7 @@ from hybridrl.algorithms.losses import (
     CrossEntropyLoss,
     PolicyLoss,
     ReinforceLoss,
+    SAPOLoss,
 )
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
@@ -260,7 +261,36 @@ def test_reinforce_agrees_with_verl(
     torch.testing.assert_close(grad, expected_grad, **CLOSE)
 
 
-@pytest.mark.parametrize("loss_class", [CISPOLoss, ReinforceLoss])
+@pytest.mark.parametrize("taus", [(1.0, 1.05), (0.5, 3.0)])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 15.0])
+def test_sapo_agrees_with_verl(
+    core_algos: ModuleType, taus: tuple[float, float], spread: float
+) -> None:
+    """Its weights are always those of `sequence`."""
+    batch = Batch(LENGTHS, spread, seed=7)
+    loss = SAPOLoss(tau_pos=taus[0], tau_neg=taus[1])
+    config = {"tau_pos": taus[0], "tau_neg": taus[1]}
+    expected, expected_grad, _ = batch.verl(
+        core_algos.compute_policy_loss_sapo, loss, config=config
+    )
+    total, grad, metrics = batch.ours(loss)
+    torch.testing.assert_close(total, expected, **CLOSE)
+    torch.testing.assert_close(grad, expected_grad, **CLOSE)
+    assert (metrics["gate"] == 1) == (spread == 0)
+
+
+def test_sapo_is_the_policy_gradient_times_its_gate() -> None:
+    batch = Batch((9,), seed=8)
+    loss = SAPOLoss(tau_pos=2.0, tau_neg=0.7, normalize="token")
+    _, grad, metrics = batch.ours(loss)
+    ratio = (batch.log_probs - batch.old).exp()
+    tau = 2.0 if batch.advantages[0, 0] > 0 else 0.7
+    gate = 1 / torch.cosh(tau / 2 * (ratio - 1)) ** 2
+    torch.testing.assert_close(grad, -gate * ratio * batch.advantages / 9, **CLOSE)
+    torch.testing.assert_close(metrics["gate"], gate.mean())
+
+
+@pytest.mark.parametrize("loss_class", [CISPOLoss, ReinforceLoss, SAPOLoss])
 def test_kl_and_entropy_are_added_to_every_surrogate(loss_class: type[PolicyLoss]) -> None:
     batch = Batch(LENGTHS, seed=6)
     bare = loss_class(normalize="token")
@@ -276,7 +306,7 @@ def test_kl_and_entropy_are_added_to_every_surrogate(loss_class: type[PolicyLoss
     assert metrics["kl"] == pytest.approx((difference**2 / 2)[batch.mask].mean().item())
 
 
-@pytest.mark.parametrize("loss_class", [CISPOLoss, ReinforceLoss])
+@pytest.mark.parametrize("loss_class", [CISPOLoss, ReinforceLoss, SAPOLoss])
 def test_other_losses_without_a_token_are_zero(loss_class: type[PolicyLoss]) -> None:
     total, grad, _ = Batch((0, 0)).ours(loss_class(kl_coef=0.1))
     assert total == 0
@@ -290,6 +320,7 @@ def test_extreme_weights_stay_finite_and_bounded() -> None:
     for loss, expected in (
         (CISPOLoss(), [-5.0, 0.0, 5.0, 0.0]),
         (CISPOLoss(clip_low=0.2, clip_high=0.2), [-1.2, -0.8, 1.2, 0.8]),
+        (SAPOLoss(), [0.0, 0.0, 0.0, 0.0]),
     ):
         values, metrics = loss(new, None, {"advantages": advantages, "old_log_probs": old})
         (grad,) = torch.autograd.grad(values.sum(), new)
@@ -312,7 +343,7 @@ def test_cross_entropy_agrees_with_torch() -> None:
 
 
 def test_losses_are_pickled_whole() -> None:
-    losses = (CISPOLoss(), ReinforceLoss(), CrossEntropyLoss())
+    losses = (CISPOLoss(), SAPOLoss(), ReinforceLoss(), CrossEntropyLoss())
     for loss in (ClippedLoss(dual_clip=3.0, kl_coef=0.1, kl="k2"), *losses):
         assert pickle.loads(pickle.dumps(loss)) == loss
 
@@ -336,6 +367,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> Non
     ("loss_class", "settings", "message"),
     [
         (CISPOLoss, {"clip_low": -0.1}, r"recipe\.clip_low=-0.1: wanted 0 to 1"),
+        (SAPOLoss, {"tau_neg": 0.0}, r"recipe\.tau_neg=0.0: wanted above 0"),
         (ReinforceLoss, {"kl": "k9"}, r"recipe\.kl=k9: wanted one of k1, k2, k3"),
     ],
 )

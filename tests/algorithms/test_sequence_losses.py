@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from packed_rows import Row
 
 from hybridrl.algorithms.kl import k3
-from hybridrl.algorithms.normalize import token_weights
 from hybridrl.algorithms.sequence_losses import (
     BradleyTerryLoss,
     DPOLoss,
     DPOVariant,
+    GMPOLoss,
     GSPOLoss,
     per_pair,
     per_sequence,
@@ -28,48 +29,6 @@ MODES = {
     "sequence": "seq-mean-token-mean",
     "constant": "seq-mean-token-sum-norm",
 }
-
-
-class Row:
-    """Sequences of `lengths` behind each other by ascending length, as `engines.train.packed`.
-
-    Tensors are made and returned padded, [sequences, width], in the order of the update.
-    """
-
-    def __init__(self, lengths: tuple[int, ...], seed: int = 0) -> None:
-        self.lengths = lengths
-        self.width = max(*lengths, 1)
-        self.mask = torch.arange(self.width) < torch.tensor(lengths)[:, None]
-        self.order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-        self.counts = [lengths[i] for i in self.order]
-        self.sequence = torch.tensor(self.order).repeat_interleave(torch.tensor(self.counts))
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def draw(self, *, each: bool = True) -> torch.Tensor:
-        """Normal numbers, one for each token or one for all of a sequence."""
-        shape = (len(self.lengths), self.width if each else 1)
-        values = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-        return values.expand(-1, self.width).contiguous()
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens] in the order of the row."""
-        return torch.cat([x[i, : self.lengths[i]] for i in self.order])
-
-    def batch_loss(
-        self, loss: Any, log_probs: torch.Tensor, **fields: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """As the engine computes it, its gradient, and the metrics of each token."""
-        leaf = log_probs.clone().requires_grad_()
-        packed = {name: self.pack(fields[name]) for name in loss.fields}
-        values, metrics = loss(self.pack(leaf), None, packed | {"sequence": self.sequence})
-        assert values.shape == self.sequence.shape
-        assert all(value.shape == values.shape for value in metrics.values())
-        weights = token_weights(
-            self.counts, loss.normalize, sum(self.counts), len(self.counts), self.width
-        )
-        total = (weights.double() * values).sum()
-        (grad,) = torch.autograd.grad(total, leaf)
-        return total.detach(), grad, metrics
 
 
 @pytest.mark.parametrize("normalize", sorted(MODES))
@@ -147,6 +106,64 @@ def test_gspo_stays_finite_at_extreme_ratios() -> None:
     assert total.item() == pytest.approx(1.5, abs=1e-6)
     assert torch.equal(grad, torch.zeros_like(grad))
     assert all(torch.isfinite(value).all() for value in metrics.values())
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.4), (0.1, 0.6)])
+def test_gmpo_agrees_with_verl(
+    core_algos: ModuleType, spread: float, low: float, high: float
+) -> None:
+    from verl.workers.config import ActorConfig
+
+    row = Row((3, 7, 1, 12, 5, 2, 2))
+    log_probs = -row.draw().abs()
+    old = log_probs + spread * row.draw()
+    advantages = row.draw(each=False)
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+    )
+    leaf = log_probs.clone().requires_grad_()
+    expected, theirs = core_algos.compute_policy_loss_geo_mean(
+        old, leaf, advantages, row.mask.double(), config=config
+    )
+    (expected_grad,) = torch.autograd.grad(expected, leaf)
+    loss, fields = GMPOLoss(clip_low=low, clip_high=high), {"old_log_probs": old}
+    total, grad, metrics = row.batch_loss(loss, log_probs, advantages=advantages, **fields)
+    torch.testing.assert_close(total, expected.detach(), **CLOSE)
+    torch.testing.assert_close(grad, expected_grad, **CLOSE)
+    # verl counts tokens beyond either bound, whether the clip binds or not.
+    assert metrics["clip_fraction_high"].mean() <= theirs["actor/pg_clipfrac"] + 1e-6
+    assert metrics["clip_fraction_low"].mean() <= theirs["actor/pg_clipfrac_lower"] + 1e-6
+    clipped = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+    assert (clipped.mean() > 0) == (spread > 0)
+
+
+def test_gmpo_is_the_geometric_mean_of_its_ratios() -> None:
+    """Written out; a response without tokens changes nothing, nor any cut into micro-batches."""
+    row = Row(LENGTHS, seed=1)
+    log_probs, advantages = -row.draw().abs(), row.draw(each=False)
+    old = log_probs + 0.5 * row.draw()
+    leaf = log_probs.clone().requires_grad_()
+    terms = []
+    for i, length in enumerate(LENGTHS):
+        if length:
+            x, a = (leaf - old)[i, :length], advantages[i, 0]
+            clipped = x.clamp(max=0.3) if a > 0 else x.clamp(min=-0.2)
+            terms.append(-(clipped.exp().prod() ** (1 / length)) * a)
+    expected = torch.stack(terms).sum() / len(LENGTHS)
+    (expected_grad,) = torch.autograd.grad(expected, leaf)
+    loss = GMPOLoss(clip_low=0.2, clip_high=0.3)
+    fields = {"advantages": advantages, "old_log_probs": old}
+    for total, grad in (
+        row.batch_loss(loss, log_probs, **fields)[:2],
+        row.in_micro_batches([3, 4], loss, log_probs, **fields),
+    ):
+        torch.testing.assert_close(total, expected.detach(), **CLOSE)
+        torch.testing.assert_close(grad, expected_grad, **CLOSE)
 
 
 def dpo_pair(loss: DPOLoss, chosen: list[Any], rejected: list[Any]) -> torch.Tensor:
@@ -328,7 +345,9 @@ def test_bradley_terry_agrees_with_trl(center: float) -> None:
     )
 
 
-@pytest.mark.parametrize("loss", [GSPOLoss(), DPOLoss(), BradleyTerryLoss(signed=True)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [GSPOLoss(), GMPOLoss(), DPOLoss(), BradleyTerryLoss(signed=True)], ids=str
+)
 def test_a_row_without_tokens_has_no_loss_but_a_graph(loss: Any) -> None:
     leaf = torch.zeros(0, requires_grad=True)
     fields = {name: torch.zeros(0) for name in loss.fields}
@@ -357,6 +376,7 @@ def test_sums_go_by_the_sequences_number() -> None:
             "0: it is for variant=sigmoid",
         ),
         (BradleyTerryLoss, {"center": -1.0}, r"recipe\.center=-1.0: wanted 0 or above"),
+        (GMPOLoss, {"clip_low": -0.1}, r"recipe\.clip_low=-0.1: wanted 0 or above"),
         (GSPOLoss, {"clip_low": 2.0}, r"recipe\.clip_low=2.0: wanted 0 to 1"),
     ],
 )

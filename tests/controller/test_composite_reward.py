@@ -79,6 +79,11 @@ REFUSED = {
     "a name": ("reward=sum", "B: {kind: exact}", "^reward.parts=B: wanted names of lower-case"),
     "a sum": ("reward=sum", "a: {kind: sum}", "^reward.parts.a.kind=sum: wanted another kind"),
     "a value": ("reward=sum", "a: {kind: regex}", "^reward.parts.a.pattern=null: wanted a value"),
+    "a score": (
+        "recipe=gdpo recipe.parts={b:{weight:1}} reward=sum",
+        ONE,
+        r"^reward.parts=\['a'\]: wanted b among them: the recipe reads its score",
+    ),
     "text": ("recipe=ttrl reward=sum", ONE, "^reward.kind=sum: wanted one verifier: the recipe"),
     "a function": (
         "reward=sum",

@@ -1,8 +1,10 @@
 """Every recipe as it is: a few steps on one rank, by its defaults."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -44,3 +46,70 @@ def test_a_recipe_runs_by_its_defaults(
     moved = [name for name in start if name in final and not torch.equal(start[name], final[name])]
     assert moved == ([name for name in start if name in final] if learns else [])
     assert run.stored == [0] * len(run.stored)
+
+
+def test_gdpo_normalizes_each_reward(
+    train_here: Callable[..., Any], tiny_run: list[str], user_rewards: Path, tmp_path: Path
+) -> None:
+    """The parts of `reward.parts`, by their weights; one of weight 0 is recorded only."""
+    function = f"kind: function, function: '{user_rewards}:score'"
+    parts = {
+        "code": f"{{{function}}}",
+        "form": "{kind: regex, pattern: '[a-m].*', weight: -0.5}",
+        "exact": "{kind: exact, weight: 0}",
+    }
+    listed = ", ".join(f"{name}: {judge}" for name, judge in parts.items())
+    kept = [setting for setting in tiny_run if not setting.startswith(("reward", "recipe"))]
+    run = train_here(
+        tmp_path / "run",
+        *kept,
+        "recipe=gdpo",
+        "recipe.group_size=4",
+        "reward=sum",
+        f"+reward.parts={{{listed}}}",
+        "cluster.ranks=1",
+        "trainer.steps=1",
+        "eval.every=0",
+    )
+    lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        groups[line["id"].split(".")[0]].append(line)
+    assert {len(group) for group in groups.values()} == {4}
+    sums = []
+    for group in groups.values():
+        columns = [standardized([line[f"reward_{name}"] for line in group]) for name in parts]
+        sums += [a - 0.5 * b for a, b, _ in zip(*columns, strict=True)]
+    advantages = [line["advantage"] for group in groups.values() for line in group]
+    assert advantages == pytest.approx(standardized(sums), rel=1e-4, abs=1e-5)
+    assert len(set(advantages)) > 4
+    assert {line["reward_exact"] for line in lines} == {0}
+
+
+def test_kto_has_responses_to_other_prompts(
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Each prompt with those of the next one of the batch, the last with those of the first."""
+    kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
+    settings = ["recipe=kto", "cluster.ranks=2", "trainer.steps=2", "eval.every=0"]
+    run = train_here(tmp_path / "run", *kept, *settings)
+    lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
+    for step in (1, 2):
+        by_id = {line["id"]: line for line in lines if line["step"] == step}
+        prompts = sorted({int(id.split(".")[0]) for id in by_id})
+        assert len(prompts) > 2
+        for prompt, other in zip(prompts, [*prompts[1:], prompts[0]], strict=True):
+            for side in ("chosen", "rejected"):
+                own, next_own = (by_id[f"{x}.{side}.0"] for x in (prompt, other))
+                theirs = by_id[f"{prompt}.other_{side}.0"]
+                assert theirs["prompt"] == own["prompt"] != next_own["prompt"]
+                assert next_own["response"].startswith(theirs["response"])
+    first, second = (line for line in run.metrics if "kl" in line)
+    assert first["kl"] == 0
+    assert second["kl"] >= 0
+
+
+def standardized(values: list[float]) -> list[float]:
+    """Mean 0 and deviation 1; zeros where all are equal."""
+    deviation = stdev(values) or 1.0
+    return [(value - fmean(values)) / deviation for value in values]

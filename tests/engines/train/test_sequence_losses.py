@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybridrl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, GSPOLoss
+from hybridrl.algorithms.preference_losses import KTOLoss, ORPOLoss
+from hybridrl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, GMPOLoss, GSPOLoss
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
 
@@ -27,6 +28,9 @@ SPLITS = {
 GSPO = GSPOLoss(clip_low=0.3, clip_high=0.4)
 DPO = DPOLoss(beta=0.4, label_smoothing=0.1)
 BRADLEY_TERRY = BradleyTerryLoss(center=0.05)
+GMPO = GMPOLoss(clip_low=0.3, clip_high=0.4)
+ORPO = ORPOLoss(odds_weight=0.7)
+KTO = KTOLoss(beta=0.4, desirable_weight=1.3)
 
 
 @pytest.fixture
@@ -36,15 +40,19 @@ def pairs(sequences):
     for sequence in sequences:
         old = sequence.fields["old_log_probs"]
         sequence.fields["reference_log_probs"] = old + torch.randn(len(old), generator=random)
+        sequence.fields["kl"] = 0.3
+    for i, sequence in enumerate(sequences):
+        sequence.fields["sign"] = 1.0 if i % 3 else -1.0
     return sequences[:8]
 
 
 def log_ratios(model, sequence, name):
-    """Of the trained tokens, float64."""
+    """Of the trained tokens, float64; of no name the log-probabilities."""
     log_p = model(sequence.ids[None]).logits[0].log_softmax(-1)
     first = len(sequence.ids) - sequence.response_tokens
     response_log_p = log_p[first - 1 : -1].gather(-1, sequence.ids[first:, None])[:, 0]
-    return (response_log_p - sequence.fields[name])[... if sequence.mask is None else sequence.mask]
+    base = sequence.fields[name] if name else 0.0
+    return (response_log_p - base)[... if sequence.mask is None else sequence.mask]
 
 
 def gspo(model, sequences):
@@ -54,6 +62,27 @@ def gspo(model, sequences):
         a = sequence.fields["advantages"]
         total = total - torch.minimum(s * a, s.clamp(1 - 0.3, 1 + 0.4) * a)
     return total / len(sequences)
+
+
+def gmpo(model, sequences):
+    total = 0.0
+    for sequence in sequences:
+        x, a = log_ratios(model, sequence, "old_log_probs"), sequence.fields["advantages"]
+        total = total - (x.clamp(max=0.4) if a > 0 else x.clamp(min=-0.3)).mean().exp() * a
+    return total / len(sequences)
+
+
+def orpo(model, sequences):
+    h = torch.stack([log_ratios(model, s, None).mean() for s in sequences])
+    log_odds = h - torch.log(1 - h.exp())
+    return (-h[::2] - 0.7 * logsigmoid(log_odds[::2] - log_odds[1::2])).mean()
+
+
+def kto(model, sequences):
+    h = torch.stack([log_ratios(model, s, "reference_log_probs").sum() for s in sequences])
+    signs = torch.tensor([s.fields["sign"] for s in sequences])
+    weights = torch.where(signs > 0, 1.3, 1.0).double()
+    return (weights * torch.sigmoid(-0.4 * signs * (h - 0.3))).mean()
 
 
 def dpo(model, sequences):
@@ -107,7 +136,8 @@ def check(ranks, path, sequences, split, loss, want, gives_values=False):
     for metrics, local in results:
         assert metrics == results[0][0], "all ranks report the same"
         gradients |= local
-    assert metrics["loss"] == pytest.approx(total, abs=1e-6)
+    # Measured: ORPO's loss of 6.01 is off by 2e-7 of it, float32's rounding.
+    assert metrics["loss"] == pytest.approx(total, rel=5e-7, abs=1e-6)
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.any(), name
@@ -146,6 +176,14 @@ def test_gradients_equal_float64_autograd(ranks, tiny, pairs, split, loss, formu
         assert 0 < clipped < 1
     else:
         assert 0 < metrics["accuracy"] < 1
+
+
+@pytest.mark.parametrize(("loss", "formula"), [(GMPO, gmpo), (ORPO, orpo), (KTO, kto)])
+def test_further_losses_equal_float64_autograd(ranks, tiny, pairs, loss, formula):
+    """On two ranks of unequal work: how a batch is cut is the same for all losses of sequences."""
+    path = tiny("qwen3", False)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    check(ranks, path, pairs, "unequal ranks", loss, gradients(model, formula(model, pairs)))
 
 
 @pytest.mark.parametrize("split", ["one rank", "a rank without work", "tp 2", "pp 2"])

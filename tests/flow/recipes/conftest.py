@@ -88,6 +88,8 @@ class Bench:
         match name:
             case "reward" | "true_reward":
                 return self.reward_of(id)
+            case "reward_right" | "reward_form" | "reward_told":
+                return round(4 * uniform(id, name).item()) / 4
             case "answer":
                 return self.answer_of(id)
             case "cost":
@@ -117,7 +119,13 @@ class Bench:
 
     def run(self, recipe: str, *, steps: int = 1, **keys: Any) -> "TrainedBatch":
         """Steps of a recipe of the package, by its config.yaml and `keys`."""
-        config = OmegaConf.create({"rollout": {"max_new_tokens": self.max_tokens}})
+        config = OmegaConf.create(
+            {
+                "rollout": {"max_new_tokens": self.max_tokens},
+                "reward": {"parts": {}},
+                "run": {"seed": 0},
+            }
+        )
         config["recipe"] = OmegaConf.load(RECIPES / recipe / "config.yaml")
         settings = OmegaConf.to_container(config, resolve=True)["recipe"]
         settings.pop("defaults", None)

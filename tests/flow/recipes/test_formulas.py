@@ -17,14 +17,14 @@ import pytest
 import torch
 from scipy.stats import t as student
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 Bench = Response = TrainedBatch = Any  # classes of conftest.py
 Group = list[Response]
 
 
 def test_no_recipe_is_left_out(recipe_names: set[str]) -> None:
-    assert set(re.findall(r'bench\.run\("(\w+)"', Path(__file__).read_text())) == recipe_names
+    texts = [path.read_text() for path in Path(__file__).parent.glob("test_*.py")]
+    assert set(re.findall(r'bench\.run\("(\w+)"', "".join(texts))) == recipe_names
 
 
 # -- What formulas share ---------------------------------------------------------------------------
@@ -216,6 +216,109 @@ def test_gspo(bench: Bench) -> None:
 
     loss = torch.stack([term(r) for r in responses]).mean()
     bench.run("gspo").agrees(responses, loss)
+
+
+def test_sapo(bench: Bench) -> None:
+    """The gate sigmoid(tau (r - 1)) 4 / tau, of a tau for each sign of the advantage."""
+    responses = set_advantages(varied(bench.groups(8)))
+
+    def terms(r: Response) -> Tensor:
+        tau = 1.0 if r.advantage > 0 else 1.05
+        ratio = (r.new_log_probs - r.log_probs).exp()
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * r.advantage
+
+    bench.run("sapo").agrees(responses, response_mean([terms(r) for r in responses]))
+
+
+def test_gmpo(bench: Bench) -> None:
+    """The geometric mean of ratios within e^-0.4 and e^0.4, on the side that PPO clips."""
+    responses = set_advantages(varied(bench.groups(8)))
+
+    def term(r: Response) -> Tensor:
+        x = r.new_log_probs - r.log_probs
+        clipped = x.clamp(max=0.4) if r.advantage > 0 else x.clamp(min=-0.4)
+        return -(clipped.exp().prod() ** (1 / r.length)) * r.advantage
+
+    bench.run("gmpo").agrees(responses, torch.stack([term(r) for r in responses]).mean())
+
+
+def set_covariances(responses: Group) -> None:
+    """(log p - mean log p) (A - mean A) of each token, means over all of them."""
+    advantages = [torch.full((r.length,), float(r.advantage)).double() for r in responses]
+    means = torch.cat([r.log_probs for r in responses]).mean(), torch.cat(advantages).mean()
+    for r, a in zip(responses, advantages, strict=True):
+        r.covariance = (r.log_probs - means[0]) * (a - means[1])
+
+
+def test_clip_cov(bench: Bench) -> None:
+    """With a ratio of 1 all tokens between the bounds are left out; by default one of them."""
+    responses = set_advantages(varied(bench.groups(8)))
+    set_covariances(responses)
+
+    def terms(r: Response) -> Tensor:
+        return surrogate(r, 0.2, 0.2) * ~((r.covariance > 0.3) & (r.covariance < 0.9))
+
+    bounds = {"cov_low": 0.3, "cov_high": 0.9, "seed": 1}
+    batch = bench.run("clip_cov", cov_ratio=1.0, **bounds)
+    batch.agrees(responses, token_mean([terms(r) for r in responses]))
+    assert sum(batch.scalar("num_left_out")) == sum(batch.scalar("candidates")) > 10
+    batch = bench.run("clip_cov", **bounds)
+    assert sum(batch.scalar("num_left_out")) == 1
+
+
+@pytest.mark.parametrize("ratio", [2e-4, 0.2])
+def test_kl_cov(bench: Bench, ratio: float) -> None:
+    """The tokens of the largest covariances pay for |log r|; nothing is clipped."""
+    responses = set_advantages(varied(bench.groups(8)))
+    set_covariances(responses)
+    every = torch.cat([r.covariance for r in responses]).sort(descending=True).values
+    least = every[max(1, int(ratio * len(every))) - 1]
+
+    def terms(r: Response) -> Tensor:
+        x = r.new_log_probs - r.log_probs
+        return -x.exp() * r.advantage + 0.5 * x.abs() * (r.covariance >= least)
+
+    batch = bench.run("kl_cov", cov_ratio=ratio, cov_kl_coef=0.5)
+    batch.agrees(responses, token_mean([terms(r) for r in responses]))
+
+
+def test_gdpo(bench: Bench) -> None:
+    """Each reward standardized in its group, their weighted sum over the batch."""
+    weights = {"right": 1.0, "form": -0.5}
+
+    def joined(group: Group) -> list[float]:
+        by_reward = [
+            [weight * a for a in standardised([getattr(r, f"reward_{name}") for r in group])]
+            for name, weight in weights.items()
+        ]
+        return [sum(column) for column in zip(*by_reward, strict=True)]
+
+    responses = set_advantages(bench.groups(8), joined)
+    for r, a in zip(responses, standardised([r.advantage for r in responses]), strict=True):
+        r.advantage = a
+    parts = {name: {"weight": weight} for name, weight in weights.items()}
+    batch = bench.run("gdpo", parts=parts | {"told": {"weight": 0.0}})
+    batch.agrees(responses, clipped(responses))
+
+
+def test_gdpo_of_one_reward(bench: Bench) -> None:
+    """Without parts the reward itself; equal groups stay, at 0."""
+    responses = set_advantages(bench.groups(8), lambda g: standardised_or_zero(rewards(g)))
+    for r, a in zip(responses, standardised([r.advantage for r in responses]), strict=True):
+        r.advantage = a
+    bench.run("gdpo").agrees(responses, clipped(responses))
+
+
+def standardised_or_zero(values: Sequence[float]) -> list[float]:
+    return standardised(values) if len(set(values)) > 1 else [0.0] * len(values)
+
+
+def test_maxrl(bench: Bench) -> None:
+    """(R - mean) / mean; the estimator of the mean score function of right responses."""
+    responses = set_advantages(
+        varied(bench.groups(8)), lambda g: [x / fmean(rewards(g)) for x in less_mean(rewards(g))]
+    )
+    bench.run("maxrl").agrees(responses, clipped(responses))
 
 
 def test_cispo(bench: Bench) -> None:
@@ -473,43 +576,3 @@ def test_sft(bench: Bench, normalize: str, mean: Callable[..., Tensor]) -> None:
     bench.run("sft", normalize=normalize).agrees(
         responses, mean([-r.new_log_probs for r in responses])
     )
-
-
-def pairs(bench: Bench) -> list[tuple[Response, ...]]:
-    """The chosen and the rejected response to each prompt."""
-    sides = [flat(bench.groups(1, branch=side)) for side in ("chosen", "rejected")]
-    return list(zip(*sides, strict=True))
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo(bench: Bench, smoothing: float) -> None:
-    """Equation 7; with labels that are doubted Mitchell's conservative one."""
-
-    def reward(r: Response) -> Tensor:
-        return 0.1 * (r.new_log_probs - r.reference_log_probs).sum()
-
-    both = pairs(bench)
-    margins = torch.stack([reward(chosen) - reward(rejected) for chosen, rejected in both])
-    loss = -((1 - smoothing) * logsigmoid(margins) + smoothing * logsigmoid(-margins)).mean()
-    bench.run("dpo", label_smoothing=smoothing).agrees(flat(both), loss)
-
-
-def test_dpo_as_ipo(bench: Bench) -> None:
-    """arXiv 2310.12036, equation 17, per token: squared, towards 1 / (2 beta)."""
-
-    def mean(r: Response) -> Tensor:
-        return (r.new_log_probs - r.reference_log_probs).mean()
-
-    both = pairs(bench)
-    margins = torch.stack([mean(chosen) - mean(rejected) for chosen, rejected in both])
-    loss = (margins - 1 / (2 * 0.2)).square().mean()
-    bench.run("dpo", variant="ipo", beta=0.2).agrees(flat(both), loss)
-
-
-@pytest.mark.parametrize("center", [0.0, 0.01])
-def test_rm(bench: Bench, center: float) -> None:
-    """InstructGPT (arXiv 2203.02155), equation 1; centered: arXiv 2312.09244, equation 2."""
-    both = pairs(bench)
-    rewards = torch.stack([torch.cat([r.new_reward for r in pair]) for pair in both])
-    loss = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + center * rewards.sum(1).square()
-    bench.run("rm", center=center).agrees(flat(both), loss.mean(), "reward")
