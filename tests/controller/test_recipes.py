@@ -48,6 +48,7 @@ def test_a_recipe_runs_by_its_defaults(
     assert run.stored == [0] * len(run.stored)
 
 
+@pytest.mark.layouts
 def test_gdpo_normalizes_each_reward(
     train_here: Callable[..., Any], tiny_run: list[str], user_rewards: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_gdpo_normalizes_each_reward(
     assert {line["reward_exact"] for line in lines} == {0}
 
 
+@pytest.mark.layouts
 def test_kto_has_responses_to_other_prompts(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
