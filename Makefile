@@ -78,6 +78,14 @@ test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, 
 test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 	PYTHONPATH=.cache/torchao $(PYTEST) -q tests/engines/train/test_adamw8bit.py
 
+# Of its own: the libraries bring packages that nothing else needs.
+.cache/loggers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_loggers.sh
+	@scripts/install_loggers.sh $(VENV) .cache/loggers
+	@touch $@
+
+test-loggers: $(BIN)/.dev .cache/loggers/bin/.installed  ## runs in wandb, MLflow and Trackio, killed and resumed
+	.cache/loggers/bin/python -m pytest -q -m loggers tests/telemetry
+
 test-models: $(BIN)/.dev  ## every model family against transformers, the table of docs/models.md
 	$(PYTEST) -q -m models
 
@@ -162,4 +170,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-moe bench-placement bench-long bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-moe bench-placement bench-long bench-vllm

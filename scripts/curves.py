@@ -65,7 +65,7 @@ def train(recipe: str, steps: int, seed: int, runs: Path) -> Path:
         sys.executable, "-m", "hybridrl.cli", "train", "experiment=spell_tiny", "cluster=processes",
         f"trainer.steps={steps}", "trainer.save_every=0", "eval.sets.main.every=5",
         f"run.seed={seed}",
-        "telemetry.tensorboard=false", "telemetry.report=false", f"run.dir={folder}", *more,
+        "telemetry.loggers=[]", "telemetry.report=false", f"run.dir={folder}", *more,
     ]  # fmt: skip
     print(f"{recipe}: {steps} steps", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)

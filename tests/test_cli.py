@@ -295,6 +295,16 @@ WRONG = [
         "schedule=fused schedule.migration_threshold=-1",
         "schedule.migration_threshold=-1: wanted 0 or more, or null",
     ),
+    ("telemetry.tensorboard=false", "telemetry.tensorboard=false: renamed, now telemetry.loggers"),
+    ("telemetry.loggers=wandb", "telemetry.loggers=wandb: wanted a list: [a,b]"),
+    (
+        "telemetry.loggers=[tensorboard,comet]",
+        "telemetry.loggers=[tensorboard,comet]: wanted one of tensorboard, wandb, mlflow, trackio",
+    ),
+    (
+        "telemetry.loggers=[wandb,wandb]",
+        "telemetry.loggers=[wandb,wandb]: wanted each logger once",
+    ),
     ("rollout.parked_kv=keep", "rollout.parked_kv=keep: renamed, now schedule.parked_kv"),
     (
         "trainer.activation_checkpointing=true",

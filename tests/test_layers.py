@@ -223,8 +223,9 @@ def test_torch_free_rooms_bring_neither_torch_nor_ray() -> None:
 
 # What a bare GPU machine lacks, of hybridrl's dependencies.
 NOT_BARE = (
-    "datasets", "hydra", "math_verify", "omegaconf", "peft", "psutil", "pyarrow", "ray",
-    "reasoning_gym", "scipy", "tensorboard", "tensordict", "torchao", "triton", "verl", "vllm",
+    "datasets", "hydra", "math_verify", "mlflow", "omegaconf", "peft", "psutil", "pyarrow", "ray",
+    "reasoning_gym", "scipy", "tensorboard", "tensordict", "torchao", "trackio", "triton", "verl",
+    "vllm", "wandb",
 )  # fmt: skip
 # Hydra's part of config, what runs inside vLLM, an optimizer of an extra, and a kernel.
 NEEDS_MORE = {

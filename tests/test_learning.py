@@ -24,7 +24,7 @@ def accuracy(run_dir: Path, way: str, seed: int) -> tuple[float, float]:
     """Held-out accuracy before the recipe's steps (after the warm start) and at the end."""
     overrides = [
         "experiment=spell_tiny", f"trainer.steps={RL_STEPS}", "trainer.save_every=0",
-        "eval.sets.main.every=null", "telemetry.tensorboard=false", "telemetry.report=false",
+        "eval.sets.main.every=null", "telemetry.loggers=[]", "telemetry.report=false",
         "telemetry.progress=false", f"run.seed={seed}", f"run.dir={run_dir}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "hybridrl.cli", "train", *overrides, *WAYS[way]]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 SHORT = [
     "warm_start.steps=2", "trainer.steps=2", "trainer.prompts_per_step=4", "data.eval_size=4",
-    "data.size=50", "telemetry.tensorboard=false",
+    "data.size=50", "telemetry.loggers=[]",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from hybridrl.telemetry.records import read_lines
 
 PAGE = Path(__file__).parents[1] / "docs" / "rlhf.md"
-QUIET = ["telemetry.tensorboard=false", "telemetry.report=false", "telemetry.progress=false"]
+QUIET = ["telemetry.loggers=[]", "telemetry.report=false", "telemetry.progress=false"]
 
 
 def commands() -> list[list[str]]:

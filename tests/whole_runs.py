@@ -52,7 +52,7 @@ TINY = [
     "warm_start.steps=0",
     "warm_start.prompts_per_step=4",
     "rollout.max_new_tokens=12",
-    "telemetry.tensorboard=false",
+    "telemetry.loggers=[]",
     "telemetry.report=false",
     "telemetry.samples_per_step=1000",
 ]

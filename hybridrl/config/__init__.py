@@ -30,7 +30,14 @@ from hybridrl.config.lora import ActorConfig, LoraConfig
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
 from hybridrl.config.reward import JudgeConfig, RewardConfig, RewardKind, RewardPartConfig
 from hybridrl.config.rollout import Engine, RolloutConfig
-from hybridrl.config.run import Deterministic, LogConfig, LogLevel, RunConfig, TelemetryConfig
+from hybridrl.config.run import (
+    Deterministic,
+    LogConfig,
+    LoggerName,
+    LogLevel,
+    RunConfig,
+    TelemetryConfig,
+)
 from hybridrl.config.schedule import (
     FusedScheduleConfig,
     Migration,
@@ -130,6 +137,7 @@ class Config:
             # The checkpoint that a signal asks for would be deleted as soon as it is written.
             raise ConfigError("trainer.keep_last", 0, "1 or more, with cluster.requeue")
         self.warm_start.optim.check("warm_start.optim")
+        self.telemetry.check()
 
     def resolve_device(self, gpus: int, owner: str) -> None:
         """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
@@ -373,6 +381,7 @@ __all__ = [
     "LRSchedule",
     "LogConfig",
     "LogLevel",
+    "LoggerName",
     "LoraConfig",
     "MemoryCheck",
     "Migration",

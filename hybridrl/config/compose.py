@@ -236,7 +236,8 @@ def _files(group: str) -> list[str]:
 def _explain_key(
     error: OmegaConfBaseException, overrides: Sequence[str], config_dir: str | None
 ) -> ConfigError:
-    key, message = str(error.full_key), str(error.msg or error).splitlines()[0]
+    key = re.sub(r"\[\d+\]$", "", str(error.full_key))  # a list is given as a whole
+    message = str(error.msg or error).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(key, "???", f"a value ({key}=...)")
     if entry := _new_entry(error, overrides):

@@ -18,6 +18,7 @@ RENAMED_KEYS = {
     "rollout.migration_threshold": "schedule.migration_threshold",
     "rollout.over_provision": "schedule.over_provision",
     "rollout.parked_kv": "schedule.parked_kv",
+    "telemetry.tensorboard": "telemetry.loggers",
     "trainer.activation_checkpointing": "trainer.activations",
     "schedule": "schedule.kind",  # in settings alone: a command line has schedule=NAME still
 }

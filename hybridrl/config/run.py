@@ -1,9 +1,11 @@
 """The directory of a run, its determinism, its records and its log."""
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
+from hybridrl.config.errors import ConfigError
 
 
 class Deterministic(Enum):
@@ -13,18 +15,53 @@ class Deterministic(Enum):
     strict = "strict"  # bit for bit, under every schedule: each sample is computed alone
 
 
+class LoggerName(Enum):
+    """Programs and services that show a run; each is the name of its package."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+    mlflow = "mlflow"
+    trackio = "trackio"
+
+
 @dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
     """Records of a run, apart from its checkpoints."""
 
     progress: bool = True
     """Show progress; plain lines where the output is no terminal. Without, notes alone."""
-    tensorboard: bool = True
-    """Write TensorBoard events."""
+    loggers: list[LoggerName] = field(default_factory=lambda: [LoggerName.tensorboard])
+    """Where metrics and samples go besides the run's own files. All but `tensorboard` need the
+    extra of their name."""
+    project: str = "hybridrl"
+    """The project of wandb and trackio, the experiment of mlflow."""
     samples_per_step: int = 8
-    """Responses per step that are written to samples.jsonl."""
+    """Responses per step that are written to samples.jsonl, and sent to loggers."""
     report: bool = True
     """Render report.html at the end."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a logger that is named twice, or an empty project."""
+        if len(set(self.loggers)) < len(self.loggers):
+            raise ConfigError("telemetry.loggers", self._shown_loggers, "each logger once")
+        if not self.project:
+            raise ConfigError("telemetry.project", "", "a name")
+
+    def check_installed(self) -> None:
+        """Raise ConfigError for a logger whose package is missing."""
+        for logger in self.loggers:
+            name = logger.value
+            spec = importlib.util.find_spec(name)
+            # A folder of that name in the working directory, as wandb makes one, has no origin.
+            if spec is None or spec.origin is None:
+                package = name if logger is LoggerName.tensorboard else f"'hybridrl[{name}]'"
+                allowed = f"loggers that are installed; {name} needs: pip install {package}"
+                raise ConfigError("telemetry.loggers", self._shown_loggers, allowed)
+
+    @property
+    def _shown_loggers(self) -> str:
+        """As on a command line."""
+        return f"[{','.join(logger.value for logger in self.loggers)}]"
 
 
 class LogLevel(Enum):

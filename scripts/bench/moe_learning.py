@@ -31,7 +31,7 @@ def train(side: str, seed: int, runs: Path, more: list[str]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
         command = [
             sys.executable, "-m", "hybridrl.cli", "train", "experiment=spell_tiny",
-            "cluster.ranks=2", "telemetry.tensorboard=false", "telemetry.report=false",
+            "cluster.ranks=2", "telemetry.loggers=[]", "telemetry.report=false",
             f"run.seed={seed}", f"run.dir={folder}", *SIDES[side], *more,
         ]  # fmt: skip
         print(f"{side}, seed {seed}", file=sys.stderr, flush=True)

@@ -211,6 +211,9 @@ def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
     point = find_origin(config("schedule=partial", "recipe=grpo")).point
     assert point is not None
     assert point.folder == path
+    state["settings"]["telemetry.tensorboard"] = False  # it had another type
+    file.write_text(json.dumps(state))
+    assert find_origin(config("schedule=partial", "recipe=grpo")).point is not None
     reason = f", with which {path} was made"
     for setting, before in (
         ("schedule=fused", "partial"),

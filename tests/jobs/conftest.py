@@ -29,7 +29,7 @@ TINY = [
     "model.tiny.hidden_size=32", "model.tiny.intermediate_size=64", "model.tiny.num_layers=1",
     "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2", "model.tiny.head_dim=16",
     "data.size=50", "data.eval_size=8", "trainer.prompts_per_step=4", "trainer.steps=2",
-    "rollout.max_new_tokens=12", "telemetry.tensorboard=false", "telemetry.report=false",
+    "rollout.max_new_tokens=12", "telemetry.loggers=[]", "telemetry.report=false",
     "warm_start.steps=0",
 ]  # fmt: skip
 ON_CPUS = ["cluster=slurm", "cluster.gpus_per_node=0", "cluster.cpus_per_node=2"]

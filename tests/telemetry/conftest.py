@@ -110,7 +110,7 @@ def evaluation(accuracy: float) -> dict[str, float]:
 def write_run(run_dir: Path) -> Path:
     """Write the whole run through `Telemetry` and return its directory."""
     rng = random.Random(0)
-    config = TelemetryConfig(progress=False, tensorboard=False)
+    config = TelemetryConfig(progress=False, loggers=[])
     with Telemetry(run_dir, config, WARM + RL) as telemetry:
         now = time.time()
         telemetry.phase("warm_start", WARM)

@@ -37,7 +37,7 @@ def run_with(folder: Path, lengths: list[int] | None = None, **changed: Any) -> 
 
     In a name `__` stands for a slash.
     """
-    config = TelemetryConfig(progress=False, tensorboard=False)
+    config = TelemetryConfig(progress=False, loggers=[])
     with Telemetry(folder, config, STEPS) as telemetry:
         telemetry.phase("rl", STEPS)
         for step in range(1, STEPS + 1):

@@ -17,7 +17,7 @@ from hybridrl.telemetry.rundata import load
 
 def write(folder: Path, lr: float, seed: int, offset: float, steps: int = 6) -> Path:
     """A run whose reward at step s is s / 10 + `offset`; each step trains 100 tokens."""
-    config = TelemetryConfig(progress=False, tensorboard=False)
+    config = TelemetryConfig(progress=False, loggers=[])
     with Telemetry(folder, config, steps) as telemetry:
         telemetry.phase("rl", steps)
         for step in range(1, steps + 1):

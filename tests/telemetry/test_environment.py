@@ -15,7 +15,7 @@ from hybridrl.system.nvidia_smi import Gpu
 from hybridrl.telemetry.environment import capture, essentials, kept
 from hybridrl.telemetry.run import Telemetry
 
-QUIET = TelemetryConfig(progress=False, tensorboard=False)
+QUIET = TelemetryConfig(progress=False, loggers=[])
 
 
 def git(place: Path, *command: str) -> str:

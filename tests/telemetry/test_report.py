@@ -16,7 +16,7 @@ from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.trace import bubble_share, read_timeline
 
-QUIET = TelemetryConfig(progress=False, tensorboard=False)
+QUIET = TelemetryConfig(progress=False, loggers=[])
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,13 @@ from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.rundata import load
 
-QUIET = TelemetryConfig(progress=False, tensorboard=False)
+QUIET = TelemetryConfig(progress=False, loggers=[])
 WRITER = """
     import sys, time
     from pathlib import Path
     from hybridrl.config.run import TelemetryConfig
     from hybridrl.telemetry.run import Telemetry
-    config = TelemetryConfig(tensorboard=False, progress=sys.argv[2] == "shown")
+    config = TelemetryConfig(loggers=[], progress=sys.argv[2] == "shown")
     with Telemetry(Path(sys.argv[1]), config, 100_000) as telemetry:
         telemetry.phase("rl", 100_000)
         for step in range(1, 100_000):
@@ -160,7 +160,7 @@ def test_a_full_disk_is_reported_and_what_was_written_can_be_read(tmp_path: Path
         from hybridrl.config.run import TelemetryConfig
         from hybridrl.telemetry.run import Telemetry
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        config = TelemetryConfig(tensorboard=False, progress=False)
+        config = TelemetryConfig(loggers=[], progress=False)
         try:
             with Telemetry(Path(sys.argv[1]), config, 10) as telemetry:
                 for step in range(10_000):

@@ -1,0 +1,181 @@
+"""The ways to a logger: in the caller's thread, or in a thread of its own.
+
+Either keeps what the logger raises as `failure`, and leaves the logger out from then on.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from hybridrl.telemetry.environment import without_secrets
+from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger
+from hybridrl.telemetry.records import parse, write_json
+
+_MOST_WAITING = 256  # calls, two a step; with eight samples of 16 kB each, 30 MB
+_MOST_CHARACTERS = 300  # of a failure
+
+
+class Delivery(Protocol):
+    """Calls a logger; the calls are those of `RunLogger`. None of them raises or takes long."""
+
+    failure: str
+    """Why the logger is left out; empty while it is not."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `RunLogger`."""
+        ...
+
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See `RunLogger`."""
+        ...
+
+    def close(self, state: str) -> None:
+        """See `RunLogger`; does not wait."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the logger has ended, or has failed to within so many seconds."""
+        ...
+
+
+class InlineDelivery:
+    """In the caller's thread: for a logger of local files, whose sizes a checkpoint notes."""
+
+    def __init__(self, logger: RunLogger, run: LoggedRun) -> None:
+        self.failure = ""
+        self._logger = logger
+        self._try(partial(logger.start, run, None))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Delivery`."""
+        self._try(partial(self._logger.log, step, metrics))
+
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See `Delivery`."""
+        self._try(partial(self._logger.samples, step, name, rows))
+
+    def close(self, state: str) -> None:
+        """See `Delivery`."""
+        self._try(partial(self._logger.close, state))
+
+    def wait(self, seconds: float) -> None:
+        """See `Delivery`."""
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self.failure:
+            return
+        try:
+            call()
+        except Exception as error:
+            self.failure = _line(error)
+
+
+class BackgroundDelivery:
+    """In a thread of its own: a server that does not answer holds up no step.
+
+    The libraries' own asynchrony differs, and none covers start and end, where most time goes. The
+    queue is bounded: a logger that is too far behind is left out. RUN/loggers/NAME.json has the
+    run's id at the service and, for each metric, the last step that the library has stored. Calls
+    of earlier steps are skipped, so a resumed run sends no step twice.
+    """
+
+    def __init__(self, name: str, logger: RunLogger, run: LoggedRun) -> None:
+        self.failure = ""
+        self._logger, self._run = logger, run
+        self._file = run.run_dir / "loggers" / f"{name}.json"
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        self._id: str | None = None
+        self._sent: dict[str, int] = {}
+        self._held: dict[str, int] = {}  # taken, but not stored: see `keeps_last_step`
+        self._thread = threading.Thread(target=self._deliver, name=f"logger-{name}", daemon=True)
+        self._thread.start()
+
+    # -- from the caller's thread --------------------------------------------------------------
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Delivery`."""
+        self._put(partial(self._log, step, metrics))
+
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See `Delivery`."""
+        self._put(partial(self._samples, step, name, rows))
+
+    def close(self, state: str) -> None:
+        """See `Delivery`."""
+        self._put(partial(self._close, state))
+        self._put(None)
+
+    def wait(self, seconds: float) -> None:
+        """See `Delivery`."""
+        if not self.failure:
+            self._thread.join(max(0.0, seconds))
+        if self._thread.is_alive() and not self.failure:
+            self.failure = f"it has not ended in time, {self._calls.qsize()} calls wait"
+
+    def _put(self, call: Callable[[], None] | None) -> None:
+        if self.failure:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.failure = f"it is {_MOST_WAITING} calls behind"
+
+    # -- in the logger's thread ----------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        try:
+            self._start()
+            while not self.failure and (call := self._calls.get()) is not None:
+                call()
+        except Exception as error:
+            self.failure = self.failure or _line(error)
+
+    def _start(self) -> None:
+        record = parse(self._file.read_text("utf-8")) if self._file.is_file() else None
+        if isinstance(record, dict):
+            self._id, self._sent = record["id"], record["sent"]
+        self._id = self._logger.start(self._run, self._id)
+        self._file.parent.mkdir(exist_ok=True)
+        self._write()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        new = {name: metrics[name] for name in self._unsent(step, metrics)}
+        if new:
+            self._logger.log(step, new)
+            self._note(dict.fromkeys(new, step))
+
+    def _samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._unsent(step, [name]):
+            self._logger.samples(step, name, rows)
+            self._note({name: step})
+
+    def _close(self, state: str) -> None:
+        self._logger.close(state)
+        self._sent |= self._held
+        self._write()
+
+    def _unsent(self, step: int, names: Iterable[str]) -> list[str]:
+        return [name for name in names if step > self._sent.get(name, -1)]
+
+    def _note(self, taken: dict[str, int]) -> None:
+        """Metrics of one step have been taken."""
+        if not self._logger.keeps_last_step:
+            self._sent |= taken
+        elif max(self._held.values(), default=-1) < max(taken.values()):
+            self._sent |= self._held
+            self._held = taken
+        else:
+            self._held |= taken
+            return
+        self._write()
+
+    def _write(self) -> None:
+        write_json(self._file, {"id": self._id, "sent": self._sent})
+
+
+def _line(error: Exception) -> str:
+    """An error as one short line, without secrets."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return without_secrets(text)[:_MOST_CHARACTERS]

@@ -1,0 +1,50 @@
+"""Weights & Biases, whose own variables apply: WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL, ..."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun
+
+
+class WandbLogger:
+    """A run of wandb; its files are in RUN/wandb.
+
+    With WANDB_MODE=offline every process of a run writes a folder there, all with the run's id.
+    """
+
+    keeps_last_step = True
+
+    def start(self, run: LoggedRun, run_id: str | None) -> str:
+        """See `RunLogger`. Raises RuntimeError without an API key: wandb would ask for one."""
+        import wandb
+
+        online = wandb.setup().settings.mode == "online"
+        if online and not wandb.login(prompt=False):
+            raise RuntimeError("no API key; wandb login stores one, WANDB_MODE=offline needs none")
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run_id,
+            resume="allow" if online else None,  # offline it cannot look, and says so
+            dir=run.run_dir,
+            config=dict(run.settings),
+            # The terminal stays with the run; an end without a connection is not waited for.
+            settings=wandb.Settings(console="off", finish_timeout=CLOSE_S),
+        )
+        return str(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `RunLogger`."""
+        # A step below the last is dropped: that of an evaluation which the resumed run makes late.
+        self._run.log(dict(metrics), step=max(step, self._run.step))
+
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See `RunLogger`."""
+        data = [list(row.values()) for row in rows]
+        table = self._table(columns=list(rows[0]), data=data, allow_mixed_types=True)
+        self._run.log({name: table}, step=max(step, self._run.step))
+
+    def close(self, state: str) -> None:
+        """See `RunLogger`."""
+        self._run.finish(exit_code=int(state != "finished"))
