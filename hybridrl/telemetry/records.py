@@ -69,12 +69,15 @@ class JsonLines:
             self._fd = -1
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a `.jsonl` file in order; none if it is missing, no line that is not whole."""
+def read_lines(path: Path, size: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a `.jsonl` file in order; none if it is missing, no line that is not whole.
+
+    With `size`, those of its first so many bytes.
+    """
     if not path.is_file():
         return []
     records = []
-    for line in path.read_text("utf-8", "replace").split("\n"):
+    for line in path.read_bytes()[:size].decode("utf-8", "replace").split("\n"):
         record = parse(line)
         if isinstance(record, dict):
             records.append(record)

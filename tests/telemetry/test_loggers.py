@@ -103,6 +103,26 @@ def test_a_step_that_a_library_keeps_open_is_sent_again(
     assert record["sent"] == {"rl/loss": 8, "samples/rl": 8}
 
 
+@pytest.mark.parametrize("method", ["start", "log"])
+def test_what_a_failed_logger_has_missed_is_sent_by_the_next_process(
+    tmp_path: Path, service: Callable[[type], None], method: str
+) -> None:
+    """The first process ends at step 7; what counts of it is up to the checkpoint of step 5."""
+
+    def refuse(self: object, *_: object) -> None:
+        raise ConnectionError
+
+    service(type("Refusing", (FileLogger,), {method: refuse}))
+    sizes = run(tmp_path, range(1, 8), None)
+    assert losses(tmp_path) == []
+    service(FileLogger)
+    run(tmp_path, range(6, 9), sizes)
+    assert losses(tmp_path) == [
+        *((step, step + 0.1) for step in range(1, 6)),
+        *((step, step + 0.6) for step in range(6, 9)),
+    ]
+
+
 def test_other_metrics_of_a_step_that_was_sent_are_sent(tmp_path: Path, service: object) -> None:
     """A signal may end a run after the last step's metrics, and before its evaluation."""
     sizes = run(tmp_path, range(1, 6), None)

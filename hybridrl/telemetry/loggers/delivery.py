@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from hybridrl.telemetry.environment import without_secrets
-from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger
-from hybridrl.telemetry.records import parse, write_json
+from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger, with_phase
+from hybridrl.telemetry.records import parse, read_lines, write_json
 
 _MOST_WAITING = 256  # calls, two a step; with eight samples of 16 kB each, 30 MB
 _MOST_CHARACTERS = 300  # of a failure
@@ -78,13 +78,17 @@ class BackgroundDelivery:
     The libraries' own asynchrony differs, and none covers start and end, where most time goes. The
     queue is bounded: a logger that is too far behind is left out. RUN/loggers/NAME.json has the
     run's id at the service and, for each metric, the last step that the library has stored. Calls
-    of earlier steps are skipped, so a resumed run sends no step twice.
+    of earlier steps are skipped, so a resumed run sends no step twice. What an earlier process
+    has not sent is sent first: it waited when the run was killed, or the logger had failed.
     """
 
     def __init__(self, name: str, logger: RunLogger, run: LoggedRun) -> None:
         self.failure = ""
         self._logger, self._run = logger, run
         self._file = run.run_dir / "loggers" / f"{name}.json"
+        self._metrics = run.run_dir / "metrics.jsonl"
+        # Those of earlier processes; the later ones come by `log`.
+        self._recorded = self._metrics.stat().st_size if self._metrics.is_file() else 0
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         self._id: str | None = None
         self._sent: dict[str, int] = {}
@@ -139,6 +143,11 @@ class BackgroundDelivery:
         self._id = self._logger.start(self._run, self._id)
         self._file.parent.mkdir(exist_ok=True)
         self._write()
+        for row in read_lines(self._metrics, self._recorded):
+            step, phase = row.pop("step"), row.pop("phase")
+            del row["time"]
+            metrics = {name: float(value) for name, value in row.items()}
+            self._log(step, with_phase(phase, metrics))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         new = {name: metrics[name] for name in self._unsent(step, metrics)}

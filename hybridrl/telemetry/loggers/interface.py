@@ -23,6 +23,11 @@ class LoggedRun:
         return self.run_dir.resolve().name
 
 
+def with_phase(phase: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics by the names that loggers have for them: `phase/name`."""
+    return {f"{phase}/{name}" if phase else name: value for name, value in metrics.items()}
+
+
 class RunLogger(Protocol):
     """Sends a run's metrics and samples to one service. Used from one thread, in this order.
 

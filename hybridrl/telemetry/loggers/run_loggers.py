@@ -9,7 +9,7 @@ from typing import Any
 from hybridrl.config.run import LoggerName
 from hybridrl.telemetry.environment import without_secrets
 from hybridrl.telemetry.loggers.delivery import BackgroundDelivery, Delivery, InlineDelivery
-from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun, RunLogger
+from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun, RunLogger, with_phase
 from hybridrl.telemetry.loggers.mlflow_logger import MlflowLogger
 from hybridrl.telemetry.loggers.tensorboard_logger import TensorBoardLogger
 from hybridrl.telemetry.loggers.trackio_logger import TrackioLogger
@@ -40,9 +40,8 @@ class RunLoggers:
 
     def log(self, step: int, phase: str, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step as `phase/name`."""
-        named = {f"{phase}/{name}" if phase else name: value for name, value in metrics.items()}
         for delivery in self._deliveries.values():
-            delivery.log(step, named)
+            delivery.log(step, with_phase(phase, metrics))
 
     def samples(self, step: int, phase: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Send samples as the table `samples/phase`."""
