@@ -23,6 +23,7 @@ class FileLogger:
     """A service whose store is a file of the run: what it was sent, in order."""
 
     keeps_last_step = False
+    last_step: int | None = None
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:
         self.store = JsonLines(run.run_dir / "store.jsonl")
@@ -121,6 +122,16 @@ def test_what_a_failed_logger_has_missed_is_sent_by_the_next_process(
         *((step, step + 0.1) for step in range(1, 6)),
         *((step, step + 0.6) for step in range(6, 9)),
     ]
+
+
+def test_a_service_that_has_less_than_was_sent_gets_the_rest(
+    tmp_path: Path, service: Callable[[type], None]
+) -> None:
+    """As wandb's server after a kill, when a batch was on its way."""
+    sizes = run(tmp_path, range(1, 8), None)
+    service(type("Behind", (FileLogger,), {"last_step": 4}))
+    run(tmp_path, range(6, 9), sizes)
+    assert losses(tmp_path)[7:] == [(5, 5.1), (6, 6.6), (7, 7.6), (8, 8.6)]
 
 
 def test_other_metrics_of_a_step_that_was_sent_are_sent(tmp_path: Path, service: object) -> None:

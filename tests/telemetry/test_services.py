@@ -63,10 +63,10 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def start(folder: Path, first: int, last: int) -> subprocess.Popen[str]:
+def start(folder: Path, first: int, last: int, **more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(folder / "run"), str(first)]
     return subprocess.Popen(
-        [*command, str(last)], cwd=folder, env=environment(folder), text=True,
+        [*command, str(last)], cwd=folder, env=environment(folder) | more, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert killed.poll() is None, killed.communicate()
         assert time.monotonic() < until, [sent(folder, s) for s in SERVICES]
         time.sleep(0.05)
-    time.sleep(1)  # trackio writes twice a second
+    time.sleep(2)  # wandb writes once a second, trackio twice
     killed.kill()
     killed.communicate()
     ids = {service: sent(folder, service)["id"] for service in SERVICES}
@@ -194,3 +194,22 @@ def test_trackio(folder: Path) -> None:
         steps[row["step"]].update(row)
     assert [(step, row["rl/loss"]) for step, row in sorted(steps.items())] == WANTED
     assert [row["id"] for row in steps[7]["samples/rl"]["_value"]] == ["7.0", "7.1"]
+
+
+def test_services_that_cannot_be_reached_are_a_line_each(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    away = {
+        "WANDB_MODE": "online",  # without a key
+        "MLFLOW_TRACKING_URI": "http://me:hidden@127.0.0.1:9",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    }
+    run = start(tmp_path, 1, 3, **away)
+    out, err = run.communicate(timeout=90)
+    assert (run.returncode, out) == (0, "")
+    left_out = "telemetry.loggers: {} is left out from here on: {}"
+    lines = [line for line in err.splitlines() if line.startswith("telemetry.loggers: ")]
+    assert len(lines) == 2
+    assert lines[0].startswith(left_out.format("wandb", "RuntimeError: no API key"))
+    assert lines[1].startswith(left_out.format("mlflow", "MlflowException: API request to http://"))
+    assert "hidden" not in err
+    assert sent(tmp_path, "trackio")["sent"]["rl/loss"] == 3

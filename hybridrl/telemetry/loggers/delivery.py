@@ -141,6 +141,8 @@ class BackgroundDelivery:
         if isinstance(record, dict):
             self._id, self._sent = record["id"], record["sent"]
         self._id = self._logger.start(self._run, self._id)
+        if (last := self._logger.last_step) is not None:
+            self._sent = {name: min(step, last) for name, step in self._sent.items()}
         self._file.parent.mkdir(exist_ok=True)
         self._write()
         for row in read_lines(self._metrics, self._recorded):

@@ -37,6 +37,9 @@ class RunLogger(Protocol):
     keeps_last_step: bool
     """Whether the library stores a step only when a later one comes, or `close`."""
 
+    last_step: int | None
+    """Set by `start`: the last step that the service has, where it says so."""
+
     def start(self, run: LoggedRun, run_id: str | None) -> str:
         """Open a run at the service: a new one, or `run_id` of an earlier process; its id."""
         ...

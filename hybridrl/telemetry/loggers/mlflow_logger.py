@@ -21,6 +21,7 @@ class MlflowLogger:
     """
 
     keeps_last_step = False
+    last_step: int | None = None
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:
         """See `RunLogger`. Raises MlflowException for a `run_id` that the store does not have."""

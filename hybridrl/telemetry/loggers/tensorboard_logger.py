@@ -11,6 +11,7 @@ class TensorBoardLogger:
     """Its files are records of the run: each call flushes, and a resumed run cuts them back."""
 
     keeps_last_step = False
+    last_step: int | None = None
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:
         """See `RunLogger`; a directory has no id."""

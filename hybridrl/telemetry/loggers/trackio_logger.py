@@ -16,6 +16,7 @@ class TrackioLogger:
     """
 
     keeps_last_step = False
+    last_step: int | None = None
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:
         """See `RunLogger`; the id is the name."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun
 
+_FLUSH_S = 1.0  # by itself wandb writes RUN/wandb every 15 s, and a kill loses what waits
+
 
 class WandbLogger:
     """A run of wandb; its files are in RUN/wandb.
@@ -13,6 +15,7 @@ class WandbLogger:
     """
 
     keeps_last_step = True
+    last_step: int | None = None
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:
         """See `RunLogger`. Raises RuntimeError without an API key: wandb would ask for one."""
@@ -29,9 +32,15 @@ class WandbLogger:
             resume="allow" if online else None,  # offline it cannot look, and says so
             dir=run.run_dir,
             config=dict(run.settings),
-            # The terminal stays with the run; an end without a connection is not waited for.
-            settings=wandb.Settings(console="off", finish_timeout=CLOSE_S),
+            allow_val_change=run_id is not None,  # a resumed run may have more steps, say
+            settings=wandb.Settings(
+                console="off",  # the terminal stays with the run
+                finish_timeout=CLOSE_S,  # an end without a connection is not waited for
+                x_transaction_log_flush_interval=_FLUSH_S,
+            ),
         )
+        if online and run_id is not None:  # it sends in batches: a killed process has lost some
+            self.last_step = self._run.step - 1
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
