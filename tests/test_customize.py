@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
-from hybridrl.config import Config, RewardKind
+from hybridrl.config import Config, JailKind, JailLimits, RewardKind
 from hybridrl.config.compose import check, parse_arguments, register, take_recipe_paths
 from hybridrl.config.dotted import load_function
 from hybridrl.config.recipe_folder import new_recipe
@@ -22,7 +22,7 @@ from hybridrl.controller.preflight import build_recipe
 from hybridrl.data.sources import rows
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ByGroupStage, FilterStage, UpdateStage
-from hybridrl.rewards import validate_reward
+from hybridrl.rewards import jail, validate_reward
 
 PAGE = (Path(__file__).parents[1] / "docs/customize.md").read_text()
 FILE = re.compile(r"<!-- file: (.*?) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -101,6 +101,10 @@ def test_kl_and_weights_are_found_by_their_names() -> None:
 def test_the_reward_and_the_generator_run() -> None:
     score = load_function("reward.function", "my/plugins.py:score")
     assert score(prompt="1+1=", response="2", answer="2", item={}) == 1.0
+    prints = load_function("reward.function", "my/plugins.py:prints")
+    jail.configure(JailKind.off, JailLimits())
+    assert prints(prompt="", response="print(int(input()) + 1)", answer="2", item={"input": "1"})
+    jail.configure(JailKind.auto, JailLimits())
     (example,) = (row[2] for row in ROWS if row[0] == "data generator")
     source = composed(example).data.sources["main"]
     loaded = list(itertools.islice(rows("data.sources.main", source, 0, 8), 8))

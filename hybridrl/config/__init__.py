@@ -28,7 +28,14 @@ from hybridrl.config.layout import (
 )
 from hybridrl.config.lora import ActorConfig, LoraConfig
 from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
-from hybridrl.config.reward import JudgeConfig, RewardConfig, RewardKind, RewardPartConfig
+from hybridrl.config.reward import (
+    JailKind,
+    JailLimits,
+    JudgeConfig,
+    RewardConfig,
+    RewardKind,
+    RewardPartConfig,
+)
 from hybridrl.config.rollout import Engine, RolloutConfig
 from hybridrl.config.run import (
     Deterministic,
@@ -377,6 +384,8 @@ __all__ = [
     "EvalSetConfig",
     "FusedScheduleConfig",
     "Grouping",
+    "JailKind",
+    "JailLimits",
     "JudgeConfig",
     "LRSchedule",
     "LogConfig",

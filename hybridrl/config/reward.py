@@ -12,12 +12,40 @@ class RewardKind(Enum):
     """The verifiers, and the other sources of a reward."""
 
     dataset = "dataset"  # the dataset's own scorer (reasoning_gym)
+    code = "code"  # a program is run on test cases
     exact = "exact"  # 1 where the extracted text equals the answer
     regex = "regex"  # 1 where `pattern` matches the whole extracted text
     math = "math"  # 1 where math-verify finds the answers equal
     function = "function"  # a user's function by dotted path
     model = "model"  # the score of a reward model
     sum = "sum"  # the weighted sum of several
+
+
+class JailKind(Enum):
+    """What confines a program that a model has written."""
+
+    auto = "auto"  # the first of the next two that works on this machine
+    bubblewrap = "bubblewrap"  # the command bwrap
+    namespaces = "namespaces"  # those of the kernel, with Landlock where it is
+    off = "off"  # nothing: limits alone
+
+
+@dataclass(kw_only=True, slots=True)
+class JailLimits:
+    """What one run of a program may take."""
+
+    seconds: float = bounded(2.0, above=0, allowed="seconds above 0")
+    """Wall time."""
+    memory_mb: int = bounded(1024, least=64)
+    """Address space of each process."""
+    processes: int = bounded(16, least=1)
+    """Processes and threads at a time."""
+    open_files: int = bounded(64, least=16)
+    """Files that a process has open."""
+    disk_mb: int = bounded(16, least=1)
+    """Size of /tmp, the only place to write, which is in memory."""
+    output_kb: int = bounded(1024, least=1)
+    """Longest output."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +69,12 @@ class JudgeConfig:
     """Seconds for one sample; past it the sample is marked `reward_timeout` and scores 0."""
     num_processes: int = bounded(1, least=1)
     """Verifier processes per rank."""
+    partial_credit: bool = False
+    """kind=code: the share of tests that pass is the reward; else 1 where all do, and 0."""
+    jail: JailKind = JailKind.auto
+    """kind=code, and functions that call `hybridrl.rewards.jail`: what confines a program."""
+    limits: JailLimits = field(default_factory=JailLimits)
+    """Likewise: what one run of a program may take."""
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that cannot work; `key` is their place."""
@@ -53,6 +87,9 @@ class JudgeConfig:
         if name and not getattr(self, name):
             allowed = f"a value, for {key}.kind={self.kind.value}"
             raise ConfigError(f"{key}.{name}", "null", allowed)
+        seconds, most = self.limits.seconds, self.timeout_s
+        if self.kind is RewardKind.code and seconds > most:
+            raise ConfigError(f"{key}.limits.seconds", seconds, f"at most {key}.timeout_s={most:g}")
 
 
 @dataclass(kw_only=True, slots=True)

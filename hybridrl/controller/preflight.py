@@ -5,6 +5,7 @@ import traceback
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
+    RewardKind,
     RouterReplay,
     ScheduleConfig,
 )
@@ -81,9 +83,21 @@ def prepare(config: Config) -> PreparedRun:
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data, eval_items = _load(config, model_path, graph)
+    _check_tests(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
     _check_schedule(config.schedule, graph)
     check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start)
+
+
+def _check_tests(config: Config, graph: Graph, items: Sequence[Item]) -> None:
+    """Raise where programs are judged and a row has no tests."""
+    from hybridrl.rewards.code import check_tests
+
+    for role in judges_of(config, graph):
+        if config.judge_of(role).kind is RewardKind.code:
+            sources = config.sources_of(role)
+            judged = [item for item in items if item.source in sources]
+            check_tests(role, ((sources[i.source], i.source, i.item) for i in judged))
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:

@@ -65,6 +65,8 @@ class Needs:
     """Size of a checkpoint."""
     checkpoints: int = 1
     """Checkpoints on the disk at once."""
+    runs_programs: bool = False
+    """A verifier runs programs that the model has written (`reward.kind=code`)."""
     gen_tp: int = 1
     train_tp: int = 1
     layers: int = 0
@@ -85,13 +87,26 @@ class Facts:
     """By rank."""
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By node, its clock less the driver's, and by how much that may be wrong; in seconds."""
+    jails: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By node, what confines a model's programs there, and why nothing does (else empty)."""
 
 
 def diagnose(facts: Facts, needs: Needs) -> list[Finding]:
     """Findings, the worst first; the same on several nodes is one."""
     findings = [
         finding
-        for check in (_gpus, _memory, _shm, _files, _cpus, _versions, _disks, _links, _clocks)
+        for check in (
+            _gpus,
+            _memory,
+            _shm,
+            _files,
+            _cpus,
+            _versions,
+            _disks,
+            _links,
+            _clocks,
+            _jails,
+        )
         for finding in check(facts, needs)
     ]
     merged: dict[tuple[Severity, str, str, str], list[str]] = defaultdict(list)
@@ -329,6 +344,14 @@ def _clocks(facts: Facts, needs: Needs) -> Iterator[Finding]:
                 why = f"Slurm's credentials (munge) are refused beyond {_MUNGE_S:g} s"
             what = f"its clock is {offset:+.3g} s off"
             yield Finding(severity, what, why, "chronyd or ntpd on all nodes", (node,))
+
+
+def _jails(facts: Facts, needs: Needs) -> Iterator[Finding]:
+    for node, (_, obstacle) in facts.jails.items():
+        if obstacle and needs.runs_programs:
+            fix = "install bubblewrap, or allow user namespaces; reward.jail=off does without"
+            what = "no jail works for the model's programs"
+            yield Finding(Severity.ERROR, what, obstacle, fix, (node,))
 
 
 def _gib(nbytes: float) -> str:

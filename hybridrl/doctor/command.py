@@ -20,9 +20,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterConfig, Config, ConfigError, Device
+from hybridrl.config import (
+    ClusterConfig,
+    Config,
+    ConfigError,
+    Device,
+    JailKind,
+    JudgeConfig,
+    RewardKind,
+)
 from hybridrl.doctor.checks import Facts, Finding, Needs, Severity, diagnose
-from hybridrl.doctor.measure import Link, Probe, gpu_problem, measure_disk
+from hybridrl.doctor.measure import Link, Probe, find_jail, gpu_problem, measure_disk
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
@@ -65,7 +73,7 @@ def examine(config: Config, directory: Path) -> Report:
     If the ranks do not start, the reason is a finding, and only this node's facts are judged.
     """
     resolve_device(config)
-    needs, cluster = needs_of(config), config.cluster
+    needs, cluster, kind = needs_of(config), config.cluster, jail_kind_of(config)
     trouble: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
         try:
@@ -73,13 +81,13 @@ def examine(config: Config, directory: Path) -> Report:
             logger.debug("starting %d ranks", cluster.ranks)
             logs = Path(folder) / "logs"
             with ray_runtime(cluster, verl.environment(cluster.device), logs) as ray:
-                facts = gather(ray, cluster, Path(folder))
+                facts = gather(ray, cluster, Path(folder), kind)
         except (RayStartError, ConfigError, TimeoutError) as error:
             what, fix = "the ranks do not come up", "see the reason, and the findings below"
             why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
             trouble.append(Finding(Severity.ERROR, what, why, fix))
             logger.debug("%s; this node is examined alone", what)
-            facts = _this_node_alone(directory)
+            facts = _this_node_alone(directory, kind)
     return Report(facts, needs, [*trouble, *diagnose(facts, needs)])
 
 
@@ -109,13 +117,25 @@ def needs_of(config: Config) -> Needs:
         gen_bytes=itemsize * parameters // (gen.pp * gen.tp),
         checkpoint_bytes=12 * parameters,
         checkpoints=(config.trainer.keep_last if config.trainer.save_every else 0) + 2,
+        runs_programs=any(judge.kind is RewardKind.code for judge in _judges(config)),
         gen_tp=gen.tp,
         train_tp=train.tp,
         layers=shape.num_hidden_layers,
     )
 
 
-def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
+def jail_kind_of(config: Config) -> JailKind:
+    """The jail of the run's first verifier of programs, else what works."""
+    kinds = (judge.jail for judge in _judges(config) if judge.kind is RewardKind.code)
+    return next(kinds, JailKind.auto)
+
+
+def _judges(config: Config) -> list[JudgeConfig]:
+    roles = (*config.judges_of("reward"), *config.judges_of("cost"))
+    return [config.judge_of(role) for role in roles]
+
+
+def gather(ray: Any, cluster: ClusterConfig, folder: Path, kind: JailKind = JailKind.auto) -> Facts:
     """Facts of a probe in place of every rank; raises TimeoutError if they do not answer."""
 
     def answers(calls: list[Any], doing: str) -> list[Any]:
@@ -147,6 +167,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
     seen.touch()
     visible = answers([probe.sees.remote(str(seen)) for probe in leaders], "look for a file")
     disks = answers([probe.disks.remote(str(folder)) for probe in leaders], "write files")
+    jails = answers([probe.jail.remote(kind) for probe in leaders], "start a jail")
     # links between ranks
     links: list[Link] = []
     if len(probes) > 1:
@@ -166,6 +187,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path) -> Facts:
         links=links,
         node_of=node_of,
         clocks=clocks,
+        jails=dict(zip(first, jails, strict=True)),
     )
 
 
@@ -207,7 +229,7 @@ def _cause(error: Exception) -> str:
     return " ".join(str(getattr(error, "cause", None) or error).split())
 
 
-def _this_node_alone(directory: Path) -> Facts:
+def _this_node_alone(directory: Path, kind: JailKind) -> Facts:
     """This node without ranks."""
     info = read_node_info()
     disks = []
@@ -216,7 +238,8 @@ def _this_node_alone(directory: Path) -> Facts:
         scratch = Path(tempfile.gettempdir())
         disks.append(measure_disk("scratch", scratch, info.node))
     problems = {info.node: gpu_problem()[0]} if info.gpus else {}
-    return Facts(nodes=[info], gpu_problems=problems, disks=disks)
+    jails = {info.node: find_jail(kind)}
+    return Facts(nodes=[info], gpu_problems=problems, disks=disks, jails=jails)
 
 
 def existing(path: Path) -> Path:
@@ -246,7 +269,7 @@ def _table(*columns: str) -> Table:
 
 
 def _nodes(facts: Facts) -> Table:
-    table = _table("node", "CPUs", "memory", "/dev/shm", "GPUs", "Python", "torch", "ray")
+    table = _table("node", "CPUs", "memory", "/dev/shm", "GPUs", "Python", "torch", "ray", "jail")
     for info in facts.nodes:
         names = {gpu.name for gpu in info.gpus}
         packages = info.packages
@@ -259,6 +282,7 @@ def _nodes(facts: Facts) -> Table:
             info.python,
             packages.get("torch", "none"),
             packages.get("ray", "none"),
+            facts.jails.get(info.node, ("unknown", ""))[0],
         )
     return table
 

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterConfig
+from hybridrl.config import ClusterConfig, ConfigError, JailKind
+from hybridrl.rewards import jail
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
 
@@ -137,6 +138,14 @@ def _file_system(folder: Path) -> str:
     )
 
 
+def find_jail(kind: JailKind) -> tuple[str, str]:
+    """What confines a model's programs here under `reward.jail=kind`, and why nothing does."""
+    try:
+        return str(jail.choose(kind)), ""
+    except ConfigError as error:
+        return "none", error.allowed
+
+
 class Probe:
     """One rank of a measurement: it reads its node's facts, joins the others, and measures links.
 
@@ -155,6 +164,10 @@ class Probe:
         info = read_node_info()
         problem, built_for = gpu_problem() if info.gpus else ("", "")
         return info, problem, built_for
+
+    def jail(self, kind: JailKind) -> tuple[str, str]:
+        """What confines a model's programs on this node, and why nothing does."""
+        return find_jail(kind)
 
     def clock(self) -> float:
         """Unix seconds."""

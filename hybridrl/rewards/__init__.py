@@ -1,7 +1,8 @@
 """Verifiers of responses, in sandboxed processes, and reward models.
 
 Start from `RewardPool` (`pool.py`: processes with time limits), `verifiers.py` (the kinds that
-ship) and `model.py` (what a reward model must be).
+ship), `code.py` and `jail.py` (programs, and what confines them) and `model.py` (what a reward
+model must be).
 """
 
 from hybridrl.rewards.pool import RewardPool, RewardResult, validate_reward

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
-from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig
+from hybridrl.config import ConfigError, JailKind, JudgeConfig, RewardKind, SourceConfig
 from hybridrl.rewards.verifiers import RewardInput, make_verifier
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class RewardPool:
         self.sources = dict(sources or {})
         self._lock = threading.Lock()
         self._inline = None
+        self._jail_is_logged = False
         self._processes: list[_Process] = []
         # The kernel signals children when the thread that started them ends: keep one thread alive.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="reward-spawner")
@@ -172,6 +173,7 @@ class RewardPool:
             except (EOFError, OSError) as error:
                 raise self._no_start(process) from error
             logger.debug("verifier process %d is ready", process.popen.pid)
+            self._log_jail(process.jail)
             return
         try:
             result = process.result()
@@ -181,6 +183,13 @@ class RewardPool:
             return
         results[process.pending[0]] = result
         self._assign(process, process.pending[1:])
+
+    def _log_jail(self, jail: str) -> None:
+        """Say once what confines the programs of responses."""
+        if jail and not self._jail_is_logged:
+            self._jail_is_logged = True
+            level = logging.WARNING if self.config.jail is JailKind.off else logging.INFO
+            logger.log(level, "the programs in responses run in: %s", jail)
 
     def _replace(
         self,
@@ -216,7 +225,7 @@ class _Process:
     """The pool's handle of a verifier process. `pending` are the indices without an answer."""
 
     def __init__(self, config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> None:
-        self.ready = False
+        self.ready, self.jail = False, ""
         self.pending = range(0)
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.connection, theirs = Pipe()
@@ -249,7 +258,7 @@ class _Process:
             raise ConfigError(*details)
         if kind != "ready":
             raise RuntimeError(f"a verifier process did not start: {details}")
-        self.ready = True
+        self.ready, self.jail = True, str(details[0])
         self.deadline = math.inf
 
     def send(self, chunk: Sequence[RewardInput]) -> bool:

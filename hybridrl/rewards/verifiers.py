@@ -14,6 +14,8 @@ from typing import Any
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
+from hybridrl.rewards.code import judge_program, program_in
+from hybridrl.rewards.jail import choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,17 @@ def make_verifier(
     """The verifier of `config`: returns an input's reward, and the judged text.
 
     The judged text is the first group of the last match of `extract` (the full match if it has no
-    group). Without a match the reward is 0 and the text empty. kind=dataset needs `sources`
+    group); without `extract` the response, of kind=code its last block of Python. Without a match
+    the reward is 0 and the text empty. kind=dataset needs `sources`
     (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
     """
     judge = _JUDGES[config.kind](config, sources or {})
     extract = compiled("reward.extract", config.extract) if config.extract is not None else None
+    whole = program_in if config.kind is RewardKind.code else str
 
     def verify(item: RewardInput) -> tuple[float, str]:
-        text = item.response if extract is None else last_match(extract, item.response)
+        response = item.response
+        text = whole(response) if extract is None else last_match(extract, response)
         return (0.0, "") if text is None else (as_reward(judge(item, text)), text[:MAX_TEXT])
 
     return verify
@@ -131,10 +136,16 @@ def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verif
     )
 
 
+def _code(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
+    choose(config.jail)  # raises where none works
+    return lambda item, text: judge_program(text, item.item, config)
+
+
 _JUDGES: dict[RewardKind, Callable[[JudgeConfig, Mapping[str, SourceConfig]], Verify]] = {
     RewardKind.dataset: _dataset,
     RewardKind.exact: _exact,
     RewardKind.regex: _regex,
     RewardKind.math: _math,
     RewardKind.function: _function,
+    RewardKind.code: _code,
 }

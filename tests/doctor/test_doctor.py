@@ -119,6 +119,9 @@ def test_a_sound_site_has_no_findings() -> None:
          "its clock is -0.4 s off", "the timeline"),
         (replace(two(), clocks={"b": (400.0, 0.1)}), NEEDS, Severity.ERROR,
          "its clock is +400 s off", "munge"),
+        (facts(jails={"a": ("none", "bwrap is not installed")}),
+         replace(NEEDS, runs_programs=True), Severity.ERROR,
+         "no jail works for the model's programs", "bwrap is not installed"),
         (ring(10, 9, 10, 10, 4, 10, nodes="aaaaaa"), NEEDS, Severity.WARNING,
          "ranks 4 and 5: 4 GB/s within this node", "others have 10 GB/s"),
         (ring(9, 1, 9, 1, 9, 0.4, nodes="aabbaa"), NEEDS, Severity.WARNING,
@@ -277,6 +280,7 @@ def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (sent,) = [link for link in report.facts.links if link.kind == "send"]
     assert sent.ranks == (0, 1)
     assert all(1e-7 < link.seconds < 10 for link in report.facts.links)
+    assert report.facts.jails.keys() == {here.node}
     assert list(tmp_path.iterdir()) == []
     assert json.loads(json.dumps(report.record()))["works"]
 
