@@ -8,6 +8,7 @@ Nothing here holds an expected output: those stay with the verifier, outside. Th
 comes once the program has run.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -17,6 +18,7 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -324,7 +326,7 @@ class ProgramRun:
         self.process = os.fork()
         if not self.process:
             ends = [pipe[stream in (1, 2, 3)] for stream, pipe in enumerate(pipes)]
-            become_program(program, request, ends, spec)
+            leave(become_program, program, request, ends, spec)
         for stream, pipe in enumerate(pipes):
             os.close(pipe[stream in (1, 2, 3)])
         (_, stdin), (stdout, _), (stderr, _), (report, _), (_, self.check) = pipes
@@ -433,11 +435,7 @@ def reap() -> None:
 
 
 def become_program(program: str, request: dict, ends: list[int], spec: dict) -> None:
-    """In its process: run the program, then call its function or run its unit tests.
-
-    It leaves as a program does, by SystemExit or its own exception: the interpreter joins threads,
-    calls exit handlers and flushes.
-    """
+    """In its process: run the program, then call its function or run its unit tests."""
     checked("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setpgid(0, 0)
     *streams, report, check = ends
@@ -463,7 +461,35 @@ def become_program(program: str, request: dict, ends: list[int], spec: dict) -> 
             text = json.loads(file.read())
         run_unit_tests(text["check"], names)
         os.write(report, text["token"].encode())
-    sys.exit()
+
+
+def leave(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function, then end this process as an interpreter ends.
+
+    Threads are joined, exit handlers called, files flushed. The interpreter is not taken down:
+    without that a test takes 4 ms of CPU in place of 11.
+    """
+    code: Any = 1
+    try:
+        function(*arguments)
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        vars(sys.modules["__main__"]).clear()  # files that it has not closed
+        for stream in (sys.stdout, sys.__stdout__, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # the program has closed it
+                stream.flush()  # type: ignore[union-attr]
+    finally:
+        os._exit(code & 255)
 
 
 def run_unit_tests(source: str, names: dict) -> None:

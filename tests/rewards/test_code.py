@@ -3,11 +3,23 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridrl.config import ConfigError, JailKind, JailLimits, JudgeConfig, RewardConfig, RewardKind
+from hybridrl.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    JailKind,
+    JailLimits,
+    JudgeConfig,
+    RewardConfig,
+    RewardKind,
+    SourceConfig,
+)
+from hybridrl.controller.preflight import _check_tests, build_recipe
 from hybridrl.rewards import RewardInput, RewardPool, jail, validate_reward
 from hybridrl.rewards.code import judge_program, parse_tests, program_in, same_text, same_value
 from hybridrl.rewards.jail import Jail, JailError, JailResult, Mechanism, run
@@ -138,6 +150,28 @@ def test_a_row_without_tests_is_refused(answer: Any, reason: str) -> None:
         parse_tests({"answer": answer})
 
 
+def test_a_row_without_tests_is_refused_before_a_run() -> None:
+    graph = build_recipe({"target": "hybridrl.recipes.grpo:grpo"})
+    settings = Config(data=DataConfig(sources={"mine": SourceConfig(name="mine.jsonl")}))
+    settings.cost = RewardConfig(kind=RewardKind.code)  # of no stage
+    good = {"question": "1+1", "answer": ["assert True"]}
+    bad = {"question": "2+2", "answer": "4"}
+
+    def data(*rows: dict[str, Any]) -> Any:
+        items = [SimpleNamespace(source="mine", item=row) for row in rows]
+        return SimpleNamespace(train=items[:1], eval=items[1:])
+
+    _check_tests(settings, graph, data(good, bad))
+    settings.reward = RewardConfig(kind=RewardKind.code)
+    _check_tests(settings, graph, data(good, good))
+    with pytest.raises(ConfigError) as caught:
+        _check_tests(settings, graph, data(good, bad))
+    assert str(caught.value) == (
+        "data.sources.mine.answer_column=answer: wanted a column with tests in every row, "
+        "for reward.kind=code (unit tests without assert, or of unittest: '2+2')"
+    )
+
+
 def test_a_sample_ends_within_its_time() -> None:
     tests = {"inputs": ["0\n"] + ["9\n"] * 50, "outputs": [""] * 51}
     program = "import time\ntime.sleep(int(input()))\n"
@@ -190,6 +224,10 @@ def test_results_say_what_a_program_did() -> None:
     late = "import atexit, threading, time\natexit.register(print, 'exit')\n"
     late += "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
     assert run(late, kind=off).stdout == "thread\nexit\n"
+    unclosed = "out = open(1, 'w', closefd=False)\nout.write('1')\nimport sys\nsys.stdout.close()"
+    assert run(unclosed, kind=off) == JailResult("ok", "1")
+    words = run("import sys\nsys.exit('words')", kind=off)
+    assert (words.status, words.stderr) == ("error", "words\n")
     assert run("print(open(0).read())", "é" * 200_000, kind=off).stdout == "é" * 200_000 + "\n"
     assert run("print(len({'a', 'b'}), hash('a'))", kind=off) == run(
         "print(len({'a', 'b'}), hash('a'))", kind=off
@@ -245,8 +283,6 @@ def test_bubblewrap_that_fails_is_refused_with_its_reason(
 
 @pytest.mark.parametrize("name", JailLimits.__slots__)
 def test_limits_of_zero_are_refused(name: str) -> None:
-    from hybridrl.config import Config
-
     settings = RewardConfig(limits=JailLimits(**{name: 0}))
     with pytest.raises(ConfigError, match=rf"reward\.limits\.{name}=0: wanted"):
         Config(reward=settings)
