@@ -190,6 +190,36 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
         assert counted == sum(s["status"].startswith(status) for s in samples) > 0
 
 
+@pytest.mark.layouts
+def test_programs_are_judged_in_a_run(
+    run_here: Callable[..., list[StepResult]], tmp_path: Path
+) -> None:
+    """A model that knows one program by heart; other responses are programs by accident, if any."""
+    row = {"answer": {"inputs": [""], "outputs": ["7"]}}
+    rows = [json.dumps({"prompt": f"{a}{b}", **row}) for a in "abcdefgh" for b in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    overrides = [
+        "reward=code",
+        "reward.jail=off",  # what is judged does not depend on it
+        "data=jsonl",
+        f"data.sources.main.name={tmp_path}/rows.jsonl",
+        "data.sources.main.answer_column=answer",
+        "data.answer_template='print(7)'",
+        "model.tiny.alphabet='abcdefghijklmnoprst()7'",
+        "warm_start.steps=40",
+        "warm_start.optim.lr=1e-2",
+        "trainer.steps=1",
+        "rollout.temperature=3",  # so that some are wrong
+    ]
+    run_here("programs", *overrides)
+    samples = read_lines(tmp_path / "programs" / "samples.jsonl")
+    samples = [sample for sample in samples if sample["phase"] in ("rl", "evaluation")]
+    rewards = {sample["response"]: sample["reward"] for sample in samples}
+    assert rewards.pop("print(7)") == 1.0
+    assert set(rewards.values()) == {0.0}
+    assert {sample["status"] for sample in samples if sample["phase"] == "rl"} == {"ok"}
+
+
 def test_a_step_without_samples_is_said_once(
     run_here: Callable[..., list[StepResult]], tmp_path: Path
 ) -> None:
