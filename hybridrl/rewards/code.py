@@ -200,6 +200,5 @@ def check_tests(role: str, rows: Iterable[tuple[SourceConfig, str, Mapping[str, 
             allowed = (
                 f"a column with tests in every row, for {role}.kind=code ({error}: {question!r})"
             )
-            raise ConfigError(
-                f"data.sources.{name}.answer_column", source.answer_column, allowed
-            ) from None
+            place = f"{name}.source" if name.startswith("eval.sets.") else f"data.sources.{name}"
+            raise ConfigError(f"{place}.answer_column", source.answer_column, allowed) from None
