@@ -151,7 +151,8 @@ class Telemetry:
         shown, phase = records[: self._config.samples_per_step], phase or self._phase
         for record in shown:
             self._append("samples", {"step": step, "phase": phase, **record})
-        self._loggers.samples(step, phase, shown)
+        sets = {record["set"] for record in shown if "set" in record}  # each is a table of its own
+        self._loggers.samples(step, "/".join([phase, *sets]), shown)
 
     def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:
         """Record the response length, in tokens, of every sample of `step` in order of dispatch.

@@ -85,6 +85,14 @@ def test_a_service_gets_every_step_once(tmp_path: Path, service: object) -> None
     assert record == {"id": "id-0", "sent": {"rl/loss": 8, "samples/rl": 8}}
 
 
+def test_each_evaluation_set_of_a_step_is_a_table(tmp_path: Path, service: object) -> None:
+    with Telemetry(tmp_path, BOTH, 8) as telemetry:
+        for name in ("main", "own"):
+            telemetry.samples(3, [{"set": name, "id": "0"}], phase="evaluation")
+    sent = [name for row in read_lines(tmp_path / "store.jsonl") for name in row if "/" in name]
+    assert sent == ["samples/evaluation/main", "samples/evaluation/own"]
+
+
 def test_a_step_that_a_library_keeps_open_is_sent_again(
     tmp_path: Path, service: Callable[[type], None]
 ) -> None:
