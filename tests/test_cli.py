@@ -149,7 +149,7 @@ WRONG = [
     ("reward=function", "reward.function=null: wanted a value"),
     (
         "reward=sum +reward.parts={a:{kindd:exact}}",
-        "reward.parts.a.kindd=exact: wanted a known key: one of extract, function, kind",
+        "reward.parts.a.kindd=exact: wanted a known key: one of extract, function, jail",
     ),
     ("reward=sum +reward.parts={a:{weight:x}}", "reward.parts.a.weight=x: wanted a number"),
     (
@@ -672,7 +672,7 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
-        (["--help"], "recipe: cispo, dapo, "),
+        (["--help"], "recipe: cispo, clip_cov, "),
         (["--cfg", "job", "recipe.group_size=5"], "group_size: 5"),
     ],
 )

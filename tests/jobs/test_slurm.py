@@ -37,6 +37,7 @@ def test_two_jobs_run_side_by_side(pair: Any) -> None:
     assert all(folder.exists() for folder in folders)
 
 
+@pytest.mark.slow  # half of the time of all tests on Slurm
 def test_the_page_does_what_it_says(jobs: Any, tiny: list[str]) -> None:
     """Every command of docs/clusters.md, its runs made small: followed, listed, swept."""
     page = (ROOT / "docs/clusters.md").read_text()

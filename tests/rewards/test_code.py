@@ -12,6 +12,7 @@ from hybridrl.config import (
     Config,
     ConfigError,
     DataConfig,
+    EvalSetConfig,
     JailKind,
     JailLimits,
     JudgeConfig,
@@ -157,9 +158,8 @@ def test_a_row_without_tests_is_refused_before_a_run() -> None:
     good = {"question": "1+1", "answer": ["assert True"]}
     bad = {"question": "2+2", "answer": "4"}
 
-    def data(*rows: dict[str, Any]) -> Any:
-        items = [SimpleNamespace(source="mine", item=row) for row in rows]
-        return SimpleNamespace(train=items[:1], eval=items[1:])
+    def data(*rows: dict[str, Any], source: str = "mine") -> Any:
+        return [SimpleNamespace(source=source, item=row) for row in rows]
 
     _check_tests(settings, graph, data(good, bad))
     settings.reward = RewardConfig(kind=RewardKind.code)
@@ -170,6 +170,13 @@ def test_a_row_without_tests_is_refused_before_a_run() -> None:
         "data.sources.mine.answer_column=answer: wanted a column with tests in every row, "
         "for reward.kind=code (unit tests without assert, or of unittest: '2+2')"
     )
+    # of an evaluation set with prompts of its own, and one whose own judge reads no tests
+    own = SourceConfig(name="own.jsonl")
+    settings.eval.sets["own"] = EvalSetConfig(source=own)
+    with pytest.raises(ConfigError, match=r"^eval.sets.own.source.answer_column=answer: wanted"):
+        _check_tests(settings, graph, data(bad, source="eval.sets.own"))
+    settings.eval.sets["own"] = EvalSetConfig(source=own, reward=RewardConfig())
+    _check_tests(settings, graph, data(bad, source="eval.sets.own"))
 
 
 def test_a_sample_ends_within_its_time() -> None:

@@ -238,6 +238,7 @@ def test_weights_on_one_rank(saved: Callable[..., str], fresh_ranks: Ranks) -> N
     assert all(case["bytes"] == (0, 0) for case in by_case.values())
 
 
+@pytest.mark.slow
 def test_weights_on_four_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
     """From FSDP shards to instances of tp and pp, with an odd number of layers."""
     four = TrainAxes(fsdp=4)
