@@ -34,8 +34,11 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
     if directory.exists() and not (directory / "config.json").is_file():
         raise ConfigError(key, path, "a directory with config.json and *.safetensors")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=directory.exists())
+        local = directory.exists()
+        return AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
+    except (LookupError, ArithmeticError) as error:  # raised by a family's config class
         raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
 
 

@@ -31,7 +31,7 @@ from hybridrl.models.config_json import (
     check_layouts,
     check_value_layout,
 )
-from hybridrl.models.load import check_supported, empty_causal_lm
+from hybridrl.models.load import check_supported, empty_causal_lm, load_config
 from hybridrl.models.packed_attention import choose_attention
 from hybridrl.models.stored_weights import StoredWeights
 
@@ -270,3 +270,19 @@ def test_the_shape_of_attention():
     assert (gpt2.kv_heads, gpt2.head_size, gpt2.sinks) == (12, 64, False)
     gpt_oss = attention_shape(AutoConfig.for_model("gpt_oss"))
     assert (gpt_oss.kv_heads, gpt_oss.local_kv_heads(16), gpt_oss.sinks) == (8, 1, True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "exaone4", "sliding_window": None},  # transformers divides by zero
+        {"model_type": "phi3", "rope_scaling": {"type": "su"}},
+        {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}},
+    ],
+    ids=["arithmetic", "lookup", "code"],
+)
+def test_a_config_that_transformers_cannot_read_is_refused(tmp_path, settings, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="a Hugging Face model"):
+        load_config(str(tmp_path))
