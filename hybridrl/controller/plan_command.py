@@ -154,10 +154,12 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
 
 def _checked_shape(config: Config) -> "PretrainedConfig":
     """The model's config, which the layouts can take."""
+    from hybridrl.models.config_json import check_expert_settings
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.models.shape import model_shape
 
     shape, gen = model_shape(config.model), config.rollout.layout
+    check_expert_settings(shape.to_dict(), config.trainer)
     check_train_layout(shape, config.trainer.layout)
     check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
     return shape

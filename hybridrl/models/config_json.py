@@ -48,15 +48,20 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys under which families have the number of a layer's experts."""
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk",
 )  # fmt: skip
-"""The keys under which families have the number of a layer's experts."""
+"""The keys under which they have the number that a token takes."""
 
 
 def check_has_experts(path: str | None, trainer: TrainerConfig) -> None:
-    """Raise ConfigError for settings of experts where `config.json` has none."""
-    settings = _read(path)
+    """Raise ConfigError for settings of experts where `config.json` at `path` has none."""
+    check_expert_settings(_read(path), trainer)
+
+
+def check_expert_settings(settings: Mapping[str, Any], trainer: TrainerConfig) -> None:
+    """The same for a model with these `settings`; without any it passes."""
     if settings and not any(map(settings.get, EXPERTS)):
         for key, value, default in trainer.of_experts:
             allowed = f"{default} ({settings.get('model_type', 'the model')} has no experts)"
@@ -90,7 +95,7 @@ def _of_actor(model: ModelConfig) -> Mapping[str, Any]:
 
 def _check_ep(settings: Mapping[str, Any], ep: int, key: str) -> None:
     if settings:
-        experts = next((int(n) for name in EXPERTS if (n := settings.get(name))), 0)
+        experts = next((n for name in EXPERTS if isinstance(n := settings.get(name), int) and n), 0)
         if allowed := ep_allowed(settings.get("model_type", "unknown"), experts, ep):
             raise ConfigError(key, ep, allowed)
 
@@ -129,3 +134,22 @@ def check_config_json(path: str | None, key: str) -> None:
         model_type = settings.get("model_type", "unknown")
         allowed = f"a decoder of full or sliding-window attention ({model_type} has {component})"
         raise ConfigError(key, path, allowed)
+    if wrong := wrong_experts(settings):
+        raise ConfigError(key, path, f"a config.json {wrong}")
+
+
+def wrong_experts(settings: Mapping[str, Any]) -> str | None:
+    """What `config.json` ought to say of experts; None where it does. Lists are left to the model.
+
+    A probe does not see it: it has few experts, and fewer a token.
+    """
+    name, experts = next(((n, settings[n]) for n in EXPERTS if settings.get(n)), ("", 0))
+    if not name or isinstance(experts, list):
+        return None
+    if not isinstance(experts, int) or experts < 0:
+        return f"with a whole number of {name}, not {experts!r}"
+    for per_token in EXPERTS_PER_TOKEN:
+        chosen = settings.get(per_token, 1)
+        if isinstance(chosen, int) and not 1 <= chosen <= experts:
+            return f"with {per_token} of 1 to {name}={experts}, not {chosen}"
+    return None

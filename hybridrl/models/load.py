@@ -16,7 +16,7 @@ from transformers import (
 
 from hybridrl.config import ConfigError, DType
 from hybridrl.models.buffers import fill_buffers
-from hybridrl.models.config_json import unsupported
+from hybridrl.models.config_json import unsupported, wrong_experts
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.stages import prepare_training
 
@@ -154,6 +154,8 @@ def check_supported(config: PretrainedConfig) -> None:
             f"model type {config.model_type}: {component} is not supported; supported are decoders"
             " of full or sliding-window attention"
         )
+    if wrong := wrong_experts(config.to_dict()):
+        raise ValueError(f"a config {wrong}")
 
 
 def one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from transformers import (
     PhimoeConfig,
     T5Config,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridrl.config import (
     Attention,
@@ -30,6 +31,7 @@ from hybridrl.models.config_json import (
     check_has_experts,
     check_layouts,
     check_value_layout,
+    wrong_experts,
 )
 from hybridrl.models.load import check_supported, empty_causal_lm, load_config
 from hybridrl.models.packed_attention import choose_attention
@@ -96,6 +98,28 @@ def test_what_config_json_alone_rules_out(tmp_path, settings, component):
         ConfigError, match=f"^teacher.path=.*{settings['model_type']} has {component}"
     ):
         check_config_json(str(tmp_path), "teacher.path")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "with num_experts_per_tok of 1 to num_exp"),
+        ({"n_routed_experts": 8, "num_experts_per_tok": 0}, "with num_experts_per_tok of 1 to n_r"),
+        ({"num_local_experts": "eight"}, "with a whole number of num_local_experts, not 'eight'"),
+    ],
+)
+def test_experts_that_cannot_be_chosen(tmp_path, settings, wrong):
+    """A probe has few of them, and would not see it."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **settings}))
+    with pytest.raises(ConfigError, match=f"^model.path=.*: wanted a config.json {wrong}"):
+        check_config_json(str(tmp_path), "model.path")
+
+
+def test_every_family_has_experts_that_can_be_chosen():
+    """By its own defaults: the check refuses none of them."""
+    families = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {"musicgen", "musicgen_melody"}  # no defaults
+    for family in sorted(families):
+        assert wrong_experts(AutoConfig.for_model(family).to_dict()) is None, family
 
 
 def test_what_config_json_leaves_to_other_checks(tmp_path):
