@@ -144,6 +144,7 @@ class ModelShards:
             if name in buffers:  # else it is of another stage
                 buffers[name].copy_(stored)
 
+    @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy another model's full parameters [..], and buffers, to those of the same names.
 
