@@ -70,7 +70,7 @@ def test_gdpo_normalizes_each_reward(
         f"+reward.parts={{{listed}}}",
         "cluster.ranks=1",
         "trainer.steps=1",
-        "eval.every=0",
+        "eval.sets.main.every=null",
     )
     lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -93,7 +93,7 @@ def test_kto_has_responses_to_other_prompts(
 ) -> None:
     """Each prompt with those of the next one of the batch, the last with those of the first."""
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    settings = ["recipe=kto", "cluster.ranks=2", "trainer.steps=2", "eval.every=0"]
+    settings = ["recipe=kto", "cluster.ranks=2", "trainer.steps=2", "eval.sets.main.every=null"]
     run = train_here(tmp_path / "run", *kept, *settings)
     lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
     for step in (1, 2):

@@ -21,10 +21,15 @@ KINDS = {
     "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3"
     " model.tiny.num_experts=4 trainer.router_replay=rollout"
     " trainer.router_aux_loss_coef=0.001",
-    "safe_rlhf": "cluster.ranks=1 recipe=safe_rlhf trainer.steps=1",
+    "safe_rlhf": "cluster.ranks=1 recipe=safe_rlhf trainer.steps=1"
+    " +data.sources={other:{name:spell_backward,task_column:metadata.word_len}}",
     "dpo": "cluster.ranks=1 recipe=dpo trainer.steps=1",
     "distill": "cluster.ranks=1 recipe=distill trainer.steps=1",
     "rm": "cluster.ranks=1 recipe=rm trainer.steps=1",
+    **{
+        name: f"cluster.ranks=1 recipe={name} trainer.steps=1 warm_start.steps=0"
+        for name in ("sapo", "clip_cov", "kl_cov", "orpo")
+    },
 }
 """Runs that write, all together, every metric that there is."""
 
