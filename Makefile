@@ -8,9 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 PYTEST := $(BIN)/python -m pytest
-# Whole files, whose tests share runs, on two processes. On two cores a third made the tests of
-# engines, workers and layouts take 96 s instead of 78: each has ranks of its own.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Whole files, whose tests share runs, on three processes: they fill two cores, since tests wait, too.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 
@@ -63,7 +62,7 @@ test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q $(PARALLEL)
 
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
-	$(PYTEST) -q $(PARALLEL) -m "layouts and not slow"
+	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow"  # each has up to four ranks
 
 test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machine
 	$(PYTEST) -q -m "ray and not slow"
