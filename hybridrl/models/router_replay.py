@@ -87,22 +87,27 @@ class ExpertShape:
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
 
-def enable_replay(layers: Iterable[tuple[int, nn.Module]], shape: ExpertShape) -> None:
-    """Let decoder `layers`, each with its number in the whole model, take a `Routing`."""
-    for number, layer in layers:
-        place = shape.layers.index(number) if number in shape.layers else None
-        _ReplayingLayer(layer, place, shape.experts)
+def enable_replay(
+    layers: Iterable[tuple[int, nn.Module]], shape: ExpertShape
+) -> list["ReplayingLayer"]:
+    """Let decoder `layers`, each with its number in the whole model, take a `Routing`.
+
+    By keyword, or by `ReplayingLayer.take` where a layer's blocks are called one by one.
+    """
+    places = {number: place for place, number in enumerate(shape.layers)}
+    return [ReplayingLayer(layer, places.get(number), shape.experts) for number, layer in layers]
 
 
-class _ReplayingLayer:
+class ReplayingLayer:
     """A decoder layer that takes a `Routing`; `place` is None for one without experts."""
 
     def __init__(self, layer: nn.Module, place: int | None, experts: int) -> None:
         self._place, self._experts = place, experts
         self._routing: Routing | None = None
-        hook_routers(layer, KEYWORD, self._take, self._record, self._forcing)
+        hook_routers(layer, KEYWORD, self.take, self._record, self._forcing)
 
-    def _take(self, routing: Routing | None) -> None:
+    def take(self, routing: Routing | None) -> None:
+        """What the layer's blocks record and replay until the next call."""
         self._routing = routing
 
     def _record(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

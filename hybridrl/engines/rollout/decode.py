@@ -2,8 +2,8 @@
 
 The number of operations bounds a step for some hundred tokens of a small model. So products of one
 input are fused (the module's weights are views of the fused tensor), norms are torch's fused ones,
-rotation and residual sums are in place. The Hugging Face module is the reference: it computes
-prefill and all other families, and a test holds the two equal.
+rotation and residual sums are in place. Blocks of experts are the module's own. The Hugging Face
+module is the reference: it computes prefill and all other families, and a test holds the two equal.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hybridrl.models.paged_attention import PagedBatch
 from hybridrl.models.shard import RowLinear, own_layers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 class FusedLinear:
@@ -64,7 +64,11 @@ class FusedDecoder:
         self._layers = layers = own_layers(model)
         attentions = [layer.self_attn for layer in layers]
         self._qkv = [FusedLinear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
-        self._gate_up = [FusedLinear([m.mlp.gate_proj, m.mlp.up_proj]) for m in layers]
+        self._gate_up = {
+            index: FusedLinear([layer.mlp.gate_proj, layer.mlp.up_proj])
+            for index, layer in enumerate(layers)
+            if isinstance(getattr(layer.mlp, "gate_proj", None), nn.Linear)
+        }
         config = model.config
         self._positions = max_sequence
         self._table: torch.Tensor | None = None
@@ -81,12 +85,12 @@ class FusedDecoder:
 
     def allocate(self) -> None:
         """Fuse again, after the parameters got new storage."""
-        for linear in (*self._qkv, *self._gate_up):
+        for linear in (*self._qkv, *self._gate_up.values()):
             linear.allocate()
 
     def free(self) -> None:
         """Drop the weights."""
-        for linear in (*self._qkv, *self._gate_up):
+        for linear in (*self._qkv, *self._gate_up.values()):
             linear.free()
 
     def __call__(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -97,8 +101,11 @@ class FusedDecoder:
             h = self._attention(index, layer.self_attn, h, cos, sin, paged)
             x = _add_linear(x, h, layer.self_attn.o_proj)
             h = self._norm(x, layer.post_attention_layernorm.weight)
-            gate, up = self._gate_up[index](h).chunk(2, -1)
-            x = _add_linear(x, layer.mlp.act_fn(gate).mul_(up), layer.mlp.down_proj)
+            if index in self._gate_up:
+                gate, up = self._gate_up[index](h).chunk(2, -1)
+                x = _add_linear(x, layer.mlp.act_fn(gate).mul_(up), layer.mlp.down_proj)
+            else:
+                x = x + layer.mlp(h[None])[0]
         norm = self._model.model.norm
         # Only the last stage has one.
         return x if isinstance(norm, nn.Identity) else self._norm(x, norm.weight)

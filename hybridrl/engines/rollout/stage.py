@@ -23,7 +23,13 @@ from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import KVPool, PagedBatch
 from hybridrl.models.parallel import kv_heads_of_rank
-from hybridrl.models.router_replay import KEYWORD, ExpertShape, Routing, enable_replay
+from hybridrl.models.router_replay import (
+    KEYWORD,
+    ExpertShape,
+    ReplayingLayer,
+    Routing,
+    enable_replay,
+)
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 
 
@@ -76,8 +82,9 @@ class RolloutStage:
             dtype=dtype,
             device=device,
         )
+        self._replaying: list[ReplayingLayer] = []
         if takes_routing:
-            enable_replay(self.numbered_layers(), ExpertShape.of(config))
+            self._replaying = enable_replay(self.numbered_layers(), ExpertShape.of(config))
         fused = config.model_type in FUSED_FAMILIES
         self.decoder = FusedDecoder(self.model, max_sequence) if fused else None
         self._vocab_size: int = config.vocab_size
@@ -167,7 +174,9 @@ class RolloutStage:
         """A decode step without its logits: the stage's hidden states [tokens, hidden]."""
         x = self._inputs(token_ids)
         if self.decoder is not None:
-            hidden = self.decoder(paged, x, positions)  # of dense families
+            for layer in self._replaying:
+                layer.take(routing)
+            hidden = self.decoder(paged, x, positions)
         else:
             hidden = self._module(paged, x, positions, routing)
         self._pass_on(hidden)

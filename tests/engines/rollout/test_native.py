@@ -16,7 +16,9 @@ from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 
 VOCAB = 52
-FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2", "gemma3")
+FAMILIES = (
+    "qwen3", "llama", "llama_biased", "mistral", "qwen2", "gemma3", "qwen3_moe", "mixtral",
+)  # fmt: skip
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
 RequestsOf = Callable[..., list[Request]]
@@ -74,7 +76,9 @@ def test_log_probs_equal_a_full_forward(
         assert output.log_probs == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama_biased", "mistral", "qwen2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama_biased", "mistral", "qwen2", "qwen3_moe", "mixtral"]
+)
 def test_fused_decode_equals_the_module(
     family: str,
     make_model: Callable[[str], PreTrainedModel],
