@@ -28,6 +28,7 @@ SETTINGS = {
     ],
     # the teacher is what grpo has made, so that runs first
     "distill": ["teacher.path={runs}/grpo-{steps}-{seed}/final"],
+    "distill_topk": ["teacher.path={runs}/grpo-{steps}-{seed}/final"],
     # those of recipes/safe_rlhf/README.md
     "safe_rlhf": [
         "recipe.multiplier=0.5", "recipe.multiplier_lr=0.3", "recipe.multiplier_max=1",

@@ -17,7 +17,7 @@ from hybridrl.config.cluster import (
     Placement,
     PoolsConfig,
 )
-from hybridrl.config.data import DataConfig, SourceConfig, SourceKind
+from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.layout import (
@@ -137,6 +137,8 @@ class Config:
         self.model.check()
         self.reward.check("reward")
         self.cost.check("cost")
+        self.data.curriculum.check()
+        self.teacher.check(self.data.sources)
         self.eval.check()
         self.rollout.check()
         self.trainer.check()
@@ -375,6 +377,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Container",
+    "CurriculumConfig",
     "DType",
     "DataConfig",
     "Deterministic",

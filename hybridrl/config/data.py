@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 from hybridrl.config.bounds import bounded
+from hybridrl.config.errors import ConfigError
 
 # OmegaConf's mark of a setting without a default, written out: ranks on a bare machine lack it.
 MISSING: Any = "???"
@@ -37,6 +38,13 @@ class SourceConfig:
     """jsonl, parquet, huggingface: the column with the question (text, or a list of messages)."""
     answer_column: str = "answer"
     """jsonl, parquet, huggingface: the column with the expected answer."""
+    messages_column: str | None = None
+    """jsonl, parquet, huggingface: the column with whole conversations, lists of messages, in place
+    of prompt and answer. Supervised training learns the assistant's turns; the prompt is all before
+    the first of them, which is the answer."""
+    tools_column: str | None = None
+    """jsonl, parquet, huggingface: the column with a row's tools for the chat template, a list of
+    JSON schemas or its text."""
     answer_pattern: str | None = None
     """jsonl, parquet, huggingface: regular expression; the answer is the first group of its last
     match in the column. Null: all of it."""
@@ -44,6 +52,36 @@ class SourceConfig:
     """A column that names a row's task: metrics are by task, too. A dot leads into a field."""
     weight: float = bounded(1.0, above=0)
     """Share of this source in the mixture, relative to the others."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CurriculumConfig:
+    """Pools of prompts by solve rate, the share of a prompt's samples that are right.
+
+    With both rests 0 every prompt is drawn in every epoch of its source.
+    """
+
+    easy_rest: int = bounded(0, least=0)
+    """Epochs that a prompt rests whose samples are right."""
+    hard_rest: int = bounded(0, least=0)
+    """Epochs that a prompt rests whose samples are wrong."""
+    easy_threshold: float = bounded(1.0, above=0, most=1)
+    """A prompt is easy at this solve rate or above."""
+    hard_threshold: float = bounded(0.0, least=0, below=1)
+    """A prompt is hard at this solve rate or below."""
+    success_threshold: float = 1.0
+    """A sample counts as right when its reward reaches this."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether any prompt ever rests."""
+        return self.easy_rest > 0 or self.hard_rest > 0
+
+    def check(self) -> None:
+        """Raise ConfigError for thresholds that no solve rate lies between."""
+        if self.hard_threshold >= self.easy_threshold:
+            allowed = f"below data.curriculum.easy_threshold={self.easy_threshold:g}"
+            raise ConfigError("data.curriculum.hard_threshold", self.hard_threshold, allowed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +100,9 @@ class DataConfig:
     """Text of the prompt; `{question}`, `{answer}` and the item's own fields may stand in it."""
     answer_template: str = "{answer}"
     """Text of the target that supervised training learns; same fields."""
+    privileged_template: str | None = None
+    """Text of a prompt with more than the model is asked with, such as the answer; same fields. A
+    recipe of self-distillation lets a teacher read it in place of the prompt."""
     chat: bool = False
     """Wrap the prompt into the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -70,5 +111,7 @@ class DataConfig:
     """Regular expression; only items whose whole prompt matches it are used."""
     max_prompt_tokens: int = bounded(256, least=1, allowed="a whole number of 1 or more")
     """A longer prompt is an error, unless `skip_long_prompts`."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Which prompts rest, by their solve rate."""
     skip_long_prompts: bool = False
     """Leave prompts that are too long out (their number is reported) instead of stopping."""

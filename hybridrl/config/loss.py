@@ -19,6 +19,9 @@ class Loss(abc.ABC, Generic[Tensor]):
       (`hybridrl.algorithms.normalize`).
     - `samples_per_row`: so many consecutive sequences are looked at together and share a
       micro-batch.
+    - `candidates`: the field with token ids [response_tokens, num_candidates] whose
+      log-probabilities the loss reads besides the response's own. They come as the field
+      `candidate_log_probs` [tokens, num_candidates], with gradient, in place of the ids.
     - `needs_last_token_only`: a model with a value head is read at each sequence's last token
       instead of before every response token.
     """
@@ -26,6 +29,8 @@ class Loss(abc.ABC, Generic[Tensor]):
     normalize: str = "token"
     samples_per_row: int = 1
     needs_last_token_only: bool = False
+    candidates: str | None = None
+    num_candidates: int = 0
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -147,6 +147,8 @@ def _scorers(
                 yield name, None, False
             elif name == "teacher":
                 yield name, model_shape_at(config.teacher.path), False
+                for path in {*config.teacher.by_source.values()} - {config.teacher.path}:
+                    yield f"teacher {path}", model_shape_at(path), False
     if pool == config.value_pool:
         for role in judges_of(config, graph):
             if config.is_neural(role):

@@ -41,7 +41,8 @@ def scope_of(stage: Stage, config: Config) -> Scope:
         return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
     rollout = config.rollout
     shared = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype
-    if stage.method is StageMethod.LOG_PROBS and (stage.role != "actor" or shared):
+    passes = (StageMethod.LOG_PROBS, StageMethod.TOP_LOG_PROBS)
+    if stage.method in passes and (stage.role != "actor" or shared):
         return Scope.INSTANCE
     return Scope.WORLD
 

@@ -40,7 +40,7 @@ from hybridrl.controller.preflight_models import (
 from hybridrl.data import Data, Item, load_data, load_eval_set
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Graph, Recipe
-from hybridrl.flow.graph import StageMethod, UpdateStage
+from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -75,6 +75,8 @@ def prepare(config: Config) -> PreparedRun:
     check_placement(config, graph)
     _check_on_policy(config, graph)
     _check_recorded(config, graph)
+    _check_curriculum(config, graph)
+    _check_privileged(config, graph)
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
     config.telemetry.check_installed()
@@ -130,6 +132,26 @@ def _check_recorded(config: Config, graph: Graph) -> None:
     if replay is RouterReplay.trainer and not passes:
         allowed = "off, rollout, or a recipe with the old policy's pass (old_log_probs=trainer)"
         raise ConfigError("trainer.router_replay", replay.value, allowed)
+
+
+def _check_curriculum(config: Config, graph: Graph) -> None:
+    """Raise where prompts are to rest by rewards that the recipe does not have."""
+    curriculum = config.data.curriculum
+    if any("reward" in stage.scalars for stage in graph.stages.values()):
+        return
+    for key in ("easy_rest", "hard_rest"):
+        if rest := getattr(curriculum, key):
+            allowed = "0 for a recipe without a reward, which no prompt is solved by"
+            raise ConfigError(f"data.curriculum.{key}", rest, allowed)
+
+
+def _check_privileged(config: Config, graph: Graph) -> None:
+    """Raise where a role is to read prompts that the data do not have."""
+    for stage in graph.stages.values():
+        reads = isinstance(stage, ComputeStage) and stage.privileged
+        if reads and config.data.privileged_template is None:
+            allowed = f"a text with what {stage.role} is to know, as '{{question}} ({{answer}})'"
+            raise ConfigError("data.privileged_template", None, allowed)
 
 
 def _check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:

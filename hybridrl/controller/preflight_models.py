@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import StageMethod
+from hybridrl.flow.graph import ComputeStage, StageMethod
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -32,9 +32,13 @@ def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: 
     for role in VALUE_MODELS:
         if role in graph.learned:
             _check_value_model(config, role, actor_path, tokenizer)
-    if "teacher" in graph.roles and config.teacher.path is not None:
-        path = resolve_model_path(config.teacher.path, "teacher.path")
-        _check_teacher(config, path, actor_path, tokenizer)
+    if "teacher" in graph.roles:
+        for key, path in config.teacher.paths.items():
+            _check_teacher(config, resolve_model_path(path, key), key, actor_path, tokenizer)
+    for stage in graph.stages.values():
+        if isinstance(stage, ComputeStage) and stage.num_top > len(tokenizer):
+            allowed = f"at most {len(tokenizer)}, the model's vocabulary"
+            raise ConfigError("recipe.top_k", stage.num_top, allowed)
 
 
 def resolve_role_paths(config: Config, graph: Graph) -> None:
@@ -47,8 +51,12 @@ def resolve_role_paths(config: Config, graph: Graph) -> None:
         settings = config.value_model_of(role)
         if role in graph.learned and settings.path is not None:
             settings.path = resolve_model_path(settings.path, f"{VALUE_MODELS[role]}.path")
-    if "teacher" in graph.roles and config.teacher.path is not None:
-        config.teacher.path = resolve_model_path(config.teacher.path, "teacher.path")
+    if "teacher" in graph.roles:
+        teacher = config.teacher
+        if teacher.path is not None:
+            teacher.path = resolve_model_path(teacher.path, "teacher.path")
+        for name, path in teacher.by_source.items():
+            teacher.by_source[name] = resolve_model_path(path, f"teacher.by_source.{name}")
 
 
 def scores_with_copies(graph: Graph) -> bool:
@@ -121,14 +129,13 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     check_stored(path, model, classifier=True, zeros=absent_parameters(model), key=key)
 
 
-def _check_teacher(config: Config, path: str, actor_path: str, tokenizer: Any) -> None:
+def _check_teacher(config: Config, path: str, key: str, actor_path: str, tokenizer: Any) -> None:
     from hybridrl.engines.probe import check_model
     from hybridrl.models.load import is_classifier, load_config
     from hybridrl.models.parallel import check_gen_layout, num_experts
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.rewards.model import check_reads_samples
 
-    key = "teacher.path"
     model = load_config(path, key)
     _check_supported(model, path, key)
     if is_classifier(model):

@@ -28,7 +28,7 @@ from hybridrl.flow.executor import (
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
-from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
+from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, Sample, SampleId
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
@@ -317,7 +317,8 @@ class RayExecutor:
             places = deal(samples, len(pool.ranks), samples_per_row, work)
             ranks = [pool.ranks[i] for i in places]
             common = set.intersection(*(sample.tensors for sample in samples))
-            fields = common & {*stage.inputs, *self._fields_of_role[stage.role or ""]}
+            read = {*stage.inputs, *self._fields_of_role[stage.role or ""], LOSS_MASK}
+            fields = common & read
             parcels = yield from self._export_copies(samples, ranks, fields)
         shares = self._shares(stage, samples, ranks, samples_per_row)
         filled = [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks]

@@ -31,7 +31,7 @@ from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, 
 from hybridrl.controller.run_records import RunRecords
 from hybridrl.controller.schedule_factory import make_schedule, replay_setting
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
-from hybridrl.data import PromptStream, mixture_parts
+from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
@@ -191,12 +191,13 @@ class Run:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = self.bad_steps = 0
         data, shown = prepared.data, config.telemetry.samples_per_step
-        self.prompts = PromptStream(data.train, config.run.seed, data.weights)
+        self.prompts = prompt_stream(config, data)
         self.records = RunRecords(
             telemetry,
             shown,
             current_step=lambda: self.step,
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
+            observe=self.prompts.observe,
         )
         # ranks
         self.group = WorkerGroup(
@@ -414,6 +415,8 @@ class Run:
             "recipe": schedule.graph.state_dict(),
             "schedule": schedule.state_dict(),
         }
+        if isinstance(self.prompts, CurriculumStream):
+            record["curriculum"] = self.prompts.state_dict()
         return DriverState(record, schedule.pending())
 
     def _resume_driver(self, point: Point, damaged: Sequence[str]) -> None:
@@ -426,6 +429,8 @@ class Run:
         self.evaluation.load_state(state["evaluated"])
         self.evaluation.before = state["before"]
         self.prompts.seek(state["prompts"])
+        if isinstance(self.prompts, CurriculumStream) and "curriculum" in state:
+            self.prompts.load_state_dict(state["curriculum"])
 
     def _resumes_in(self, phase: str) -> Point | None:
         """The checkpoint that this run resumes from, if that is of `phase`."""

@@ -21,13 +21,17 @@ FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[st
 
 KindsOf = Callable[[int], Sequence[str]]
 
+ObserveRewards = Callable[[Mapping[int, Sequence[float]]], Mapping[str, float]]
+"""Called with the rewards of a step's samples by prompt position; gives metrics."""
+
 
 class RunRecords:
     """Turns answers of ranks and results of steps into the run's records.
 
     `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
-    run are the parts of the mixture that it belongs to, each with metrics of its own.
+    run are the parts of the mixture that it belongs to, each with metrics of its own. `observe` is
+    called with the results of each step.
     """
 
     def __init__(
@@ -36,9 +40,10 @@ class RunRecords:
         samples_per_step: int,
         current_step: Callable[[], int],
         kinds_of: KindsOf,
+        observe: ObserveRewards = lambda rewards: {},
     ) -> None:
         self.telemetry, self.samples_per_step = telemetry, samples_per_step
-        self.current_step, self.kinds_of = current_step, kinds_of
+        self.current_step, self.kinds_of, self.observe = current_step, kinds_of, observe
         self._noted_no_training = False
 
     # -- callbacks -----------------------------------------------------------------------------
@@ -80,6 +85,7 @@ class RunRecords:
         """Record a step that took so many seconds; answers with its metrics."""
         step, metrics = self.current_step(), step_metrics(result, seconds)
         metrics |= metrics_by_kind(result.dispatched, self.kinds_of)
+        metrics |= self.observe(rewards_by_prompt(result.dispatched))
         self._note_no_training(result, metrics)
         end = 0.0
         for span in sorted(result.spans, key=lambda span: span.start):
@@ -144,6 +150,15 @@ def judged(samples: Sequence[Sample]) -> list[str]:
     """Fields with a score of these samples, of whatever judged them: each has a status."""
     names = {name: None for sample in samples for name in sample.scalars}
     return [name for name in names if f"{name}_status" in names]
+
+
+def rewards_by_prompt(samples: Sequence[Sample]) -> dict[int, list[float]]:
+    """The rewards of a step's samples by prompt position; none where nothing has judged them."""
+    rewards: dict[int, list[float]] = {sample.id.prompt: [] for sample in samples}
+    for sample in samples:
+        if "reward" in sample.scalars:
+            rewards[sample.id.prompt].append(float(sample.scalars["reward"]))
+    return rewards
 
 
 def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, float]:

@@ -98,8 +98,9 @@ def load_eval_set(
     assert source is not None, key
     template = settings.prompt_template or config.prompt_template
     of_set = replace(
-        config, sources={key: source}, keep=None, prompt_template=template, answer_template=""
-    )
+        config, sources={key: source}, keep=None, prompt_template=template, answer_template="",
+        privileged_template=None,
+    )  # fmt: skip
     collector = _Collector(of_set, tokenizer, max_new_tokens, max_context, ())
     size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
     try:
@@ -203,16 +204,32 @@ class _Collector:
             if item.prompt in self.seen or not self.keep.fullmatch(item.prompt):
                 continue
             self.seen.add(item.prompt)
-            if len(item.prompt_ids) > self.longest:
+            if max(len(item.prompt_ids), len(item.privileged_ids)) > self.longest:
                 if not self.config.skip_long_prompts:
                     raise self._too_long(item)
                 self.skipped += 1
                 continue
+            if self.config.sources[item.source].messages_column and not self._fits(item):
+                continue
             accepted.append(item)
         return accepted
 
+    def _fits(self, item: Item) -> bool:
+        """Whether a whole conversation fits the context; counts or refuses one that does not."""
+        tokens = len(item.prompt_ids) + len(item.target_ids)
+        if tokens <= self.max_context:
+            return True
+        if not self.config.skip_long_prompts:
+            allowed = (
+                f"true: {item.source} has a conversation of {tokens} tokens, of which the model's "
+                f"context holds {self.max_context}: {item.prompt[:80]!r}"
+            )
+            raise ConfigError("data.skip_long_prompts", False, allowed)
+        self.skipped += 1
+        return False
+
     def _too_long(self, item: Item) -> ConfigError:
-        tokens = len(item.prompt_ids)
+        tokens = max(len(item.prompt_ids), len(item.privileged_ids))
         limit = f"(or data.skip_long_prompts=true): {item.source} has {item.prompt[:80]!r}"
         if tokens > self.config.max_prompt_tokens:
             return ConfigError(
@@ -309,6 +326,10 @@ class PromptStream:
         if position < 0:
             raise ValueError(f"position {position}: wanted 0 or more")
         self.position = position
+
+    def observe(self, rewards: Mapping[int, Sequence[float]]) -> dict[str, float]:
+        """Take the rewards of the samples by position; a plain stream has no use for them."""
+        return {}
 
     def _turn(self, position: int) -> tuple[str, int]:
         """The source at `position`, and how many of its items come before."""

@@ -5,9 +5,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig
+from hybridrl.data.chat import (
+    ChatMessage,
+    ChatTemplate,
+    Place,
+    has_assistant,
+    read_messages,
+    read_prompt,
+    read_tools,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,16 @@ class Item:
     """The source's row, for the verifier."""
     columns: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     """Tokens of other responses of the row, by column (`Flow.targets`), with the end token."""
+    privileged_ids: tuple[int, ...] = field(default=(), repr=False)
+    """Tokens of the prompt of `data.privileged_template`; empty without one."""
+    masks: dict[str, tuple[bool, ...]] = field(default_factory=dict, repr=False)
+    """Of responses in several turns, which tokens the assistant wrote, by column; `target_ids` are
+    under the empty name. A response without a mask is all the assistant's."""
+
+    def response(self, column: str | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Tokens of a column, None for the target, and which of them are to be trained."""
+        ids = self.target_ids if column is None else self.columns[column]
+        return ids, self.masks.get(column or "", (True,) * len(ids))
 
 
 def with_next_targets(items: Sequence[Item]) -> list[Item]:
@@ -41,7 +63,9 @@ def with_next_targets(items: Sequence[Item]) -> list[Item]:
     for item, other in zip(items, [*items[1:], *items[:1]], strict=True):
         room = longest - len(item.prompt_ids)
         columns = {name: ids[:room] for name, ids in other.columns.items()}
-        joined.append(replace(item, target_ids=other.target_ids[:room], columns=columns))
+        masks = {name: mask[:room] for name, mask in other.masks.items()}
+        target = other.target_ids[:room]
+        joined.append(replace(item, target_ids=target, columns=columns, masks=masks))
     return joined
 
 
@@ -58,7 +82,7 @@ def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
     eos = tokenizer.eos_token_id
     if chat:
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-        text = _chat_texts(tokenizer, [messages], add_generation_prompt=False)[0]
+        text = ChatTemplate(tokenizer).text(messages, Place("data.chat", "true", 0))
         after = tokenizer(text[text.rindex("A") + 1 :].strip(), add_special_tokens=False)
         if after["input_ids"] and after["input_ids"][0] in tokenizer.all_special_ids:
             return int(after["input_ids"][0])
@@ -76,61 +100,170 @@ def make_items(
 ) -> list[Item]:
     """Items of `rows`, in order: templates filled, one tokenizer call for all prompts.
 
-    `columns` hold a response each: a text, or the last of a list of messages. Raises ConfigError if
-    a row lacks a column or a field of a template, or if messages or a chat template are missing.
+    `columns` hold a response each: a text, or a list of messages. Raises ConfigError if a row lacks
+    a column or a field of a template, if its messages cannot be read, or without a chat template.
     """
     if not rows:
         return []
-    # texts
-    prompts = [_prompt(source, row, config) for row in rows]
-    if config.chat:
-        texts = _chat_texts(tokenizer, prompts, add_generation_prompt=True)
-    else:
-        texts = [prompt[-1]["content"] for prompt in prompts]
-    targets = [_fill("data.answer_template", config.answer_template, row) for row in rows]
-    # tokens; a chat template writes its own special tokens
-    encoded = tokenizer(texts, add_special_tokens=not config.chat, verbose=False)["input_ids"]
+    reader = _ChatReader(source, config, tokenizer) if config.chat else None
+    if config.sources[source].messages_column is not None:
+        if reader is None:
+            raise ConfigError("data.chat", False, f"true, since {source} has conversations")
+        return [reader.conversation(row, number) for number, row in enumerate(rows, 1)]
     end = end_token_id(tokenizer, config.chat)
+
+    def prompted(key: str, template: str) -> tuple[list[list[ChatMessage]], list[str], list[Ids]]:
+        """Messages, texts and tokens of the prompts that a template makes."""
+        prompts = [_prompt(source, x, config, n, key, template) for n, x in enumerate(rows, 1)]
+        texts = [prompt[-1]["content"] for prompt in prompts]
+        if reader:
+            pairs = enumerate(zip(rows, prompts, strict=True), 1)
+            texts = [reader.prompt(row, prompt, number) for number, (row, prompt) in pairs]
+        # A chat template writes its own special tokens.
+        encoded = tokenizer(texts, add_special_tokens=not config.chat, verbose=False)["input_ids"]
+        if not config.chat:  # tokenizers that close every text would end the response here
+            eos = tokenizer.eos_token_id
+            encoded = [ids[:-1] if ids and ids[-1] == eos else ids for ids in encoded]
+        return prompts, texts, [tuple(ids) for ids in encoded]
 
     def ended(responses: list[str]) -> list[tuple[int, ...]]:
         ids = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
         return [(*response, end) for response in ids]
 
+    prompts, texts, encoded = prompted("data.prompt_template", config.prompt_template)
+    privileged: list[Ids] = [()] * len(rows)
+    if config.privileged_template is not None:
+        *_, privileged = prompted("data.privileged_template", config.privileged_template)
+    targets = [_fill("data.answer_template", config.answer_template, row) for row in rows]
     target_ids = ended(targets)
-    others = {name: ended([_response(source, row, name) for row in rows]) for name in columns}
+    others = {
+        name: ended([_response(source, row, name, config) for row in rows]) for name in columns
+    }
     # items
     items = []
     for number, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
-        if not config.chat and ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]  # tokenizers that close every text would end the response here
-        target = target_ids[number]
-        tokens_of_columns = {name: responses[number] for name, responses in others.items()}
+        target, with_more = target_ids[number], privileged[number]
+        of_columns = {name: responses[number] for name, responses in others.items()}
+        item = Item(text, ids, _answer(row), target, source, dict(row), of_columns, with_more)
         items.append(
-            Item(text, tuple(ids), _answer(row), target, source, dict(row), tokens_of_columns)
+            reader.with_turns(item, prompts[number], columns, number + 1) if reader else item
         )
     return items
 
 
-def _prompt(source: str, row: Mapping[str, Any], config: DataConfig) -> list[dict[str, str]]:
-    """The messages of one row, the last one's content filled into the prompt template."""
+class _ChatReader:
+    """Rows of a source through the chat template: prompts, conversations, responses in turns."""
+
+    def __init__(self, source: str, config: DataConfig, tokenizer: Any) -> None:
+        self.source, self.config = source, config
+        self.template = ChatTemplate(tokenizer)
+        self.end = end_token_id(tokenizer, True)
+
+    def prompt(self, row: Mapping[str, Any], messages: list[ChatMessage], number: int) -> str:
+        """The text of a row's prompt, up to where the assistant begins to write."""
+        place = _place(self.source, self.config, "prompt_column", number)
+        return self.template.text(messages, place, self._tools(row, number), prompt=True)
+
+    def conversation(self, row: Mapping[str, Any], number: int) -> Item:
+        """A whole conversation: its target is all from the assistant's first turn on."""
+        place = _place(self.source, self.config, "messages_column", number)
+        messages = _with_system(self.config, read_messages(row["question"], place))
+        if not has_assistant(messages):
+            raise place.refuse("conversations with a turn of the assistant's")
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        if not first:
+            raise place.refuse("conversations that the assistant does not begin")
+        tools = self._tools(row, number)
+        whole = self.template.conversation(messages, place, tools, self.end).cut()
+        start = whole.start
+        mask = whole.written[start:]
+        return Item(
+            self.template.text(messages[:first], place, tools, prompt=True),
+            whole.ids[:start],
+            str(messages[first]["content"]),
+            whole.ids[start:],
+            self.source,
+            dict(row),
+            masks={} if all(mask) else {"": mask},
+        )
+
+    def with_turns(
+        self, item: Item, prompt: list[ChatMessage], columns: Sequence[str], number: int
+    ) -> Item:
+        """The item with those responses replaced that are several messages."""
+        for name in columns:
+            value = item.item[name]
+            if isinstance(value, str):
+                continue
+            place = _place(self.source, self.config, name, number)
+            turns = read_messages(_after_prompt(value, item.item["question"]), place)
+            if turns[-1]["role"] != "assistant":
+                raise place.refuse("messages that end with the assistant's")
+            if len(turns) == 1 and not turns[0].get("tool_calls"):
+                continue
+            tools = self._tools(item.item, number)
+            messages = [*prompt, *turns]
+            whole = self.template.conversation(messages, place, tools, self.end, len(prompt)).cut()
+            start = whole.start
+            assert whole.ids[:start] == item.prompt_ids, name
+            ids, mask = whole.ids[start:], whole.written[start:]
+            masks = item.masks if all(mask) else {**item.masks, name: mask}
+            item = replace(item, columns={**item.columns, name: ids}, masks=masks)
+        return item
+
+    def _tools(self, row: Mapping[str, Any], number: int) -> list[dict[str, Any]] | None:
+        column = self.config.sources[self.source].tools_column
+        if column is None:
+            return None
+        return read_tools(row[column], _place(self.source, self.config, "tools_column", number))
+
+
+def _place(source: str, config: DataConfig, setting: str, number: int) -> Place:
+    """A setting of a source that names a column, or a column that the recipe reads."""
+    key = f"{source}.source" if source.startswith("eval.sets.") else f"data.sources.{source}"
+    if setting.endswith("_column"):
+        column = str(getattr(config.sources[source], setting))
+        return Place(f"{key}.{setting}", column, number)
+    return Place(key, setting, number)
+
+
+def _after_prompt(response: Sequence[Any], question: Any) -> Sequence[Any]:
+    """A response's own messages: in some datasets they begin with the prompt's."""
+    num = 0 if isinstance(question, str) else len(question)
+    return response[num:] if num and list(response[:num]) == list(question) else response
+
+
+def _prompt(
+    source: str, row: Mapping[str, Any], config: DataConfig, number: int, key: str, template: str
+) -> list[ChatMessage]:
+    """The messages of one row, the last one's content filled into the `template` at `key`."""
     question = row["question"]
-    messages = [{"role": "user", "content": question}]
+    messages: list[ChatMessage] = [{"role": "user", "content": question}]
     if not isinstance(question, str):
         if not config.chat:
             raise ConfigError("data.chat", False, f"true, since {source} has lists of messages")
-        messages = [dict(message) for message in question]
-    filled = {**row, "question": messages[-1]["content"]}
-    messages[-1]["content"] = _fill("data.prompt_template", config.prompt_template, filled)
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return messages
+        messages = read_prompt(question, _place(source, config, "prompt_column", number))
+    if messages[-1]["role"] == "user":
+        filled = {**row, "question": messages[-1]["content"]}
+        messages[-1]["content"] = _fill(key, template, filled)
+    return _with_system(config, messages)
 
 
-def _response(source: str, row: Mapping[str, Any], column: str) -> str:
+def _with_system(config: DataConfig, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Messages that begin with `data.system_prompt`, unless they have one of their own."""
+    if config.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+def _response(source: str, row: Mapping[str, Any], column: str, config: DataConfig) -> str:
     """The text of a column that holds a response, or the last of its messages."""
     response = row.get(column)
     if isinstance(response, Sequence) and response and isinstance(response[-1], Mapping):
-        response = response[-1].get("content")
+        if not config.chat and [m.get("role") for m in response].count("assistant") > 1:
+            allowed = f"true, since {source} has responses of several turns ({column})"
+            raise ConfigError("data.chat", False, allowed)
+        response = response[-1].get("content") or ""
     if not isinstance(response, str):
         allowed = f"rows whose {column!r} is a response, a text or messages, as the recipe wants"
         raise ConfigError(f"data.sources.{source}", sorted(row), allowed)
@@ -155,15 +288,3 @@ def _fill(key: str, template: str, row: Mapping[str, Any]) -> str:
 
 def _answer(row: Mapping[str, Any]) -> str:
     return "" if row["answer"] is None else str(row["answer"])
-
-
-def _chat_texts(tokenizer: Any, prompts: list[Any], *, add_generation_prompt: bool) -> list[str]:
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            "data.chat", True, f"false, since {tokenizer.name_or_path} has no chat template"
-        )
-    return list(
-        tokenizer.apply_chat_template(
-            prompts, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    )

@@ -105,14 +105,22 @@ def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterat
     number, pattern = 0, None
     if source.answer_pattern is not None:
         pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
+    columns: tuple[str, ...] = ("prompt_column", "answer_column")
+    if source.messages_column is not None:
+        columns = ("messages_column",)
+    if source.tools_column is not None:
+        columns = (*columns, "tools_column")
     for number, row in enumerate(read, 1):
-        for column in ("prompt_column", "answer_column"):
+        for column in columns:
             name = getattr(source, column)
             if name not in row:
                 raise ConfigError(f"{key}.{column}", name, sorted(row))
-            if row[name] is None:
+            if row[name] is None and column != "tools_column":
                 allowed = f"a column with a value in every row (row {number} has none)"
                 raise ConfigError(f"{key}.{column}", name, allowed)
+        if source.messages_column is not None:  # `hybridrl.data.prompts` splits them
+            yield {**row, "question": row[source.messages_column], "answer": None}
+            continue
         answer = row[source.answer_column]
         if pattern is not None and (answer := last_match(pattern, str(answer))) is None:
             allowed = f"an expression that every answer matches (that of row {number} does not)"

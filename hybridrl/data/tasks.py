@@ -1,7 +1,8 @@
 """Generated tasks for `kind: function` sources: endless iterators of rows.
 
 `gcd_subtraction` and `work` have responses of widely different lengths, for measurements of
-schedules; `spell_preferences` has pairs of responses, `long_word_cost` judges them.
+schedules. `spell_preferences` has pairs of responses, `long_word_cost` judges them; `spell_hints`
+has prompts with and without the answer.
 """
 
 import itertools
@@ -79,6 +80,22 @@ def spell_preferences(
             while wrong == answer:
                 wrong = _mistaken(answer, draw)
             yield {**row, "word": answer[::-1], "chosen": f"#{answer}", "rejected": f"#{wrong}"}
+
+
+def spell_hints(
+    seed: int, min_word_len: int = 3, max_word_len: int = 8, hinted: float = 0.5
+) -> Iterator[dict[str, Any]]:
+    """Words to spell backward, those of reasoning_gym, a share of them with the answer before them.
+
+    `sun` is `asked` as `sun:`, or if it is `hinted` as `nus>sun:`, and `told` as `nus>sun:` always:
+    what a teacher may read. `hint` says which, `yes` or `no`.
+    """
+    draw = random.Random(seed)
+    for row in spell_preferences(seed, min_word_len, max_word_len):
+        plain, told = f"{row['word']}:", f"{row['answer']}>{row['word']}:"
+        hint = draw.random() < hinted
+        asked = told if hint else plain
+        yield {**row, "asked": asked, "told": told, "hint": "yes" if hint else "no"}
 
 
 def _mistaken(word: str, draw: random.Random) -> str:

@@ -15,6 +15,7 @@ class StageMethod(Enum):
     """The computation of a role that a per-sample stage runs."""
 
     LOG_PROBS = "log_probs"  # of the response's tokens
+    TOP_LOG_PROBS = "top_log_probs"  # of the tokens that are most likely at each of them
     VALUES = "values"  # of the response's tokens
     SCORE = "score"  # by a judge of the config: a verifier, or a model that stays
     LEARNED_SCORE = "learned_score"  # by the reward model that the recipe trains
@@ -100,10 +101,14 @@ class GenerateStage(SourceStage):
 class ComputeStage(Stage):
     """Per sample: a role's `method`.
 
-    `parts` are those of `reward.kind=sum` whose scores are outputs, too.
+    `parts` are those of `reward.kind=sum` whose scores are outputs, too. `num_top` is the number of
+    `TOP_LOG_PROBS` a position. With `privileged` the role reads the response after the prompt of
+    `data.privileged_template` instead of its own.
     """
 
     parts: tuple[str, ...] = ()
+    num_top: int = 0
+    privileged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,31 +93,52 @@ class Trainable(RoleHandle):
 
 
 @dataclass(frozen=True)
-class Scorer(RoleHandle):
-    """A role whose model gives the log-probabilities of given responses."""
+class FrozenScorer(RoleHandle):
+    """A role whose model is not trained itself, on generation instances."""
 
-    def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
-        """Add the tensor `<role>_log_probs` [response_tokens] (or `name`)."""
-        return _compute(stream, self.role, StageMethod.LOG_PROBS, name or f"{self.role}_log_probs")
+    def log_probs(
+        self, stream: Stream, *, privileged: bool = False, name: str | None = None
+    ) -> Stream:
+        """Add the tensor `<role>_log_probs` [response_tokens] (or `name`).
+
+        With `privileged` they are those after the prompt of `data.privileged_template`.
+        """
+        field = name or f"{self.role}_log_probs"
+        return _compute(stream, self.role, StageMethod.LOG_PROBS, (field,), privileged=privileged)
+
+    def top_log_probs(
+        self, stream: Stream, k: int, *, privileged: bool = False, name: str | None = None
+    ) -> Stream:
+        """Add the `k` most likely tokens of each position, and their log-probabilities.
+
+        The tensors `<name>_top_ids` and `<name>_top_log_probs` [response_tokens, k], the likeliest
+        first; the `name` is by default the role's. `privileged` as for `log_probs`.
+        """
+        if k < 1:
+            raise ValueError(f"top_log_probs of {self.role!r}: got k={k}, wanted 1 or more")
+        prefix = name or self.role
+        fields = (f"{prefix}_top_ids", f"{prefix}_top_log_probs")
+        method = StageMethod.TOP_LOG_PROBS
+        return _compute(stream, self.role, method, fields, num_top=k, privileged=privileged)
 
 
 @dataclass(frozen=True)
-class ReferenceHandle(Scorer):
+class ReferenceHandle(FrozenScorer):
     """The policy as it was at the start."""
 
 
 @dataclass(frozen=True)
-class WeightCopy(Scorer):
+class WeightCopy(FrozenScorer):
     """A copy of a role's weights that `Flow.copy` made."""
 
 
 @dataclass(frozen=True)
-class Teacher(Scorer):
+class Teacher(FrozenScorer):
     """Another, usually larger, model to learn from."""
 
 
 @dataclass(frozen=True)
-class ActorHandle(Scorer, Trainable):
+class ActorHandle(Trainable):
     """The policy that is trained and that generates."""
 
     def generate(
@@ -201,7 +222,7 @@ class ActorHandle(Scorer, Trainable):
 
     def log_probs(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the tensor `old_log_probs` [response_tokens] (or `name`), before any update."""
-        return _compute(stream, self.role, StageMethod.LOG_PROBS, name or "old_log_probs")
+        return _compute(stream, self.role, StageMethod.LOG_PROBS, (name or "old_log_probs",))
 
 
 @dataclass(frozen=True)
@@ -212,7 +233,7 @@ class CriticHandle(Trainable):
 
     def values(self, stream: Stream, *, name: str | None = None) -> Stream:
         """Add the tensor `values` (`cost_values`, or `name`) [response_tokens]."""
-        return _compute(stream, self.role, StageMethod.VALUES, name or self.field)
+        return _compute(stream, self.role, StageMethod.VALUES, (name or self.field,))
 
 
 @dataclass(frozen=True)
@@ -287,15 +308,24 @@ def source(prompts: Prompts, stage: SourceStage) -> Stream:
     )
 
 
-def _compute(stream: Stream, role: str, method: StageMethod, field: str) -> Stream:
+def _compute(
+    stream: Stream,
+    role: str,
+    method: StageMethod,
+    fields: tuple[str, ...],
+    num_top: int = 0,
+    privileged: bool = False,
+) -> Stream:
     return stream.then(
         ComputeStage(
-            name=stream.stage_name(field),
+            name=stream.stage_name(fields[-1]),
             upstream=(stream.stage,),
             role=role,
             method=method,
             inputs=("tokens",),
-            outputs=(field,),
+            outputs=fields,
+            num_top=num_top,
+            privileged=privileged,
         )
     )
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 NO_RANK = -1  # of a sample that is not finished
 NO_VERSION = -1  # of weights before the first switch, and of tokens that no policy made
+LOSS_MASK = "loss_mask"  # the tensor of the tokens that are trained, of the dataset's own responses
 
 
 class SampleId(NamedTuple):

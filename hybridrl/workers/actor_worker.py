@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from hybridrl.flow.executor import (
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
 from hybridrl.telemetry.trace import TimeSpan
-from hybridrl.workers.actor import Actor, ParkedSample, grown
+from hybridrl.workers.actor import Actor, ParkedSample
 from hybridrl.workers.answers import EnteredPhase, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.data_plane import DataPlane
@@ -204,12 +204,13 @@ class ActorWorker(BaseWorker):
         """Make the dataset's targets the responses of new samples (supervised training)."""
         events = []
         for id, item in zip(ids, items, strict=True):
-            target = item.target_ids if stage.column is None else item.columns[stage.column]
+            target, trained = item.response(stage.column)
             tokens = torch.tensor([*item.prompt_ids, *target])
             num_prompt, num_target = len(item.prompt_ids), len(target)
-            self.store.add(id, StoredSample(num_target, item, {"tokens": tokens}))
-            spans = grown((), num_target, -1)
-            events.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans))
+            tensors = {"tokens": tokens, LOSS_MASK: torch.tensor(trained, dtype=torch.bool)}
+            self.store.add(id, StoredSample(num_target, item, tensors))
+            spans, more = written_spans(trained), (LOSS_MASK,)
+            events.append(Finished(id, self.rank, num_prompt, num_target, "stop", spans, more))
         return self._reply(TargetsLoaded(stage.name, tuple(events)))
 
     @dispatch(Dispatch.SAME)
@@ -350,6 +351,16 @@ class ActorWorker(BaseWorker):
         if averages:
             for name, average in self.actor.averages.items():
                 average.restore(distributed.average_shards(averages, name))
+
+
+def written_spans(trained: Sequence[bool]) -> tuple[TokenSpan, ...]:
+    """Spans of a response that no policy made, from whether each token is trained."""
+    spans, start = [], 0
+    for is_trained, run in groupby(trained):
+        stop = start + len(list(run))
+        spans.append(TokenSpan(start, stop, NO_VERSION, is_trained))
+        start = stop
+    return tuple(spans)
 
 
 def kv_tokens_of(command: Command) -> int:

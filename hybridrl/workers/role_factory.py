@@ -19,6 +19,7 @@ from hybridrl.workers.scorers import (
     NeuralReward,
     OldPolicyScorer,
     ReferenceScorer,
+    TeachersBySource,
 )
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.value_model import LearnedReward, ValueModel
@@ -79,14 +80,26 @@ class ActorRoleFactory(RoleFactory):
 
     def scorer(self, name: str, graph: Graph) -> InstanceScorer:
         """A role that only scores: the teacher, or the actor as it is now."""
-        path = self.config.teacher.path
-        if name == "teacher" and path is not None:
-            return self._frozen(path, "teacher.path")
+        if name == "teacher":
+            return self._teacher()
         copy = graph.copies.get(name)
-        assert name in ("reference", "teacher") or (copy and copy.of == "actor"), name
+        assert name == "reference" or (copy and copy.of == "actor"), name
         if copy and copy.update == "ewma":
             self.actor.averages[name] = MovingAverage(self.actor.train_engine, copy.decay)
         return self.frozen_copy()
+
+    def _teacher(self) -> ReferenceScorer:
+        """The teacher, or one for each of `teacher.by_source`; those of one path are one."""
+        teacher = self.config.teacher
+        path, sources = teacher.path, teacher.by_source
+        rest = self.frozen_copy() if path is None else self._frozen(path, "teacher.path")
+        if not sources:
+            return rest
+        scorers = {} if path is None else {path: rest}
+        for source, own in sources.items():
+            if own not in scorers:
+                scorers[own] = self._frozen(own, f"teacher.by_source.{source}")
+        return TeachersBySource(rest, {source: scorers[own] for source, own in sources.items()})
 
     def old_policy(self) -> OldPolicyScorer | None:
         """A scorer over the generation weights, where the engine shares them."""

@@ -11,16 +11,18 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from hybridrl.config import Config, RouterReplay
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 from hybridrl.rewards.model import check_tokenizer
 from hybridrl.workers.roles import Scalars
-from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore
+from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import sequence_of
 
 T = TypeVar("T")
+Score = Callable[[ScoreEngine, Sequence[TrainSequence]], list[T]]
+Top = tuple[torch.Tensor, torch.Tensor]
 
 
 class InstanceScorer:
@@ -55,22 +57,51 @@ class InstanceScorer:
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
         raise NotImplementedError
 
-    def _own(
-        self, ids: Sequence[SampleId], score: Callable[[Sequence[TrainSequence]], list[T]]
-    ) -> list[T]:
-        """The results of this rank's `ids`, after scoring those of the whole instance."""
-        mine = [sequence_of(self.store[id], replays=self.replays) for id in ids]
+    def _own(self, ids: Sequence[SampleId], score: Score[T], privileged: bool = False) -> list[T]:
+        """The results of this rank's `ids`, after scoring those of the whole instance.
+
+        With `privileged` after the prompts of `data.privileged_template`.
+        """
+        mine = [self._read(self.store[id], privileged) for id in ids]
         by_rank = instance_gather(self.engine.parallel, mine)
         before = sum(map(len, by_rank[: self.engine.parallel.instance_rank]))
-        scores = score([sequence for sequences in by_rank for sequence in sequences])
+        scores = self._of_instance([read for of_rank in by_rank for read in of_rank], score)
         return scores[before : before + len(ids)]
+
+    def _read(self, sample: StoredSample, privileged: bool) -> tuple[TrainSequence, str]:
+        """A sample's tokens, and its source."""
+        sequence = sequence_of(sample, replays=self.replays)
+        if privileged:
+            prompt = torch.tensor(sample.item.privileged_ids)
+            ids = torch.cat([prompt, sample.response_ids])
+            sequence = TrainSequence(ids, sample.response_tokens)
+        return sequence, getattr(sample.item, "source", "")
+
+    def _of_instance(
+        self, sequences: Sequence[tuple[TrainSequence, str]], score: Score[T]
+    ) -> list[T]:
+        return score(self.engine, [sequence for sequence, _ in sequences])
 
     def _log_probs(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Log-probabilities of the responses, stored as the stage's output field."""
         (name,) = stage.outputs
-        for id, log_probs in zip(ids, self._own(ids, self.engine.log_probs), strict=True):
+        privileged = isinstance(stage, ComputeStage) and stage.privileged
+        scored = self._own(ids, ScoreEngine.log_probs, privileged)
+        for id, log_probs in zip(ids, scored, strict=True):
             self.store[id].tensors[name] = log_probs
         return {}, (name,)
+
+    def _top_log_probs(
+        self, stage: ComputeStage, ids: Sequence[SampleId]
+    ) -> tuple[Scalars, tuple[str, ...]]:
+        """Ids and log-probabilities of the likeliest tokens, the stage's output fields."""
+
+        def score(engine: ScoreEngine, sequences: Sequence[TrainSequence]) -> list[Top]:
+            return engine.top_log_probs(sequences, stage.num_top)
+
+        for id, top in zip(ids, self._own(ids, score, stage.privileged), strict=True):
+            self.store[id].tensors.update(zip(stage.outputs, top, strict=True))
+        return {}, stage.outputs
 
 
 class ReferenceScorer(InstanceScorer):
@@ -111,8 +142,54 @@ class ReferenceScorer(InstanceScorer):
         return self.engine.parameters()
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Log-probabilities of the responses under the frozen weights."""
+        """Log-probabilities under the frozen weights: of the responses, or the likeliest ones."""
+        if stage.method is StageMethod.TOP_LOG_PROBS:
+            assert isinstance(stage, ComputeStage)
+            return self._top_log_probs(stage, ids)
         return self._log_probs(stage, ids)
+
+
+class TeachersBySource(ReferenceScorer):
+    """Several teachers as one role: each reads the samples of its sources (`teacher.by_source`).
+
+    `others` has a scorer by source, one for several where they have the same; `rest` reads samples
+    of all other sources. Each is on the device while it scores, one after the other.
+    """
+
+    def __init__(self, rest: ReferenceScorer, others: Mapping[str, ReferenceScorer]) -> None:
+        InstanceScorer.__init__(self, rest.engine, rest.store)
+        self.others = others
+        self._all = list({id(scorer): scorer for scorer in (rest, *others.values())}.values())
+        self._rest = rest
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the largest teacher's own weights on this rank: one is there at a time."""
+        return max(scorer.weights_bytes for scorer in self._all)
+
+    def offload(self) -> None:
+        """Nothing is on the device between two calls."""
+
+    def onload(self) -> None:
+        """Each comes when it scores."""
+
+    def _of_instance(
+        self, sequences: Sequence[tuple[TrainSequence, str]], score: Score[T]
+    ) -> list[T]:
+        scored: dict[int, T] = {}
+        for scorer in self._all:
+            mine = [
+                i
+                for i, (_, source) in enumerate(sequences)
+                if self.others.get(source, self._rest) is scorer
+            ]
+            if not mine:
+                continue
+            scorer.onload()
+            results = score(scorer.engine, [sequences[i][0] for i in mine])
+            scorer.offload()
+            scored.update(zip(mine, results, strict=True))
+        return [scored[i] for i in range(len(sequences))]
 
 
 class OldPolicyScorer(InstanceScorer):
@@ -151,9 +228,9 @@ class OldPolicyScorer(InstanceScorer):
             return self._log_probs(stage, ids)
 
         def score(
-            sequences: Sequence[TrainSequence],
+            engine: ScoreEngine, sequences: Sequence[TrainSequence]
         ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-            log_probs = self.engine.log_probs(sequences, records_experts=True)
+            log_probs = engine.log_probs(sequences, records_experts=True)
             return [(x, s.routed_experts) for x, s in zip(log_probs, sequences, strict=True)]
 
         (name,) = stage.outputs
@@ -204,7 +281,7 @@ class NeuralReward(InstanceScorer):
         A score that is not finite counts as 0 and is marked.
         """
         value, status = stage.scalars
-        scores = self._own(ids, self.engine.values_at_end)
+        scores = self._own(ids, ScoreEngine.values_at_end)
         return {
             value: tuple(x if math.isfinite(x) else 0.0 for x in scores),
             status: tuple("ok" if math.isfinite(x) else f"error: the score is {x}" for x in scores),

@@ -24,8 +24,8 @@ TRAINED = {"rm": "reward/"}
 def test_a_recipe_runs_by_its_defaults(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path, name: str
 ) -> None:
-    """Whatever it trains has moved; but distill's teacher is by default the start itself."""
-    trained, learns = TRAINED.get(name, ""), name != "distill"
+    """Whatever it trains has moved; but a teacher is by default the start itself."""
+    trained, learns = TRAINED.get(name, ""), name not in ("distill", "distill_topk")
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
     run = train_here(
         tmp_path / "run",
@@ -40,11 +40,13 @@ def test_a_recipe_runs_by_its_defaults(
     for line in lines:
         assert math.isfinite(line[f"{trained}loss"])
         assert 0 <= line[f"{trained}grad_norm"] < math.inf
-        assert (line[f"{trained}grad_norm"] > 0) == learns
+        rounding = 1e-6 if name == "distill_topk" else 0  # measured: 7e-9, of two engines
+        assert (line[f"{trained}grad_norm"] > rounding) == learns
     start = load_file(run.dir / "start" / "model.safetensors")
     final = load_file(run.dir / "final" / trained / "model.safetensors")
     moved = [name for name in start if name in final and not torch.equal(start[name], final[name])]
-    assert moved == ([name for name in start if name in final] if learns else [])
+    if name != "distill_topk":  # Adam makes steps of rounding, too
+        assert moved == ([name for name in start if name in final] if learns else [])
     assert run.stored == [0] * len(run.stored)
 
 

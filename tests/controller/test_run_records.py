@@ -22,9 +22,11 @@ KINDS = {
     " model.tiny.num_experts=4 trainer.router_replay=rollout"
     " trainer.router_aux_loss_coef=0.001",
     "safe_rlhf": "cluster.ranks=1 recipe=safe_rlhf trainer.steps=1"
-    " +data.sources={other:{name:spell_backward,task_column:metadata.word_len}}",
+    " +data.sources={other:{name:spell_backward,task_column:metadata.word_len}}"
+    " data.curriculum.easy_rest=1",
     "dpo": "cluster.ranks=1 recipe=dpo trainer.steps=1",
     "distill": "cluster.ranks=1 recipe=distill trainer.steps=1",
+    "distill_topk": "cluster.ranks=1 recipe=distill_topk trainer.steps=1 recipe.top_k=4",
     "rm": "cluster.ranks=1 recipe=rm trainer.steps=1",
     **{
         name: f"cluster.ranks=1 recipe={name} trainer.steps=1 warm_start.steps=0"

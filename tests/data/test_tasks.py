@@ -13,7 +13,7 @@ import reasoning_gym
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.data import Data
-from hybridrl.data.tasks import gcd_subtraction, spell_preferences, work
+from hybridrl.data.tasks import gcd_subtraction, spell_hints, spell_preferences, work
 
 Load = Callable[..., Data]
 
@@ -134,3 +134,55 @@ def test_responses_of_columns_are_tokens(load: Load, tokenizer: Any, jsonl: Any)
         ConfigError, match=r"data\.sources\.s=.*wanted rows whose 'worse' is a resp"
     ):
         load(source, columns=("worse",))
+
+
+def test_hints_are_before_half_of_the_words() -> None:
+    rows = list(itertools.islice(spell_hints(seed=3, hinted=0.5), 400))
+    hinted = [row for row in rows if row["hint"] == "yes"]
+    assert 150 < len(hinted) < 250
+    for row in rows:
+        word, answer = row["word"], row["answer"]
+        assert answer == word[::-1]
+        assert row["told"] == f"{answer}>{word}:"
+        assert row["asked"] == (row["told"] if row["hint"] == "yes" else f"{word}:")
+    assert rows[:9] == list(itertools.islice(spell_hints(seed=3, hinted=0.5), 9))
+
+
+def test_privileged_prompts(load: Load, tokenizer: Any) -> None:
+    """Another template over the same row; the prompts stay; both are bounded."""
+    task = "hybridrl.data.tasks:spell_hints"
+    source = SourceConfig(kind=SourceKind.function, name=task, params={"hinted": 0.0})
+    settings: dict[str, Any] = {
+        "prompt_template": "{asked}", "privileged_template": "{answer} is {word} backward",
+    }  # fmt: skip
+    data = load(source, **settings)
+    for item in data.train:
+        word = item.item["word"]
+        assert tokenizer.decode(item.privileged_ids) == f"{word[::-1]} is {word} backward"
+        assert item.prompt == f"{word}:"
+        assert tokenizer.decode(item.prompt_ids) == item.prompt
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens=12: wanted \d\d or more"):
+        load(source, max_prompt_tokens=12, **settings)
+    with pytest.raises(
+        ConfigError, match=r"data\.privileged_template=\{hint\[x\]\}: wanted fields"
+    ):
+        load(source, prompt_template="{asked}", privileged_template="{hint[x]}")
+    assert not load(source, prompt_template="{asked}").train[0].privileged_ids
+
+
+def test_a_privileged_prompt_of_messages(load: Load, jsonl: Any, chat_tokenizer: Any) -> None:
+    """It fills the last message, as the prompt template does."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    rows = [
+        {"prompt": [*turns, {"role": "user", "content": f"{n}?"}], "answer": str(n)}
+        for n in range(30)
+    ]
+    data = load(
+        SourceConfig(kind=SourceKind.jsonl, name=jsonl(rows)),
+        tokenizer=chat_tokenizer, chat=True, privileged_template="{question} ({answer})",
+    )  # fmt: skip
+    item = data.train[0]
+    start = "<user>hi<eos>\n<assistant>hello<eos>\n<user>"
+    assert item.prompt == f"{start}{item.answer}?<eos>\n<assistant>"
+    told = chat_tokenizer.decode(item.privileged_ids)
+    assert told == f"{start}{item.answer}? ({item.answer})<eos>\n<assistant>"

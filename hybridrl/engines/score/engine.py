@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.kernels.token_logits import top_log_probs
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local
@@ -188,6 +190,22 @@ class ScoreEngine:
         return self._run(sequences, counts, self._token_log_probs, records_experts)
 
     @torch.no_grad()
+    def top_log_probs(
+        self, sequences: Sequence[TrainSequence], k: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The `k` likeliest tokens of every response position, the likeliest first.
+
+        Of each sequence their ids and their log-probabilities, [response_tokens, k], on the CPU.
+        Raises ValueError as `log_probs` does.
+        """
+        assert not self.classifier, "a sequence classifier has no vocabulary"
+        counts = [s.response_tokens for s in sequences]
+        head = partial(self._top_log_probs, k)
+        columns = self._run(sequences, counts, head, width=(2 * k,))
+        pairs = (rows.reshape(-1, 2 * k).split(k, 1) for rows in columns)
+        return [(ids.long(), log_probs.contiguous()) for ids, log_probs in pairs]
+
+    @torch.no_grad()
     def values_at_end(self, sequences: Sequence[TrainSequence]) -> list[float]:
         """The classifier's score of every sequence, at its last token.
 
@@ -204,8 +222,12 @@ class ScoreEngine:
         counts: Sequence[int],
         head: Head,
         records_experts: bool = False,
+        width: tuple[int, ...] = (),
     ) -> list[torch.Tensor]:
-        """`counts[i]` values for sequence i, computed by `head` on the last stage; on the CPU."""
+        """`counts[i]` values for sequence i, computed by `head` on the last stage; on the CPU.
+
+        A value is a number, or a row of the `width`.
+        """
         assert self.weights in (Weights.here, Weights.borrowed), f"weights are {self.weights}"
         assert next(self.model.parameters()).numel(), "the owner of the weights sleeps"
         rows = self._rows(sequences, counts)
@@ -228,7 +250,8 @@ class ScoreEngine:
             members_by_row = [[sequences[i] for i in row] for row in rows]
             group = self.parallel.pp_group if self.parallel.pp > 1 else None
             keep_experts(members_by_row, batches, ExpertShape.of(self.config).dtype, group)
-        values = self._broadcast(row_values, sum(counts)).cpu().split([counts[i] for i in order])
+        joined = self._broadcast(row_values, (sum(counts), *width))
+        values = joined.cpu().split([counts[i] for i in order])
         results = [torch.zeros(0)] * len(sequences)
         for index, value in zip(order, values, strict=True):
             results[index] = value.clone()
@@ -257,23 +280,46 @@ class ScoreEngine:
     def _token_log_probs(
         self, hidden: torch.Tensor, batch: PackedBatch, sequences: Sequence[TrainSequence]
     ) -> torch.Tensor:
-        head, shard = self.model.get_output_embeddings(), None
-        weight = head.weight
-        if self.parallel.tp > 1:
-            assert self.parallel.tp_group is not None
-            # By the tp coordinate, which may differ from the rank in the group.
-            start = self.parallel.tp_rank * len(weight)
-            size = max(0, min(len(weight), self.config.vocab_size - start))
-            shard = VocabShard(self.parallel.tp_group, start, size)
+        head = self.model.get_output_embeddings()
         log_probs, _ = linear_log_probs(
             hidden.index_select(0, batch.predicting),
-            weight,
+            head.weight,
             batch.targets,
-            shard=shard,
+            shard=self._shard(head.weight),
             bias=head.bias,
             **self._transform,
         )
         return log_probs
+
+    def _top_log_probs(
+        self,
+        k: int,
+        hidden: torch.Tensor,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+    ) -> torch.Tensor:
+        """Ids, then log-probabilities, [scored, 2k]: float32 has whole numbers up to 2^24."""
+        head = self.model.get_output_embeddings()
+        ids, log_probs = top_log_probs(
+            hidden.index_select(0, batch.predicting),
+            head.weight,
+            k,
+            shard=self._shard(head.weight),
+            bias=head.bias,
+            **self._transform,
+        )
+        assert self.config.vocab_size <= 2**24, self.config.vocab_size
+        return torch.cat([ids.float(), log_probs.float()], 1)
+
+    def _shard(self, weight: torch.Tensor) -> VocabShard | None:
+        """The rank's share of the head's rows; None where it has all of them."""
+        if self.parallel.tp == 1:
+            return None
+        assert self.parallel.tp_group is not None
+        # By the tp coordinate, which may differ from the rank in the group.
+        start = self.parallel.tp_rank * len(weight)
+        size = max(0, min(len(weight), self.config.vocab_size - start))
+        return VocabShard(self.parallel.tp_group, start, size)
 
     def _values(
         self, hidden: torch.Tensor, batch: PackedBatch, sequences: Sequence[TrainSequence]
@@ -304,14 +350,14 @@ class ScoreEngine:
             return embedded
         return self._link.receive((len(ids), self.config.hidden_size), self.dtype, self.device)
 
-    def _broadcast(self, row_values: list[torch.Tensor], size: int) -> torch.Tensor:
-        """The last stage's `size` values, on all stages."""
+    def _broadcast(self, row_values: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        """The last stage's values, of this `shape`, on all stages."""
         values = torch.cat(row_values) if row_values else torch.empty(0, device=self.device)
-        if self.parallel.pp == 1 or size == 0:
+        if self.parallel.pp == 1 or shape[0] == 0:
             return values
         self._link.flush()
         if not self.parallel.last:
-            values = torch.empty(size, device=self.device)
+            values = torch.empty(shape, device=self.device)
         last = self.parallel.pp_peers[-1]
         dist.broadcast(values, group=self.parallel.pp_group, group_src=last)
         return values

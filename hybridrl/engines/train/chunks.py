@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import (
+    Candidates,
     PackedBatch,
     PackedModel,
+    candidate_ids,
     forced_experts,
     own_share,
     scored_positions,
@@ -44,6 +46,7 @@ def row_in_chunks(
     group: ProcessGroup | None,
     records_experts: bool = False,
     counts_experts: bool = False,
+    candidates: Candidates | None = None,
 ) -> PackedBatch:
     """A row of `sequences`, with a pass for each chunk of up to `tokens` of each of them.
 
@@ -87,6 +90,9 @@ def row_in_chunks(
                         if records_experts
                         else _replay(sequences[index], start, stop, missing),
                         token_sequences=token_sequences if counts_experts else None,
+                        candidates=None
+                        if candidates is None
+                        else candidate_ids(sequences[index], candidates, here),
                     ),
                     device,
                 )

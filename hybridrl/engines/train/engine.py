@@ -37,7 +37,13 @@ from hybridrl.engines.train.interface import (
 )
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import allocate_state, make_optimizer
-from hybridrl.engines.train.packed import PackedBatch, keep_experts, scored_fields
+from hybridrl.engines.train.packed import (
+    Candidates,
+    PackedBatch,
+    keep_experts,
+    loss_inputs,
+    scored_fields,
+)
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.replica import Replica
 from hybridrl.engines.train.weights import ModelShards
@@ -354,16 +360,16 @@ class TrainEngine(ModelShards):
         longest = max_response_tokens or totals.longest
         micros = self._replica.same_number(micros, totals.micro_batches, samples_per_row)
         counts = self._expert_load.experts > 0
-        batches = self._replica.pack(micros, trained_only=True, counts_experts=counts)
+        batches = self._replica.pack(
+            micros, trained_only=True, counts_experts=counts, candidates=Candidates.of(loss)
+        )
         logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         sums: dict[str, torch.Tensor] = {}
         compared: list[torch.Tensor] = []
 
-        def finish(
-            number: int, log_probs: torch.Tensor, entropy: torch.Tensor | None
-        ) -> torch.Tensor:
+        def finish(number: int, scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             batch, members = batches[number], [micros.sequences[i] for i in micros.parts[number]]
-            fields = scored_fields(members, batch, loss.fields) | {"sequence": batch.sequence}
+            log_probs, fields = loss_inputs(members, batch, loss, scores)
             values, metrics = loss(log_probs, entropy if loss.needs_entropy else None, fields)
             weights = token_weights(
                 batch.counts, loss.normalize, totals.tokens, totals.sequences, longest

@@ -11,14 +11,29 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
+from hybridrl.config.loss import Loss
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.kernels.token_logits import candidate_log_probs
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, make_packing
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
 from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
 from hybridrl.models.stages import Chunk, head_name
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that are scored besides the response's own: `number` ids a position, in a `field`."""
+
+    field: str
+    number: int
+
+    @classmethod
+    def of(cls, loss: Loss[torch.Tensor]) -> "Candidates | None":
+        """Those that a loss reads."""
+        return None if loss.candidates is None else cls(loss.candidates, loss.num_candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +44,8 @@ class PackedBatch:
     hidden state predicts a scored token, `targets` [scored] those tokens. `order[i]` is the index
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
     `routing` has the experts of the row's tokens, where they are replayed or recorded. Where the
-    load of experts is counted, `token_sequences` has the sequences of its tokens.
+    load of experts is counted, `token_sequences` has the sequences of its tokens. With `candidates`
+    [scored, k] the tokens of these ids are scored at each position, too.
 
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
@@ -48,6 +64,7 @@ class PackedBatch:
     passes: "tuple[PackedBatch, ...]" = ()
     routing: Routing | None = None
     token_sequences: TokenSequences | None = None
+    candidates: torch.Tensor | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -70,6 +87,7 @@ def pack(
     group: ProcessGroup | None = None,
     records_experts: bool = False,
     counts_experts: bool = False,
+    candidates: Candidates | None = None,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
@@ -79,8 +97,9 @@ def pack(
     score. A rank without work computes it to take part in the collectives, and its gradient is
     exactly zero. The ranks of `group` share the row's tokens, whose number they divide. With
     `records_experts` a pass records the experts of all tokens; without, tokens take those of their
-    sequences. With `counts_experts` the row has `token_sequences`. Raises ValueError for a response
-    without a token before it, or a mask of another length.
+    sequences. With `counts_experts` the row has `token_sequences`, with `candidates` those of the
+    sequences. Raises ValueError for a response without a token before it, or a mask of another
+    length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     longest = max((len(sequence.ids) for sequence in sequences), default=1)
@@ -114,13 +133,16 @@ def pack(
         own=slice(None),
         routing=Routing(records=True) if records_experts else _replay(sequences, order),
         token_sequences=_token_sequences(lengths, numbers, group) if counts_experts else None,
+        candidates=None if candidates is None else _candidates(sequences, order, candidates),
     )
     return own_share(row, device)
 
 
 def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
     """This rank's tokens of a whole row, on `device`: all of them unless ranks share it."""
-    group, names = row.packing.group, ("ids", "position_ids", "predicting", "targets")
+    group, names = row.packing.group, ["ids", "position_ids", "predicting", "targets"]
+    if row.candidates is not None:
+        names.append("candidates")
     tensors = {name: getattr(row, name) for name in names}
     own, routing, token_sequences = row.own, row.routing, row.token_sequences
     tokens = slice(None)
@@ -137,6 +159,8 @@ def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
             "predicting": row.predicting[own] - start,
             "targets": row.targets[own],
         }
+        if row.candidates is not None:
+            tensors["candidates"] = row.candidates[own]
         forced = None if forced is None else forced[tokens]
     if forced is not None:
         routing = Routing(forced.to(device))
@@ -144,6 +168,27 @@ def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
         token_sequences = token_sequences.of_rank(tokens, device)
     on_device = {name: x.to(device) for name, x in tensors.items()}
     return replace(row, own=own, routing=routing, token_sequences=token_sequences, **on_device)
+
+
+def candidate_ids(
+    sequence: TrainSequence, candidates: Candidates, places: torch.Tensor
+) -> torch.Tensor:
+    """The ids [scored, k] at the scored `places` in `sequence.ids`."""
+    if not len(places):
+        return torch.zeros(0, candidates.number, dtype=torch.int64)
+    ids = sequence.fields[candidates.field]
+    assert isinstance(ids, torch.Tensor), candidates
+    return ids[places - (len(sequence.ids) - sequence.response_tokens)].long()
+
+
+def _candidates(
+    sequences: Sequence[TrainSequence], order: Sequence[int], candidates: Candidates
+) -> torch.Tensor:
+    empty = torch.zeros(0, candidates.number, dtype=torch.int64)
+    members = [sequences[index] for index in order]
+    places = [scored_positions(member, trained_only=True) for member in members]
+    pairs = zip(members, places, strict=True)
+    return torch.cat([empty, *(candidate_ids(member, candidates, x) for member, x in pairs)])
 
 
 def _token_sequences(
@@ -271,6 +316,23 @@ def scored_fields(
     return fields
 
 
+def loss_inputs(
+    sequences: Sequence[TrainSequence],
+    batch: PackedBatch,
+    loss: Loss[torch.Tensor],
+    scores: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a loss is called with: the log-probabilities, or values, [scored] and its fields.
+
+    `scores` are those of `PackedModel`.
+    """
+    names = tuple(name for name in loss.fields if name != loss.candidates)
+    fields = scored_fields(sequences, batch, names) | {"sequence": batch.sequence}
+    if loss.candidates is None:
+        return scores, fields
+    return scores[:, 0], {**fields, "candidate_log_probs": scores[:, 1:]}
+
+
 def _field(sequence: TrainSequence, name: str, count: int, missing: float | None) -> torch.Tensor:
     value = sequence.fields.get(name, missing)
     if value is None:
@@ -309,7 +371,7 @@ class _Joined(torch.autograd.Function):
         ctx: Any, values: torch.Tensor, own: slice, scored: int, group: ProcessGroup
     ) -> torch.Tensor:
         ctx.own = own
-        row = values.new_zeros(scored)
+        row = values.new_zeros(scored, *values.shape[1:])
         row[own] = values
         dist.all_reduce(row, group=group)
         return row
@@ -346,6 +408,8 @@ class PackedModel(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities and entropies [scored] after temperature, or values [scored] and None.
 
+        With `candidates` [scored, k] log-probabilities are [scored, 1 + k], the target's first.
+
         See `PackedBatch`. `x` are the row's ids [1, tokens], or after the first chunk its hidden
         states [1, tokens, features], which all chunks but the last return.
         """
@@ -369,15 +433,13 @@ class PackedModel(nn.Module):
             start = dist.get_rank(self.tp_group) * len(weight)
             rows = max(0, min(len(weight), self.model.config.vocab_size - start))
             shard = VocabShard(self.tp_group, start, rows)
-        log_probs, entropy = linear_log_probs(
-            hidden,
-            weight,
-            batch.targets,
-            with_entropy=with_entropy,
-            shard=shard,
-            bias=bias,
-            **self._transform,
-        )
+        settings = {**self._transform, "with_entropy": with_entropy, "shard": shard, "bias": bias}
+        if batch.candidates is None:
+            log_probs, entropy = linear_log_probs(hidden, weight, batch.targets, **settings)
+        else:
+            log_probs, entropy = candidate_log_probs(
+                hidden, weight, batch.targets, batch.candidates, **settings
+            )
         return joined(log_probs, batch), None if entropy is None else joined(entropy, batch)
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.engines.train.packed import PackedBatch, pack, scored_positions
+from hybridrl.engines.train.packed import Candidates, PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
 
 
@@ -212,6 +212,7 @@ class Replica:
         trained_only: bool = False,
         records_experts: bool = False,
         counts_experts: bool = False,
+        candidates: Candidates | None = None,
     ) -> list[PackedBatch]:
         """A row for each micro-batch, a multiple of the token shards; in a pipeline all equal."""
         group, multiple = self.dims.cp_group, self.dims.token_parts
@@ -233,22 +234,33 @@ class Replica:
                 "group": group if ranks[number] > 1 else None,
                 "records_experts": records_experts,
                 "counts_experts": counts_experts,
+                "candidates": candidates,
             }
             if self._num_chunks(micros, number) > 1:
                 row = row_in_chunks(members, self.chunk_tokens, multiple=multiple, **settings)
             else:
                 row = pack(members, total_tokens=size * ranks[number], **settings)
             rows.append(row)
-        return self._in_same_passes(rows, multiple) if self.chunk_tokens else rows
+        if not self.chunk_tokens:
+            return rows
+        return self._in_same_passes(rows, multiple, candidates)
 
-    def _in_same_passes(self, rows: list[PackedBatch], multiple: int) -> list[PackedBatch]:
+    def _in_same_passes(
+        self, rows: list[PackedBatch], multiple: int, candidates: Candidates | None
+    ) -> list[PackedBatch]:
         """`rows` with as many passes as those of any other rank of the world."""
         most = self._most([max(1, len(row.passes)) for row in rows])
         same = []
         for row, number in zip(rows, most, strict=True):
             if number > 1:  # some rank has chunks
                 passes = row.passes or (row,)
-                empty = pack([], self.attention, self.device, total_tokens=multiple)
+                empty = pack(
+                    [],
+                    self.attention,
+                    self.device,
+                    total_tokens=multiple,
+                    candidates=candidates,
+                )
                 row = replace(row, passes=(*[empty] * (number - len(passes)), *passes))
             same.append(row)
         return same

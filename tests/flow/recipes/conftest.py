@@ -15,7 +15,7 @@ from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import Attention
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.engines.train.interface import TrainSequence, ended
-from hybridrl.engines.train.packed import pack, scored_fields
+from hybridrl.engines.train.packed import loss_inputs, pack, scored_fields
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
@@ -24,7 +24,7 @@ from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-PROMPT_TOKENS = 3
+PROMPT_TOKENS, TOP_K = 3, 4
 NOW = {
     "actor": "new_log_probs",
     "critic": "new_values",
@@ -53,7 +53,7 @@ class Response:
 
     def __getattr__(self, name: str) -> Any:
         value = self._bench.field(self.id, name)
-        if name in NOW.values():
+        if name in (*NOW.values(), "new_candidate_log_probs"):
             value.requires_grad_()
         setattr(self, name, value)
         return value
@@ -104,6 +104,11 @@ class Bench:
                 return uniform(id, name, length)
             case "new_values" | "new_cost_values":
                 return self.field(id, name.removeprefix("new_")) + uniform(id, name, length) - 0.5
+            case "teacher_top_ids":
+                return torch.arange(TOP_K).repeat(length, 1)
+            case "teacher_top_log_probs" | "new_candidate_log_probs":
+                logits = 3 * uniform(id, name, length * (TOP_K + 2)).view(length, -1)
+                return logits.log_softmax(-1)[:, :TOP_K]
             case "new_reward":
                 return uniform(id, name)
         assert name.endswith("_log_probs"), name
@@ -168,10 +173,11 @@ class TrainedBatch:
         for name, wanted in fields.items():
             for (_, read), y in zip(seen, wanted, strict=True):
                 close(torch.as_tensor(read[names[name]]).double(), torch.as_tensor(y).double())
-        now = [self.bench.field(r.id, NOW[role]).requires_grad_() for r in responses]
+        read = "new_candidate_log_probs" if stage.loss.candidates else NOW[role]
+        now = [self.bench.field(r.id, read).requires_grad_() for r in responses]
         value = self.loss_of(stage, seen, now)
         close(value, loss)
-        wanted = torch.autograd.grad(loss, [getattr(r, NOW[role]) for r in responses])
+        wanted = torch.autograd.grad(loss, [getattr(r, read) for r in responses])
         for x, y in zip(torch.autograd.grad(value, now), wanted, strict=True):
             close(x, y)
 
@@ -187,9 +193,13 @@ class TrainedBatch:
         if loss.needs_last_token_only:
             sequences = [ended(sequence, None) for sequence in sequences]
         row = pack(sequences, Attention.torch, torch.device("cpu"), trained_only=True)
-        fields = scored_fields(sequences, row, (*loss.fields, *["entropy"] * loss.needs_entropy))
-        entropy, fields["sequence"] = fields.pop("entropy", None), row.sequence
-        values, _ = loss(torch.cat([now[i] for i in row.order]), entropy, fields)
+        scores = torch.cat([now[i] for i in row.order])
+        if loss.candidates:  # behind the response's own tokens, which it does not read
+            scores = torch.cat([torch.zeros(len(scores), 1), scores], 1)
+        log_probs, fields = loss_inputs(sequences, row, loss, scores)
+        names = ["entropy"] * loss.needs_entropy
+        entropy = scored_fields(sequences, row, names).get("entropy")
+        values, _ = loss(log_probs, entropy, fields)
         totals = sum(row.counts), len(row.counts), self.bench.max_tokens
         return (token_weights(row.counts, loss.normalize, *totals).double() * values).sum()
 

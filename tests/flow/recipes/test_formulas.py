@@ -569,6 +569,43 @@ def test_distill(bench: Bench, normalize: str, mean: Callable[..., Tensor]) -> N
     bench.run("distill", normalize=normalize).agrees(responses, loss)
 
 
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": lambda p, q: q * (q / p).log(),
+    "reverse_kl": lambda p, q: p * (p / q).log(),
+    "jsd": lambda p, q: (p * (2 * p / (p + q)).log() + q * (2 * q / (p + q)).log()) / 2,
+}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda bench, keys: bench.run("distill_topk", **keys),
+        lambda bench, keys: bench.run("self_distill", **keys),
+    ],
+    ids=["distill_topk", "self_distill"],
+)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@MEANS
+def test_distill_on_the_likeliest_tokens(
+    bench: Bench,
+    run: Callable[..., TrainedBatch],
+    divergence: str,
+    normalize: str,
+    mean: Callable[..., Tensor],
+) -> None:
+    """Over the teacher's tokens and the rest as one (GKD, arXiv 2306.13649, section 3)."""
+    responses = flat(bench.groups(4))
+
+    def terms(r: Response) -> Tensor:
+        p, q = r.new_candidate_log_probs.exp(), r.teacher_top_log_probs.exp()
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+        return DIVERGENCES[divergence](p, q).sum(-1)
+
+    keys = {"top_k": 4, "divergence": divergence, "normalize": normalize}
+    batch = run(bench, keys)
+    batch.agrees(responses, mean([terms(r) for r in responses]))
+
+
 @MEANS
 def test_sft(bench: Bench, normalize: str, mean: Callable[..., Tensor]) -> None:
     """Maximum likelihood."""

@@ -1,0 +1,259 @@
+"""Whole conversations: who wrote which token, tools, responses of several turns, refusals."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.config import ConfigError, SourceConfig, SourceKind
+from hybridrl.data import Data
+from hybridrl.models.tiny import make_char_tokenizer
+
+Load = Callable[..., Data]
+END = "<eos>"
+BARE = (
+    "{% if tools %}<tools>{{ tools | tojson }}<eos>\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = BARE.replace(
+    "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}[{{ call.function.name }}]"
+    "{% endfor %}<eos>\n",
+    "<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}<eos>{% endgeneration %}"
+    "{% else %}{{ m.content }}<eos>{% endif %}{{ '\n' }}",
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = make_char_tokenizer("".join(map(chr, range(32, 127))) + "\n", 4096)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversation(n: int) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": f"{n}+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": str(n + 1)},
+        {"role": "assistant", "content": f"It is {n + 1}."},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "Any time."},
+        {"role": "user", "content": "Bye"},
+    ]
+
+
+def rows(num: int = 14) -> list[dict[str, Any]]:
+    return [{"messages": conversation(n), "tools": TOOLS} for n in range(num)]
+
+
+def source(name: str, kind: SourceKind = SourceKind.jsonl, **settings: Any) -> SourceConfig:
+    columns = {"messages_column": "messages", "tools_column": "tools"}
+    return SourceConfig(kind=kind, name=name, **{**columns, **settings})
+
+
+def written(item: Any, tokenizer: Any) -> tuple[str, list[str]]:
+    """The whole text, and the stretches of it that are trained."""
+    ids, mask = item.response(None)
+    stretches, last = [], False
+    for token, is_trained in zip(ids, mask, strict=True):
+        if is_trained and not last:
+            stretches.append([])
+        if is_trained:
+            stretches[-1].append(token)
+        last = is_trained
+    whole = tokenizer.decode([*item.prompt_ids, *ids])
+    return whole, [tokenizer.decode(stretch) for stretch in stretches]
+
+
+@pytest.mark.parametrize("template", [BARE, MARKED], ids=["bare", "marked"])
+def test_the_assistants_turns_are_trained(load: Load, jsonl: Any, template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    data = load(source(jsonl(rows())), tokenizer=tokenizer, chat=True, eval_size=2)
+    item = data.train[0]
+    n = int(item.item["messages"][2]["content"]) - 1
+    whole, stretches = written(item, tokenizer)
+    assert stretches == [f"[add]{END}", f"It is {n + 1}.{END}", f"Any time.{END}"]
+    rendered = tokenizer.apply_chat_template(conversation(n), tools=TOOLS, tokenize=False)
+    assert rendered.startswith(whole)
+    assert rendered.removeprefix(whole) == f"\n<user>Bye{END}\n"  # no one learns from it
+    assert item.prompt == f"<tools>{json.dumps(TOOLS)}{END}\n<user>{n}+1?{END}\n<assistant>"
+    assert tokenizer.decode(item.prompt_ids) == item.prompt
+    assert len(data.train) == 12
+
+
+def test_the_mask_is_that_of_transformers(load: Load, jsonl: Any) -> None:
+    """Marked, it is theirs; without marks the turns' texts give the same tokens."""
+    marked, bare = tokenizer_of(MARKED), tokenizer_of(BARE)
+    settings: dict[str, Any] = {"chat": True, "eval_size": 2}
+    ours = load(source(jsonl(rows())), tokenizer=bare, **settings).train
+    for item in ours:
+        encoded = marked.apply_chat_template(
+            item.item["messages"], tools=TOOLS, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = item.response(None)
+        whole = [*item.prompt_ids, *ids]
+        assert encoded["input_ids"][: len(whole)] == whole
+        theirs = [bool(x) for x in encoded["assistant_masks"]]
+        assert theirs[: len(whole)] == [*[False] * len(item.prompt_ids), *mask]
+        assert not any(theirs[len(whole) :])
+    theirs_too = load(source(jsonl(rows())), tokenizer=marked, **settings).train
+    assert [x.response(None) for x in theirs_too] == [x.response(None) for x in ours]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
+def test_columns_of_structs_have_null_fields(
+    load: Load, jsonl: Any, tmp_path: Path, kind: str
+) -> None:
+    """Arrow gives every message every field, null where it has none."""
+    import datasets
+
+    table = datasets.Dataset.from_list(rows())
+    assert table[0]["messages"][0]["tool_calls"] is None
+    path = tmp_path / kind
+    if kind == "parquet":
+        table.to_parquet(path)
+    else:
+        table.save_to_disk(path)
+    tokenizer = tokenizer_of(BARE)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "chat": True, "eval_size": 2}
+    same = load(source(str(path), SourceKind(kind)), **settings)
+    expected = load(source(jsonl(rows())), **settings)
+    assert [x.response(None) for x in same.train] == [x.response(None) for x in expected.train]
+
+
+def test_prompts_with_tools_and_a_tools_answer(load: Load, jsonl: Any) -> None:
+    """A prompt may end with what a tool has answered; tools may be JSON, or none of a row."""
+    tokenizer = tokenizer_of(BARE)
+    prompts = [
+        {"prompt": conversation(n)[:3], "answer": "x", "tools": json.dumps(TOOLS) if n else None}
+        for n in range(14)
+    ]
+    prompts[1]["prompt"] = "as text?"
+    item = source(jsonl(prompts), messages_column=None)
+    data = load(item, tokenizer=tokenizer, chat=True, eval_size=2, prompt_template="{question} !")
+    texts = {x.prompt for x in [*data.train, *data.eval]}
+    tools = f"<tools>{json.dumps(TOOLS)}{END}\n"
+    asked = "<user>{}+1?<eos>\n<assistant>[add]<eos>\n<tool>{}<eos>\n<assistant>"
+    assert tools + asked.format(5, 6) in texts
+    assert asked.format(0, 1) in texts
+    assert f"{tools}<user>as text? !{END}\n<assistant>" in texts
+
+
+def test_preferences_in_turns(load: Load, jsonl: Any) -> None:
+    """A text, one message, several, and a list that begins with the prompt: one way to train."""
+    tokenizer = tokenizer_of(BARE)
+
+    def row(n: int) -> dict[str, Any]:
+        prompt, rest = conversation(n)[:1], conversation(n)[1:4]
+        chosen: list[Any] = [rest, [*prompt, *rest], rest, rest]
+        rejected: list[Any] = ["No.", [{"role": "assistant", "content": "No."}]] * 2
+        return {
+            "prompt": prompt, "chosen": chosen[n % 4], "rejected": rejected[n % 4],
+            "answer": str(n),
+        }  # fmt: skip
+
+    data = load(
+        source(jsonl([row(n) for n in range(14)]), messages_column=None, tools_column=None),
+        tokenizer=tokenizer, chat=True, eval_size=2, columns=("chosen", "rejected"),
+    )  # fmt: skip
+    for item in data.train:
+        n = int(item.answer)
+        ids, mask = item.response("chosen")
+        assert (
+            tokenizer.decode(ids)
+            == f"[add]{END}\n<tool>{n + 1}{END}\n<assistant>It is {n + 1}.{END}"
+        )
+        trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+        assert tokenizer.decode(trained) == f"[add]{END}It is {n + 1}.{END}"
+        ids, mask = item.response("rejected")
+        assert (tokenizer.decode(ids), all(mask)) == (f"No.{END}", True)
+
+
+REWRITES = BARE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
+NO_TOOLS = BARE.partition("{% endif %}")[2]
+
+
+def changed(**first: Any) -> Iterator[dict[str, Any]]:
+    """Rows of which the third one differs."""
+    for n, row in enumerate(rows(4)):
+        yield {**row, **first} if n == 2 else row
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "role": (
+        {"messages": [{"role": "bot", "content": "x"}]}, BARE,
+        r"data\.sources\.s\.messages_column=messages: wanted messages with a role of system, .*"
+        r"not 'bot' \(row 3\)",
+    ),
+    "empty": ({"messages": []}, BARE, r"a list of one message or more.*\(row 3\)"),
+    "text": ({"messages": "hello"}, BARE, r"a list of one message or more.*\(row 3\)"),
+    "content": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, BARE,
+        r"messages whose content is text \(one of user has none\) \(row 3\)",
+    ),
+    "no answer": (
+        {"messages": conversation(0)[:1]}, BARE, r"a turn of the assistant's \(row 3\)",
+    ),
+    "first": (
+        {"messages": conversation(0)[3:]}, BARE, r"the assistant does not begin \(row 3\)",
+    ),
+    "tools": ({"tools": "{"}, BARE, r"sources\.s\.tools_column=tools: wanted a list of tools"),
+    "no tools": ({}, NO_TOOLS, r"model\.path=.*: wanted a model whose chat template.*row 1"),
+    "rewrites": (
+        {"tools": None}, REWRITES,
+        r"a chat template with \{% generation %\} marks, or one that renders a conversation turn by"
+        r" turn: turn 2 changes the text before it \(row 1\)",
+    ),
+    "raises": (
+        {}, "{{ raise_exception('only user and assistant') }}",
+        r"messages that the chat template takes: only user and assistant",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_rows(load: Load, jsonl: Any, name: str) -> None:
+    first, template, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        load(
+            source(jsonl([*changed(**first)])),
+            tokenizer=tokenizer_of(template),
+            chat=True,
+            eval_size=1,
+        )
+
+
+def test_prompts_that_no_one_answers(load: Load, jsonl: Any) -> None:
+    prompts = [{"prompt": conversation(n)[:4], "answer": "x"} for n in range(4)]
+    of_prompts = source(jsonl(prompts), messages_column=None, tools_column=None)
+    message = (
+        r"prompt_column=prompt: wanted messages that end with user or tool, not with assistant"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load(of_prompts, tokenizer=tokenizer_of(BARE), chat=True, eval_size=1)
+
+
+def test_without_a_chat_template(load: Load, jsonl: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data\.chat=False: wanted true, since s has conversat"):
+        load(source(jsonl(rows())), eval_size=1)
+
+
+def test_a_column_that_is_not_there(load: Load, jsonl: Any) -> None:
+    with pytest.raises(ConfigError, match=r"messages_column=turns: wanted one of messages, t"):
+        load(source(jsonl(rows()), messages_column="turns"), chat=True)
+
+
+def test_conversations_beyond_the_context(load: Load, jsonl: Any) -> None:
+    settings: dict[str, Any] = {"tokenizer": tokenizer_of(BARE), "chat": True, "eval_size": 1}
+    long = rows(6)
+    long[3]["messages"] = [*conversation(3)[:3], {"role": "assistant", "content": "x" * 900}]
+    with pytest.raises(ConfigError, match=r"skip_long_prompts=False: wanted true: s has a conver"):
+        load(source(jsonl(long)), **settings)
+    data = load(source(jsonl(long)), skip_long_prompts=True, **settings)
+    assert (len(data.train), data.skipped) == (4, 1)
