@@ -97,7 +97,7 @@ WRONG = [
         "eval.sets.main.temperature=0.0: wanted above 0 with eval.sets.main.num_samples=4",
     ),
     ("+eval.sets={A:{}}", "eval.sets=A: wanted names of lower-case letters, digits, _ and -"),
-    ("+eval.sets={a:{evry:1}}", "eval.sets.a.evry=1: wanted a known key: one of every, k, max"),
+    ("+eval.sets={a:{evry:1}}", "eval.sets.a.evry=1: wanted a known key: one of bad_words, ev"),
     ("+eval.sets={a:{reward:{kind:regex}}}", "eval.sets.a.reward.pattern=null: wanted a value"),
     (
         "+eval.sets={a:{source:{kind:jsonl,name:no.jsonl}}}",
@@ -145,6 +145,36 @@ WRONG = [
     ("data.max_prompt_tokens=2", "data.max_prompt_tokens=2: wanted "),
     ("rollout.max_new_tokens=2000", "rollout.max_new_tokens=2000: wanted "),
     ("rollout.stop=['x|z']", "rollout.stop=x|z: wanted a text that the model's vocabulary can mak"),
+    ("rollout.min_p=1.5", "rollout.min_p=1.5: wanted 0 to 1"),
+    ("rollout.repetition_penalty=0", "rollout.repetition_penalty=0.0: wanted above 0"),
+    ("rollout.presence_penalty=3", "rollout.presence_penalty=3.0: wanted -2 to 2"),
+    ("rollout.min_new_tokens=99", "rollout.min_new_tokens=99: wanted at most the longest response"),
+    (
+        "+rollout.logit_bias={999:1}",
+        "rollout.logit_bias=999: wanted ids of the model's vocabulary,",
+    ),
+    ("+rollout.logit_bias={5:101}", "rollout.logit_bias.5=101.0: wanted -100 to 100"),
+    ("+rollout.logit_bias={x:1}", "rollout.logit_bias.x"),
+    ("rollout.bad_words=['']", "rollout.bad_words=['']: wanted texts of one or more characters"),
+    ("rollout.bad_words=['x|z']", "rollout.bad_words=x|z: wanted a text that the model's vocabul"),
+    ("eval.sets.main.min_p=-1", "eval.sets.main.min_p=-1.0: wanted 0 to 1"),
+    (
+        "eval.sets.main.max_new_tokens=5 eval.sets.main.min_new_tokens=6",
+        "eval.sets.main.min_new_tokens=6: wanted at most the longest response, 5",
+    ),
+    (
+        "+eval.sets.main.logit_bias={-1:1}",
+        "eval.sets.main.logit_bias=-1: wanted ids of the model's vocabulary, 0 to ",
+    ),
+    (
+        "+rollout.vllm.max_num_batched_tokens=64",
+        "rollout.vllm={'max_num_batched_tokens': 64}: wanted none, or rollout=vllm",
+    ),
+    ("telemetry.profile.steps=[0]", "telemetry.profile.steps=[0]: wanted steps from 1"),
+    (
+        "cluster.ranks=2 telemetry.profile.ranks=[2]",
+        "telemetry.profile.ranks=[2]: wanted 0 to 1, with cluster.ranks=2",
+    ),
     ("rollout.stop=[a,'']", "rollout.stop=['a', '']: wanted texts of one or more characters"),
     ("reward=function", "reward.function=null: wanted a value"),
     (

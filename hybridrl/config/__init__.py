@@ -139,7 +139,7 @@ class Config:
         self.cost.check("cost")
         self.data.curriculum.check()
         self.teacher.check(self.data.sources)
-        self.eval.check()
+        self.eval.check(self.rollout.max_new_tokens)
         self.rollout.check()
         self.trainer.check()
         if self.cluster.requeue and not self.trainer.keep_last:
@@ -180,6 +180,7 @@ class Config:
     def _check_layouts(self) -> None:
         """Raise ConfigError for pools and layouts that do not fit the ranks."""
         self.cluster.check_pools()
+        self.telemetry.profile.check_ranks(self.cluster.ranks)
         ranks, ranks_key = self.ranks_of("actor"), self.cluster.pool_key("actor")
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)

@@ -196,8 +196,8 @@ def _check_keys(node: DictConfig, path: str = "") -> None:
     """Raise for a key that `+key=value` has put where a dataclass has no field."""
     kind = OmegaConf.get_type(node)
     known = [field.name for field in fields(kind)] if kind and is_dataclass(kind) else None
-    for key in map(str, node):
-        child = node._get_node(key)
+    for name in node:
+        child, key = node._get_node(name), str(name)
         if known is not None and key not in known:
             raise unknown_key(f"{path}{key}", child, known)
         if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):

@@ -7,13 +7,14 @@ from hybridrl.config.bounds import bounded
 from hybridrl.config.data import SourceConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.reward import RewardConfig
+from hybridrl.config.sampling import SamplingConfig
 
 MAIN = "main"
 """The set whose accuracy a run's result has, as `eval_accuracy`."""
 
 
 @dataclass(kw_only=True, slots=True)
-class EvalSetConfig:
+class EvalSetConfig(SamplingConfig):
     """Prompts that are never trained on, how they are answered, and who judges the answers."""
 
     source: SourceConfig | None = None
@@ -30,8 +31,6 @@ class EvalSetConfig:
     """The k of pass@k and maj@k; empty: powers of two up to `num_samples`, and `num_samples`."""
     temperature: float | None = bounded(None, least=0, allowed="0 (greedy) or above")
     """Softmax temperature; null: 0 with one sample a prompt, else 1."""
-    top_p: float = bounded(1.0, above=0, most=1)
-    """Nucleus: the smallest set of tokens whose probability reaches this."""
     max_new_tokens: int | None = bounded(None, least=1)
     """Longest response, in tokens; null: `rollout.max_new_tokens`."""
     every: int | None = bounded(10, least=1)
@@ -52,8 +51,12 @@ class EvalSetConfig:
         powers = [2**i for i in range(self.num_samples.bit_length())]
         return sorted({*(self.k or [*powers, self.num_samples])})
 
-    def check(self, key: str) -> None:
-        """Raise ConfigError for settings that cannot work; `key` is their place."""
+    def check(self, key: str, max_new_tokens: int) -> None:
+        """Raise ConfigError for settings that cannot work; `key` is their place.
+
+        `max_new_tokens` is training's longest response.
+        """
+        self.check_sampling(key, self.max_new_tokens or max_new_tokens)
         for k in self.k:
             if not 1 <= k <= self.num_samples:
                 allowed = f"1 to {key}.num_samples={self.num_samples}"
@@ -72,13 +75,13 @@ class EvalConfig:
     sets: dict[str, EvalSetConfig] = field(default_factory=lambda: {MAIN: EvalSetConfig()})
     """The sets, by names of your choice; `main` gives the run's `eval_accuracy`."""
 
-    def check(self) -> None:
-        """Raise ConfigError for a set that cannot work."""
+    def check(self, max_new_tokens: int) -> None:
+        """Raise ConfigError for a set that cannot work; training's responses are that long."""
         for name, settings in self.sets.items():
             if not _NAME.fullmatch(name):
                 allowed = "names of lower-case letters, digits, _ and -"
                 raise ConfigError("eval.sets", name, allowed)
-            settings.check(f"eval.sets.{name}")
+            settings.check(f"eval.sets.{name}", max_new_tokens)
 
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import RolloutLayoutConfig
 from hybridrl.config.model import DType
+from hybridrl.config.sampling import SamplingConfig
 
 
 class Engine(Enum):
@@ -74,8 +76,8 @@ ENGINES = {
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig:
-    """The rollout engine of every generation instance."""
+class RolloutConfig(SamplingConfig):
+    """The rollout engine of every generation instance, and how training's rollouts are drawn."""
 
     engine: Engine = Engine.native
     """Which engine; `rollout=native` and `rollout=vllm` set it, and the keys that it needs."""
@@ -85,10 +87,6 @@ class RolloutConfig:
     """Longest response, in tokens."""
     temperature: float = bounded(1.0, least=0, allowed="0 (greedy) or above")
     """Softmax temperature of training rollouts; 0 is greedy."""
-    top_p: float = bounded(1.0, above=0, most=1)
-    """Nucleus: the smallest set of tokens whose probability reaches this."""
-    top_k: int = bounded(0, least=0, allowed="0 (all tokens) or above")
-    """Only the k most probable tokens; 0 is all."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response, besides the end-of-text token. The response keeps them. One that
     is a token of the vocabulary counts as that token alone; any other wherever it appears."""
@@ -103,11 +101,16 @@ class RolloutConfig:
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """Sharding of the weights in generation."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """vLLM's own engine arguments (`EngineArgs`), less those that other keys set."""
 
     def check(self) -> None:
         """Raise ConfigError for an empty stop text, or what the engine cannot have."""
         if "" in self.stop:
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
+        self.check_sampling("rollout", self.max_new_tokens)
+        if self.vllm and self.engine is not Engine.vllm:
+            raise ConfigError("rollout.vllm", self.vllm, "none, or rollout=vllm")
         if self.block_size % self.features.block_multiple:
             multiple = self.features.block_multiple
             allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"

@@ -25,6 +25,29 @@ class LoggerName(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Steps in which ranks record torch's operations into the trace, and memory on a GPU."""
+
+    steps: list[int] = field(default_factory=list)
+    """The steps, counted over the run from 1, a warm start's too."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """The ranks that record."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a step or a rank that no run has."""
+        if any(step < 1 for step in self.steps):
+            raise ConfigError("telemetry.profile.steps", self.steps, "steps from 1")
+        if any(rank < 0 for rank in self.ranks):
+            raise ConfigError("telemetry.profile.ranks", self.ranks, "ranks from 0")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError for a rank that a run of so many `ranks` lacks."""
+        if any(rank >= ranks for rank in self.ranks):
+            allowed = f"0 to {ranks - 1}, with cluster.ranks={ranks}"
+            raise ConfigError("telemetry.profile.ranks", self.ranks, allowed)
+
+
+@dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
     """Records of a run, apart from its checkpoints."""
 
@@ -39,9 +62,12 @@ class TelemetryConfig:
     """Responses per step that are written to samples.jsonl, and sent to loggers."""
     report: bool = True
     """Render report.html at the end."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """torch's operations in the trace."""
 
     def check(self) -> None:
-        """Raise ConfigError for a logger that is named twice, or an empty project."""
+        """Raise ConfigError for a logger named twice, an empty project, or a wrong profile."""
+        self.profile.check()
         if len(set(self.loggers)) < len(self.loggers):
             raise ConfigError("telemetry.loggers", self._shown_loggers, "each logger once")
         if not self.project:

@@ -107,9 +107,6 @@ def _responses(config: Config, name: str) -> Graph:
     samples = flow.actor.generate(
         flow.prompts,
         num_samples=settings.num_samples,
-        temperature=settings.drawn_at,
-        top_p=settings.top_p,
-        max_new_tokens=settings.max_new_tokens,
         name=f"eval_{name}",
     )
     role = config.judge_of_set(name)
@@ -141,7 +138,9 @@ def evaluate(
 
     Of several samples a prompt `record` gets the first.
     """
-    sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens)
+    settings = config.eval.sets[name]
+    longest = settings.max_new_tokens or config.rollout.max_new_tokens
+    sampling = Sampling.of(settings, longest, settings.drawn_at)
     kind = FusedScheduleConfig() if config.schedule.entry.may_be_stale else config.schedule
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples

@@ -40,7 +40,7 @@ from hybridrl.controller.preflight_models import (
 from hybridrl.data import Data, Item, load_data, load_eval_set
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Graph, Recipe
-from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
+from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -252,7 +252,7 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.models.router_balance import check_bias_update
     from hybridrl.models.stored_weights import check_stored
-    from hybridrl.workers.actor import stop_strings
+    from hybridrl.workers.sampling import stop_strings
 
     model = load_config(model_path)
     try:
@@ -279,11 +279,31 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
         _check_gen_order(config)
     check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
+    _check_sampling(config, graph, tokenizer, model.vocab_size)
     data, eval_items = _load_items(config, tokenizer, context_tokens(model), graph.columns)
     _check_kv_cache(config, [data.train, *eval_items.values()])
     check_role_models(config, graph, model_path, tokenizer)
     resolve_role_paths(config, graph)
     return data, eval_items
+
+
+def _check_sampling(config: Config, graph: Graph, tokenizer: Any, vocab_size: int) -> None:
+    """Raise for tokens and words that the model does not have, or a stage of short responses."""
+    from hybridrl.workers.sampling import bad_word_ids
+
+    rollout = config.rollout
+    sets = {f"eval.sets.{name}": settings for name, settings in config.eval.sets.items()}
+    for key, settings in {"rollout": rollout, **sets}.items():
+        bad_word_ids(tokenizer, settings.bad_words, f"{key}.bad_words")
+        for token in settings.logit_bias:
+            if not 0 <= token < vocab_size:
+                allowed = f"ids of the model's vocabulary, 0 to {vocab_size - 1}"
+                raise ConfigError(f"{key}.logit_bias", token, allowed)
+    for stage in graph.stages.values():
+        longest = isinstance(stage, GenerateStage) and stage.sampling.max_new_tokens
+        if longest and rollout.min_new_tokens > longest:
+            allowed = f"at most {longest}, the longest response of stage {stage.name!r}"
+            raise ConfigError("rollout.min_new_tokens", rollout.min_new_tokens, allowed)
 
 
 def _load_items(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import Config, ConfigError, Device
 from hybridrl.controller.checkpoints import (
     Checkpoints,
     DriverState,
@@ -33,6 +33,7 @@ from hybridrl.controller.schedule_factory import make_schedule, replay_setting
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream
 from hybridrl.flow.executor import Sampling
+from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.runtime.errors import RayStartError
@@ -45,6 +46,7 @@ from hybridrl.telemetry.loggers.run_loggers import forget_runs
 from hybridrl.telemetry.report import render
 from hybridrl.telemetry.run import Telemetry, append_metrics
 from hybridrl.telemetry.rundata import load
+from hybridrl.telemetry.trace import rank_lane
 
 __all__ = [
     "RayStartError",
@@ -71,6 +73,7 @@ def train(config: Config) -> dict[str, Any]:
     origin = find_origin(config, reads=True)
     prepared = prepare(config)
     with _reported(config), _running(config, prepared, origin) as run:
+        run.warn_off_policy()
         run.warm_start()
         run.begin_recipe()
         before = run.evaluate_before()
@@ -190,6 +193,7 @@ class Run:
     ) -> None:
         self.config, self.prepared, self.telemetry = config, prepared, telemetry
         self.step = self.bad_steps = 0
+        self._noted_no_snapshot = False
         data, shown = prepared.data, config.telemetry.samples_per_step
         self.prompts = prompt_stream(config, data)
         self.records = RunRecords(
@@ -252,6 +256,17 @@ class Run:
         self._begin_roles(phase)
         self._restore_roles(phase)
 
+    def warn_off_policy(self) -> None:
+        """Say once if training's responses are drawn from another distribution than the model's."""
+        stages = self.prepared.graph.stages.values()
+        settings = [f"rollout.{setting}" for setting in self.config.rollout.off_policy]
+        if settings and any(isinstance(stage, GenerateStage) for stage in stages):
+            logger.warning(
+                "sampling is off-policy with %s: recorded log-probabilities are of the whole "
+                "distribution after temperature",
+                ", ".join(settings),
+            )
+
     def evaluate_before(self) -> dict[str, float]:
         """Held-out metrics before the recipe's first step; a resumed run has them."""
         if not self._resumes_in("rl"):
@@ -283,9 +298,7 @@ class Run:
     def _make_schedule(self, phase: RunPhase) -> Schedule:
         """The schedule of a phase whose roles are there; where it was, if the run resumes in it."""
         rollout, graph = self.config.rollout, phase.graph
-        sampling = Sampling(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
-        )
+        sampling = Sampling.of(rollout, rollout.max_new_tokens, rollout.temperature)
         schedule = make_schedule(
             self.config,
             phase.schedule,
@@ -335,13 +348,31 @@ class Run:
         logger.info("step %d begins", self.step)
         self.executor.may_abandon = before is not None
         try:
-            return schedule.run_step(self.step)
+            with self._profiled():
+                return schedule.run_step(self.step)
         except Abandoned:
             assert before is not None
             self.step -= 1
             self._stop(before)
         finally:
             self.executor.may_abandon = False
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Record torch's operations where `telemetry.profile` asks for them in this step."""
+        profile = self.config.telemetry.profile
+        if self.step not in profile.steps:
+            yield
+            return
+        if self.config.cluster.device is not Device.cuda and not self._noted_no_snapshot:
+            self._noted_no_snapshot = True
+            self.telemetry.note("no snapshot of memory: the ranks are on CPUs", step=self.step)
+        ranks = sorted(set(profile.ranks))
+        self.group.start_profile(ranks)
+        yield
+        folder = self.run_dir.absolute() / "profile" / f"step-{self.step}"
+        for rank, slices in self.group.end_profile(ranks, folder).items():
+            self.telemetry.profile(rank_lane(rank), slices, self.step)
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Report a step whose loss was not finite; stop after too many in a row."""

@@ -16,7 +16,7 @@ from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
-from hybridrl.telemetry.trace import TimeSpan, rank_lane
+from hybridrl.telemetry.trace import ThreadSlice, TimeSpan, rank_lane
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
@@ -226,6 +226,20 @@ class WorkerGroup:
     def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[EnteredPhase]:
         """Change phase where samples live; answers with each rank's cost of the weight switch."""
         return self.gather(self.home.calls.same(ActorWorker.enter, phase), meanwhile=meanwhile)
+
+    def start_profile(self, ranks: Sequence[int]) -> None:
+        """Let these ranks record torch's operations."""
+        for rank in ranks:
+            self.gather(self._ranks[rank].same(BaseWorker.start_profile), rank)
+
+    def end_profile(self, ranks: Sequence[int], folder: Path) -> dict[int, list[ThreadSlice]]:
+        """The operations by rank; snapshots of GPU memory go to files in `folder`."""
+        slices = {}
+        for rank in ranks:
+            snapshot = str(folder / f"memory-rank-{rank}.pickle")
+            calls = self._ranks[rank].same(BaseWorker.end_profile, snapshot)
+            slices[rank] = self.gather(calls, rank)[0]
+        return slices
 
     def save(self, path: str, resume: str | None) -> "dict[str, Progress]":
         """Write the actor as a Hugging Face directory, every critic as one in it.

@@ -85,6 +85,8 @@ class Facts:
     links: Sequence[Link] = ()
     node_of: Sequence[str] = ()
     """By rank."""
+    peaks: Sequence[float] = ()
+    """By rank, floating-point operations a second in products of large matrices."""
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By node, its clock less the driver's, and by how much that may be wrong; in seconds."""
     jails: dict[str, tuple[str, str]] = field(default_factory=dict)

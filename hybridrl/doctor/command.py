@@ -168,6 +168,10 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path, kind: JailKind = Jail
     visible = answers([probe.sees.remote(str(seen)) for probe in leaders], "look for a file")
     disks = answers([probe.disks.remote(str(folder)) for probe in leaders], "write files")
     jails = answers([probe.jail.remote(kind) for probe in leaders], "start a jail")
+    # devices
+    peaks = []
+    if not any(problem for _, problem, _ in node_facts):
+        peaks = answers([probe.peak.remote() for probe in probes], "multiply matrices")
     # links between ranks
     links: list[Link] = []
     if len(probes) > 1:
@@ -186,6 +190,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path, kind: JailKind = Jail
         hidden=[node for node, sees in zip(first, visible, strict=True) if not sees],
         links=links,
         node_of=node_of,
+        peaks=peaks,
         clocks=clocks,
         jails=dict(zip(first, jails, strict=True)),
     )
@@ -256,6 +261,8 @@ def inside_a_job() -> bool:
 def shown(report: Report) -> RenderableType:
     """The report for the terminal: tables of facts, then the findings."""
     parts: list[RenderableType] = [_nodes(report.facts), _disks(report.facts)]
+    if report.facts.peaks:
+        parts.append(_peaks(report.facts))
     if report.facts.links:
         parts.append(_links(report.facts))
     return Group(*parts, *_words(report.findings))
@@ -300,6 +307,13 @@ def _disks(facts: Facts) -> Table:
             f"{disk.replace_s * 1e3:.2g} ms",
             f"{disk.files_per_s:,.0f} /s",
         )
+    return table
+
+
+def _peaks(facts: Facts) -> Table:
+    table = _table("rank", "node", "products of large matrices")
+    for rank, (peak, node) in enumerate(zip(facts.peaks, facts.node_of, strict=True)):
+        table.add_row(str(rank), node, f"{peak / 1e12:.3g} TFLOP/s")
     return table
 
 

@@ -5,10 +5,11 @@ implement it with a cost model and virtual time. A schedule cannot tell them apa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Protocol
 
+from hybridrl.config.sampling import SamplingConfig
 from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
@@ -34,14 +35,32 @@ class Scope(Enum):
 class Sampling:
     """Settings with which one response is drawn.
 
-    `temperature` 0 is greedy; `top_p` in (0, 1]; `top_k` 0 is all tokens; `max_new_tokens` in
-    tokens.
+    `temperature` 0 is greedy; `max_new_tokens` in tokens. The rest is that of `SamplingConfig`, and
+    the defaults draw from the whole distribution; `bad_words` are texts.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    @classmethod
+    def of(cls, settings: SamplingConfig, max_new_tokens: int, temperature: float) -> "Sampling":
+        """The `settings` of training's rollouts or of an evaluation set."""
+        values = {
+            setting.name: getattr(settings, setting.name) for setting in fields(SamplingConfig)
+        }
+        values["logit_bias"] = tuple(settings.logit_bias.items())
+        values["bad_words"] = tuple(settings.bad_words)
+        return cls(max_new_tokens, temperature, **values)
 
 
 @dataclass(frozen=True, slots=True)

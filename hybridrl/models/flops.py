@@ -1,6 +1,7 @@
 """The work of training on a sequence, from a model's config."""
 
 import math
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
@@ -9,29 +10,69 @@ from hybridrl.models.parallel import experts_per_token, model_parameters, num_ex
 from hybridrl.models.stages import modules_before
 
 
-def forward_flops(config: PretrainedConfig) -> tuple[int, int]:
-    """a and b of a n + b n^2, the floating-point operations of a forward pass over n tokens.
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    """Floating-point operations of a forward pass over a sequence; backward has twice as many.
 
-    Backward has twice as many, so shares are the same. A token takes two for each parameter that
-    computes. Of a mixture these are those of the chosen experts; the head counts as if every token
-    were scored. The n^2 / 2 pairs of a causal layer take two for each feature of keys and of
-    values. A layer with a window pays for the window.
+    A token takes `per_token`, two for each parameter of the layers that computes: of a mixture
+    those of the chosen experts. One whose successor is scored takes `per_scored`, for the head.
+    Each pair of a query and a key up to it takes `per_pair`, two for each feature of keys and of
+    values. In layers with a window it takes `per_windowed_pair`, if less than `window` apart.
+
+    Recomputed activations do not count: they are no work of the model.
     """
-    experts, chosen = num_experts(config), experts_per_token(config)
-    embeddings = tuple(modules_before(config))
-    active = 0
-    for parameter in model_parameters(config):
-        size = math.prod(parameter.shape)
-        if parameter.experts:
-            size = size * chosen // experts
-        is_looked_up = any(f".{name}." in parameter.name for name in embeddings)
-        active += 0 if is_looked_up and not config.tie_word_embeddings else size
-    shape = attention_shape(config)
-    features = config.num_attention_heads * (shape.key_size + shape.value_size)
-    windowed = _windowed_layers(config)
-    window = 2 * features * windowed * (getattr(config, "sliding_window", None) or 0)
-    full = config.num_hidden_layers - windowed
-    return 2 * active + window, features * full
+
+    per_token: int
+    per_scored: int
+    per_pair: int
+    per_windowed_pair: int = 0
+    window: int = 0
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ForwardFlops":
+        """Those of a model, whatever its layout."""
+        experts, chosen = num_experts(config), experts_per_token(config)
+        embeddings = tuple(modules_before(config))
+        layers = head = 0
+        for parameter in model_parameters(config):
+            size = math.prod(parameter.shape)
+            if parameter.experts:
+                size = size * chosen // experts
+            is_looked_up = any(f".{name}." in parameter.name for name in embeddings)
+            if is_looked_up:
+                head += size if config.tie_word_embeddings else 0
+            elif parameter.name.startswith(_HEADS):
+                head += size
+            else:
+                layers += size
+        shape = attention_shape(config)
+        pair = 2 * config.num_attention_heads * (shape.key_size + shape.value_size)
+        windowed = _windowed_layers(config)
+        window = getattr(config, "sliding_window", None) or 0
+        full = config.num_hidden_layers - windowed
+        return cls(2 * layers, 2 * head, pair * full, pair * windowed, window)
+
+    def __call__(self, tokens: int, scored: int) -> int:
+        """Of a sequence of so many tokens, of which `scored` are predicted."""
+        pairs = tokens * (tokens + 1) // 2
+        outside = max(0, tokens - self.window)
+        near = pairs - outside * (outside + 1) // 2
+        attention = self.per_pair * pairs + self.per_windowed_pair * near
+        return self.per_token * tokens + self.per_scored * scored + attention
+
+
+_HEADS = ("lm_head.", "embed_out.")
+
+
+def forward_flops(config: PretrainedConfig) -> tuple[int, int]:
+    """a and b of a n + b n^2, about the operations of a forward pass over n tokens.
+
+    For shares of work: the head counts as if every token were scored. In a layer with a window
+    every token has a whole one.
+    """
+    flops = ForwardFlops.of(config)
+    per_token = flops.per_token + flops.per_scored + flops.per_windowed_pair * flops.window
+    return per_token, flops.per_pair // 2
 
 
 def _windowed_layers(config: PretrainedConfig) -> int:

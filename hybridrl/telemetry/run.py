@@ -16,7 +16,14 @@ from hybridrl.telemetry.environment import capture
 from hybridrl.telemetry.loggers.run_loggers import RunLoggers, logged_run
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
-from hybridrl.telemetry.trace import Counter, TraceFile, TraceSpan, bubble_share, is_rank
+from hybridrl.telemetry.trace import (
+    Counter,
+    ThreadSlice,
+    TraceFile,
+    TraceSpan,
+    bubble_share,
+    is_rank,
+)
 
 
 class Telemetry:
@@ -174,6 +181,11 @@ class Telemetry:
         if self._step_spans and self._step_spans[-1].step != step:
             self._step_spans = []
         self._step_spans.append(span)
+
+    def profile(self, lane: str, slices: Sequence[ThreadSlice], step: int) -> None:
+        """Record the operations of a lane's process in a step."""
+        assert self._trace is not None, "profile outside of the context"
+        self._trace.profile(lane, slices, step)
 
     def memory(self, lane: str, when: float, held: Mapping[str, int]) -> None:
         """Record the memory of a lane's process at `when` (Unix seconds): bytes by kind."""

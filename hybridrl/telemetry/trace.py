@@ -15,6 +15,7 @@ from typing import Any
 from hybridrl.telemetry.records import dump, named, parse, write_all
 
 _CLOSE = b"\n]\n"
+_PROFILE = "torch"  # category of a profile's operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class TraceSpan(TimeSpan):
     lane: str
     step: int
     args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadSlice(TimeSpan):
+    """An operation of a profile, on a thread or a GPU stream of its process."""
+
+    thread: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,19 @@ class TraceFile:
         }  # fmt: skip
         self._append([*events, slice_])
 
+    def profile(self, lane: str, slices: Iterable[ThreadSlice], step: int) -> None:
+        """Add the operations of a lane's process, on lanes of its threads, in one write."""
+        events: list[Mapping[str, Any]] = []
+        for one in slices:
+            names, pid, tid = self._track(f"{lane}/{one.thread}")
+            start, end = _micros(one.start), _micros(one.end)
+            slice_ = {
+                "ph": "X", "name": one.name, "cat": _PROFILE, "pid": pid, "tid": tid,
+                "ts": start, "dur": end - start, "args": {"step": step},
+            }  # fmt: skip
+            events += [*names, slice_]
+        self._append(events)
+
     def counter(self, counter: Counter) -> None:
         """Add one point to each of the curves that `counter.values` names."""
         events, pid, _ = self._track(counter.lane)
@@ -179,7 +200,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:
-    """The slices and the counters of a trace file, each in file order."""
+    """The slices of stages and the counters of a trace file, each in file order."""
     processes: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
     spans, counters = [], []
@@ -190,7 +211,7 @@ def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:
         elif event.get("name") == "thread_name":
             process = processes.get(pid, str(pid))
             lanes[pid, tid] = process if args["name"] == process else f"{process}/{args['name']}"
-        elif event.get("ph") == "X":
+        elif event.get("ph") == "X" and event.get("cat") != _PROFILE:
             start = event["ts"] / 1e6
             rest = {key: value for key, value in args.items() if key != "step"}
             lane = lanes.get((pid, tid), f"{pid}/{tid}")

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, ConfigError, DType, RouterReplay
-from hybridrl.data import Item, end_token_id
-from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.config import Config, DType, RouterReplay
+from hybridrl.data import Item
+from hybridrl.engines.rollout.interface import Output, Request
 from hybridrl.engines.rollout.random import stream_key
-from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import (
     Command,
@@ -41,6 +40,7 @@ from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
+from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import SampleFields, UpdateShare, sequence_of, train
 
@@ -104,7 +104,7 @@ class Actor:
             device,
             stop_strings(tokenizer, rollout.stop),
         )
-        self.stop_token_ids = stop_token_ids(tokenizer, config.data.chat, rollout.stop)
+        self.sampling = SamplingTexts(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
         self.generating_version = NO_VERSION
         self.averages: dict[str, MovingAverage] = {}
@@ -322,7 +322,7 @@ class Actor:
         return Request(
             id=id,
             prompt_ids=item.prompt_ids,
-            sampling=_sampling_params(sampling, self.stop_token_ids),
+            sampling=self.sampling.params(sampling),
             stream=stream_key(self.config.run.seed, id.prompt, id.branch, id.k, id.attempt),
             prefix=(id.prompt, id.branch) if shares else None,
         )
@@ -435,46 +435,3 @@ def log_probs_stage(
         if records and sequence.routed_experts is not None:
             sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
     return {}, (name, ROUTED_EXPERTS) if records else (name,)
-
-
-def _sampling_params(sampling: Sampling, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=stop_token_ids,
-    )
-
-
-def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, chat: bool, stop: Sequence[str]
-) -> tuple[int, ...]:
-    """The tokens that end a response or the text, and those that `rollout.stop` names."""
-    ids = {tokenizer.eos_token_id, end_token_id(tokenizer, chat)}
-    ids |= {_token_id(tokenizer, text) for text in stop}
-    return tuple(sorted(ids - {None}))
-
-
-def stop_strings(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StopStrings | None:
-    """Those texts of `rollout.stop` that are not tokens; None if all are.
-
-    Raises `ConfigError` for a text that no tokens of the vocabulary make.
-    """
-
-    def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-    texts = [text for text in stop if _token_id(tokenizer, text) is None]
-    for text in texts:
-        # Without the spaces around it, which tokenizers may add or drop.
-        if text.strip() not in decode(tokenizer.encode(text, add_special_tokens=False)):
-            raise ConfigError("rollout.stop", text, "a text that the model's vocabulary can make")
-    return StopStrings(decode, texts) if texts else None
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    token: int | None = tokenizer.convert_tokens_to_ids(text)
-    return None if token == tokenizer.unk_token_id else token

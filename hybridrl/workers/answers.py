@@ -9,11 +9,15 @@ from hybridrl.layout.weight_switch import SwitchStats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessDescription:
-    """A rank's process: its node, and the file of its log (empty where that is not known)."""
+    """A rank's process: its node, and the file of its log (empty where that is not known).
+
+    `peak_flops` are its device's operations a second in products of large matrices.
+    """
 
     pid: int
     node: str
     log: str
+    peak_flops: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,15 +23,18 @@ from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
+from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
+from hybridrl.system.peak_flops import measure_peak
 from hybridrl.system.rendezvous import address_here, join_group, open_store
-from hybridrl.telemetry.trace import TimeSpan
+from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
-from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.device_residency import DeviceResidency, free_cached_memory
 from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.profiling import StepProfile
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.scorers import InstanceScorer
@@ -104,6 +107,7 @@ class BaseWorker:
         self._store: Any = None
         self._spans: list[TimeSpan] = []
         self._memory: list[MemoryReading] = []
+        self._profile: StepProfile | None = None
 
     # -- life --------------------------------------------------------------------------------
 
@@ -134,7 +138,19 @@ class BaseWorker:
         if self.device.type == "cuda":
             prepare_gpu(self.device, cluster.threads_per_rank, self.config.strict)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-        return ProcessDescription(pid=os.getpid(), node=node_name(), log=_log_file())
+        peak = self._measure_peak()
+        return ProcessDescription(
+            pid=os.getpid(), node=node_name(), log=_log_file(), peak_flops=peak
+        )
+
+    def _measure_peak(self) -> float:
+        """This device's operations a second in large products; those of the pool are kept."""
+        peak = measure_peak(self.device, TORCH_DTYPES[self.config.model.compute_dtype])
+        free_cached_memory(self.device)
+        total = torch.tensor(peak, device=self.device)
+        dist.all_reduce(total)
+        self._pool_peak = float(total)
+        return peak
 
     @dispatch(Dispatch.SAME)
     def node_info(self) -> Reply[NodeInfo]:
@@ -262,7 +278,10 @@ class BaseWorker:
         with self._span("update", len(share.ids)):
             role = self.trained[stage.role]
             self.residency.activate(role.train_engine)
+            start = time.perf_counter()
             metrics = role.update(stage, share)
+            seconds = time.perf_counter() - start
+            metrics["mfu"] = metrics["flops"] / seconds / self._pool_peak
         return self._reply(metrics)
 
     @dispatch(Dispatch.SAME)
@@ -270,6 +289,19 @@ class BaseWorker:
         """Forget samples that have left."""
         self.store.drop(ids)
         return self._reply(len(self.store))
+
+    @dispatch(Dispatch.SAME)
+    def start_profile(self) -> Reply[None]:
+        """Record torch's operations until `end_profile`."""
+        self._profile = StepProfile(self.device)
+        return self._reply(None)
+
+    @dispatch(Dispatch.SAME)
+    def end_profile(self, snapshot: str) -> Reply[list[ThreadSlice]]:
+        """The operations since `start_profile`; a GPU's memory goes to the file `snapshot`."""
+        assert self._profile is not None
+        profile, self._profile = self._profile, None
+        return self._reply(profile.end(Path(snapshot)))
 
     def _fetch(self, parcels: Sequence[Any], ids: Sequence[SampleId]) -> None:
         """Store those of `ids` that are in `parcels`, where there are any."""

@@ -92,6 +92,7 @@ def train(
     means = mean_metrics(history)
     means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in history)
     means["optimizer_steps"] = len(history)
+    means["flops"] = sum(metrics["flops"] for metrics in history)
     return means
 
 

@@ -85,9 +85,7 @@ class Bench:
         training = {"actor": Training(config.trainer.optim, config.trainer.steps)}
         self.group.begin(graphs_of(prepared.graph, config), training, publishes=True)
         rollout = config.rollout
-        sampling = Sampling(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k
-        )
+        sampling = Sampling.of(rollout, rollout.max_new_tokens, rollout.temperature)
         data = prepared.data
         self.meter = CostMeter()
         self.prompts: dict[str, Prompts] = {}

@@ -10,6 +10,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,10 +116,10 @@ class HandWrittenLoop:
         return torch.cat(tokens, 1), torch.cat(log_probs, 1)
 
 
-def tiny(shape: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A Qwen3 of random weights with a character-sized vocabulary."""
-    config = Qwen3Config(vocab_size=64, max_position_embeddings=1024, tie_word_embeddings=True,
-                         **SHAPES[shape])  # fmt: skip
+def tiny(shape: str, dtype: torch.dtype, vocab_size: int = 64) -> PreTrainedModel:
+    """A Qwen3 of random weights, by default with a character-sized vocabulary."""
+    config = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=1024,
+                         tie_word_embeddings=True, **SHAPES[shape])  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
@@ -134,10 +136,12 @@ def make_engine(
     return engine
 
 
-def run_engine(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) -> int:
+def run_engine(
+    engine: RolloutEngine, prompts: list[list[int]], lengths: list[int], **sampling: Any
+) -> int:
     """Generate all; the number of tokens."""
     requests = [
-        Request((i,), prompt, SamplingParams(max_new_tokens=length), stream_key(0, i))
+        Request((i,), prompt, SamplingParams(length, **sampling), stream_key(0, i))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     engine.submit(requests)
@@ -217,6 +221,28 @@ def deterministic_against_default(args: argparse.Namespace) -> None:
     )
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.95},
+    "min_p": {"min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "min_new_tokens": {"min_new_tokens": 10_000, "stop_token_ids": (2,)},
+    "logit_bias": {"logit_bias": tuple((i, -1.0) for i in range(20))},
+    "bad_words": {"bad_words": tuple((i, i + 1) for i in range(20))},
+}
+
+
+def sampling_against_plain(args: argparse.Namespace) -> None:
+    """Cost of each setting of sampling, at a vocabulary of 32,768."""
+    model, length = tiny("1m", args.dtype, 32768), args.prompt + args.new
+    prompts = torch.randint(0, 32768, (args.samples, args.prompt)).tolist()
+    engine = make_engine(model, args.samples, length)
+    run = partial(run_engine, engine, prompts, [args.new] * args.samples)
+    for name, way in WAYS.items():
+        rates = alternate(partial(run, **way), run, args.repeats)
+        report(f"rollout_tokens_per_s_{name}", rates)
+
+
 def against_generate(args: argparse.Namespace) -> None:
     """The engine against transformers' generate on SmolLM2-135M's shape, random weights, bf16."""
     config = LlamaConfig(
@@ -253,8 +279,11 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also the other shapes")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2's shape against generate")
     parser.add_argument("--deterministic", action="store_true", help="against the default engine")
+    parser.add_argument("--sampling", action="store_true", help="each setting against none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.sampling:
+        return sampling_against_plain(args)
     if args.deterministic:
         return deterministic_against_default(args)
     if args.smollm2:

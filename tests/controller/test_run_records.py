@@ -12,6 +12,7 @@ from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.trace import read_timeline, read_trace
 
 KINDS = {
     "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
@@ -107,6 +108,44 @@ def test_every_reason_to_drop_has_a_metric() -> None:
     assert metrics["dropped"] == len(reasons)
     assert (metrics["filtered"], metrics["join_dropped"], metrics["aborted"]) == (3, 1, 1)
     assert metrics["dropped"] == sum(metrics[k] for k in ("filtered", "join_dropped", "aborted"))
+
+
+# Profiles
+
+
+@pytest.mark.layouts
+def test_a_profile_is_on_the_time_axis_of_the_stages(
+    train_here: Callable[..., Any], settings: list[str], tmp_path: Path
+) -> None:
+    """Of the step and the rank that are asked for alone."""
+    kind = (
+        "cluster.ranks=2 recipe=distill trainer.steps=2 warm_start.steps=0"
+        " telemetry.profile.steps=[2] telemetry.profile.ranks=[1]"
+    )
+    run = train_here(tmp_path / "run", *settings, *kind.split()).dir
+    events = read_trace(run / "trace.json")
+    operations = [event for event in events if event.get("cat") == "torch"]
+    assert {event["args"]["step"] for event in operations} == {2}
+    (pid,) = {event["pid"] for event in operations}
+    spans, _ = read_timeline(run / "trace.json")
+    assert pid == 1 + 2  # rank 1
+    assert not any(span.name.startswith("aten::") for span in spans)
+    update = next(s for s in spans if (s.lane, s.name, s.step) == ("rank 1", "update", 2))
+    backward = [e["ts"] / 1e6 for e in operations if e["name"].startswith("autograd::engine")]
+    assert backward
+    # Clocks of torch and of Python differ by microseconds.
+    assert all(update.start - 1e-3 <= when <= update.end + 1e-3 for when in backward)
+    notes = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "note"]
+    assert sum("no snapshot of memory" in note["text"] for note in notes) == 1
+
+
+@pytest.mark.layouts
+def test_updates_say_how_much_of_the_peak_they_reach(runs: dict[str, Path]) -> None:
+    """A share of a measured peak, which a small model on a busy machine does not reach."""
+    for name, run in runs.items():
+        lines = [line for line in read_lines(run / "metrics.jsonl") if "mfu" in line]
+        assert lines or name == "rm"
+        assert all(0 < line["mfu"] < 2 and line["flops"] > 0 for line in lines)
 
 
 # The log

@@ -58,8 +58,10 @@ class VLLMChecks(EngineChecks):
 
     def check_model(self, config: Config, model: Any) -> None:
         """Raise ConfigError for heads, layers or experts that the engine does not support."""
+        from hybridrl.engines.rollout.vllm.arguments import check_arguments
         from hybridrl.models.parallel import head_size, num_experts
 
+        check_arguments(config.rollout.vllm)
         path, tiny = config.model.path, config.model.tiny
         if problem := vllm_obstacle(model):
             allowed = f"a family that vLLM computes as transformers ({model.model_type}: {problem})"

@@ -23,13 +23,37 @@ from hybridrl.models.shard import GenParallel
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters: `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are all tokens."""
+    """Sampling parameters: `temperature` 0 is greedy; the defaults are all tokens.
+
+    They are vLLM's, but for `logit_bias` (pairs of token id and bias) and `bad_words` (token ids of
+    each word). Before `min_new_tokens`, tokens of `stop_token_ids` and of `ignored_stop_ids` are
+    not drawn; the latter end no response.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    ignored_stop_ids: tuple[int, ...] = ()
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on the tokens so far, by their number."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1, 0, 0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return bool(self.has_penalty or self.min_new_tokens or self.logit_bias or self.bad_words)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +124,8 @@ class Output:
     After `stop` the last token is the stop token, or completes a stop text.
 
     `log_probs[i]` is that of `token_ids[i]` under the sampling distribution: after temperature,
-    before top-k and top-p. `routed_experts` are those of prompt and response but the last token,
-    which was never computed, where the engine records them.
+    before all that restricts it. `routed_experts` are those of prompt and response but the last
+    token, which was never computed, where the engine records them.
     """
 
     id: object

@@ -131,9 +131,7 @@ def native_step_bytes(
 
 def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
     """Bytes of a decode step's logits, as this config samples."""
-    narrow = (
-        rollout.top_p < 1 or 0 < rollout.top_k < vocab_size or rollout.temperature not in (0, 1)
-    )
+    narrow = bool(rollout.off_policy) or rollout.temperature not in (0, 1)
     return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.max_running * vocab_size
 
 

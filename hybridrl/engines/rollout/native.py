@@ -20,6 +20,7 @@ from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_pos
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
+from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.stage import RolloutStage
@@ -122,6 +123,7 @@ class NativeEngine:
             whole_records=self._parallel.pp == 1,
         )
         self._uniforms = UniformTable(max_running)
+        self._seen = SeenTokens(max_running, self._device)
         self._finished: list[Output] = []
 
         # The weight switch.
@@ -267,7 +269,9 @@ class NativeEngine:
         for entry in admitted.replayed:
             self._replay(entry)
         if self._stage.draws:
-            self._uniforms.forget([entry.slot for entry in admitted.entries])
+            slots = [entry.slot for entry in admitted.entries]
+            self._uniforms.forget(slots)
+            self._seen.forget(slots)
 
     def _prefill(self, jobs: list[Prefill]) -> None:
         """Write the keys and values of the jobs' tokens."""
@@ -337,11 +341,13 @@ class NativeEngine:
         # Nothing to replay: a pending token is new.
         lane.routing = Routing(records=True) if self._recorder is not None else None
         logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
-        uniforms = None
-        if self._stage.draws:
-            drawn = self._uniforms.draw(batch.requests, batch.slots, batch.counts)
-            uniforms = torch.from_numpy(drawn).to(self._device)
-        lane.drawn = self._stage.draw(logits, uniforms, batch.sampling)
+        uniforms = edited = None
+        if logits is not None:
+            drawing = batch.requests, batch.slots, batch.counts
+            uniforms = torch.from_numpy(self._uniforms.draw(*drawing)).to(self._device)
+            if batch.sampling.edits is not None:
+                edited = batch.sampling.edits.apply(logits, *drawing, self._seen)
+        lane.drawn = self._stage.draw(logits, uniforms, batch.sampling, edited)
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += int(batch.positions.sum())
 
@@ -366,7 +372,8 @@ class NativeEngine:
             request.response_ids.append(token)
             request.log_probs.append(log_prob)
             if token in request.sampling.stop_token_ids or (
-                self._stops is not None and self._stops.ended(request.response_ids)
+                self._stops is not None
+                and self._stops.ended(request.response_ids, request.sampling.min_new_tokens)
             ):
                 finish = "stop"
             elif len(request.response_ids) >= request.sampling.max_new_tokens:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridrl.engines.rollout.interface import SamplingParams
+from hybridrl.engines.rollout.logit_edits import LogitEdits
 
 _CHUNK = 256
 _NUCLEUS = 512
@@ -17,7 +18,8 @@ class SamplingBatch:
 
     `temperature` [rows] float32 (1 where greedy), `greedy` [rows] bool or None when no row is,
     `top_k` [rows] int64 (the vocabulary's size where all) or None, `top_p` [rows] float64 or None.
-    `plain` says that every row has temperature 1.
+    `min_p` is [rows] float32 or None. `plain` says that every row has temperature 1. `edits` is
+    None where all rows draw from the model's own logits.
     """
 
     temperature: torch.Tensor
@@ -25,6 +27,8 @@ class SamplingBatch:
     greedy: torch.Tensor | None
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
+    min_p: torch.Tensor | None = None
+    edits: LogitEdits | None = None
 
     @classmethod
     def of(
@@ -40,33 +44,55 @@ class SamplingBatch:
             greedy=greedy if any(p.temperature == 0 for p in params) else None,
             top_k=top_k if any(0 < p.top_k < vocab_size for p in params) else None,
             top_p=top_p if any(p.top_p < 1 for p in params) else None,
+            min_p=torch.tensor([p.min_p for p in params], device=device)
+            if any(p.min_p > 0 for p in params)
+            else None,
+            edits=LogitEdits(params, device) if any(p.edits_logits for p in params) else None,
         )
 
 
 def sample(
-    logits: torch.Tensor, uniforms: torch.Tensor, batch: SamplingBatch
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    batch: SamplingBatch,
+    edited: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [rows] and their log-probabilities [rows] float32.
 
     `logits` [rows, vocab], `uniforms` [rows] float64 in [0, 1). The log-probability is that of the
-    temperature-scaled distribution before top-k and top-p (of temperature 1 for greedy rows). The
+    temperature-scaled distribution before all restrictions (of temperature 1 for greedy rows). The
     token is the first one whose cumulative probability, in the order of ids, exceeds the uniform.
+    With `edited` logits (`LogitEdits`) the token is drawn from those.
     """
-    logits = logits.float()
-    if not batch.plain:
-        logits = logits / batch.temperature[:, None]
+    logits = _scaled(logits, batch)
     best, argbest = logits.max(-1)
     weights = (logits - best[:, None]).exp_()
     ends = _ends(weights)
     total = ends[:, -1]
+    restricted = edited is not None
+    if edited is not None:
+        edited = _scaled(edited, batch)
+        highest, argbest = edited.max(-1)
+        weights = (edited - highest[:, None]).exp_()
+    if batch.min_p is not None:
+        # The most probable token has weight 1.
+        weights = weights.where(weights >= batch.min_p[:, None], 0.0)
+        restricted = True
     if batch.top_k is not None or batch.top_p is not None:
         weights = restrict(weights, batch.top_k, batch.top_p)
+        restricted = True
+    if restricted:
         ends = _ends(weights)
     tokens = _invert(weights, ends, uniforms)
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy, argbest, tokens)
     drawn = logits.gather(-1, tokens[:, None])[:, 0]
     return tokens, ((drawn - best).double() - total.log()).float()
+
+
+def _scaled(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    logits = logits.float()
+    return logits if batch.plain else logits / batch.temperature[:, None]
 
 
 def restrict(

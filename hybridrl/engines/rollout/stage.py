@@ -188,17 +188,21 @@ class RolloutStage:
         return self.parallel.last and self.parallel.tp_rank == 0
 
     def draw(
-        self, logits: torch.Tensor | None, uniforms: torch.Tensor | None, batch: SamplingBatch
+        self,
+        logits: torch.Tensor | None,
+        uniforms: torch.Tensor | None,
+        batch: SamplingBatch,
+        edited: torch.Tensor | None = None,
     ) -> Drawn:
         """Sample the tokens of a decode step, or receive them; `Drawn.wait` returns them.
 
-        `logits` and `uniforms` [rows] are None on ranks that do not sample.
+        `logits` and `uniforms` [rows] are None on ranks that do not sample; `edited`: see `sample`.
         """
         parallel, drawn = self.parallel, Drawn()
         rows = len(batch.temperature)
         if logits is not None:
             assert uniforms is not None
-            drawn.tokens, drawn.log_probs = sample(logits, uniforms, batch)
+            drawn.tokens, drawn.log_probs = sample(logits, uniforms, batch, edited)
             if parallel.pp * parallel.tp == 1:
                 return drawn
             bits = drawn.log_probs.double().view(torch.int64)

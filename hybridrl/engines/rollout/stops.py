@@ -1,6 +1,7 @@
 """Stop texts, however they are tokenized. For any rollout engine."""
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # replaces bytes that are no character
 _CHARACTER = 4  # bytes of the longest UTF-8 character
@@ -35,12 +36,20 @@ class StopStrings:
         self._decode, self._texts = decode, tuple(texts)
         self._tail = max(len(text.encode()) for text in texts) + _CHARACTER
 
-    def ended(self, response_ids: Sequence[int]) -> bool:
-        """Whether a response ends with its last token; call it after every token."""
+    def ended(self, response_ids: Sequence[int], min_tokens: int = 0) -> bool:
+        """Whether a response ends with its last token; call it after every token.
+
+        A text that the first `min_tokens` tokens complete does not end it.
+        """
+        if min_tokens and len(response_ids) <= min_tokens:
+            return False
         first = max(0, len(response_ids) - self._tail)
         for start in range(first, first + _CHARACTER):
             text = self._decode(response_ids[start:])
-            if any(stop in text for stop in self._texts):
+            before = self._decode(response_ids[start:min_tokens]) if start < min_tokens else ""
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+            passed = sum(1 for _ in same)
+            if any(text.find(stop, max(0, passed + 1 - len(stop))) >= 0 for stop in self._texts):
                 return True
             if start == 0 or _REPLACEMENT not in text:
                 return False

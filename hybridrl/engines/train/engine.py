@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +53,7 @@ from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
+from hybridrl.models.flops import ForwardFlops
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -166,6 +168,9 @@ class TrainEngine(ModelShards):
             layers,
             trainer.chunk_tokens,
         )
+        self._flops = ForwardFlops.of(self.model.config)
+        if gives_values:  # in place of the vocabulary's head
+            self._flops = replace(self._flops, per_scored=2 * self.model.config.hidden_size)
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
         self.reset_optimizer(trainer.optim, steps)
@@ -340,7 +345,8 @@ class TrainEngine(ModelShards):
         loss may reduce this step's learning rate by it.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
-        `entropy`, `tokens`, and the loss's own, averaged with w. Of experts those of `ExpertLoad`,
+        `entropy`, `tokens`, `flops` (the model's, of forward and backward; the same under every
+        layout), and the loss's own, averaged with w. Of experts those of `ExpertLoad`,
         and where they are replayed the `routed_experts_bytes` of all sequences.
         If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
         ValueError if no rank has a token to train, or this rank an incomplete row.
@@ -356,7 +362,7 @@ class TrainEngine(ModelShards):
             sequences = [ended(sequence, pad) for sequence in sequences]
         pooled, _ = self._replica.gather(sequences)
         micros = self._replica.split(pooled, samples_per_row)
-        totals = self._replica.totals(pooled, len(micros.parts))
+        totals = self._replica.totals(pooled, len(micros.parts), self._flops)
         longest = max_response_tokens or totals.longest
         micros = self._replica.same_number(micros, totals.micro_batches, samples_per_row)
         counts = self._expert_load.experts > 0
@@ -409,6 +415,8 @@ class TrainEngine(ModelShards):
             metrics["lr_scale"] = lr_scale
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
+        # Backward has twice as many, but for the gradients of frozen weights.
+        metrics["flops"] = totals.work * (3 if self.lora is None else 2)
         load = self._expert_load.metrics()
         if not metrics["bad_step"]:
             self._expert_load.move_biases()

@@ -16,16 +16,23 @@ from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
+from hybridrl.models.flops import ForwardFlops
+
+_WORK_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTotals:
-    """Totals of one update over all ranks: they weight tokens and keep collectives in step."""
+    """Totals of one update over all ranks: they weight tokens and keep collectives in step.
+
+    `work` is that of a forward pass over the sequences, in floating-point operations.
+    """
 
     micro_batches: int
     tokens: int
     sequences: int
     longest: int
+    work: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +280,15 @@ class Replica:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dims.cp_group)
         return int(largest)
 
-    def totals(self, sequences: Sequence[TrainSequence], num_micro_batches: int) -> UpdateTotals:
+    def totals(
+        self, sequences: Sequence[TrainSequence], num_micro_batches: int, flops: ForwardFlops
+    ) -> UpdateTotals:
         """Totals over all ranks of the world; raises ValueError without a token to train on."""
         counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
+        lengths = [len(sequence.ids) for sequence in sequences]
+        work = sum(map(flops, lengths, counts)) // _WORK_UNIT
         own_totals = torch.tensor(
-            [num_micro_batches, sum(counts), len(counts), max(counts, default=0)],
+            [num_micro_batches, sum(counts), len(counts), max(counts, default=0), work],
             device=self.device,
         )
         gathered = [torch.empty_like(own_totals) for _ in range(dist.get_world_size())]
@@ -288,4 +299,4 @@ class Replica:
         total = (totals_by_rank.sum(0) // self.size).tolist()
         if total[1] == 0:
             raise ValueError("update: no rank has a response token to train on")
-        return UpdateTotals(most[0], total[1], total[2], most[3])
+        return UpdateTotals(most[0], total[1], total[2], most[3], float(total[4] * _WORK_UNIT))

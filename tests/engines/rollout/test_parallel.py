@@ -175,17 +175,24 @@ def test_equals_one_process(
     }
     tight = {"block_size": 1, "kv_cache_tokens": longest + 12}
     stops = StopStrings(decode, ["bda", "ecea"])
+    edits = {"repetition_penalty": 1.4, "min_new_tokens": 4, "bad_words": ((3,), (4, 5))}
+    edited = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=10, **edits)
+    qwen3 = models["qwen3"]
+    cases["edited"] = (qwen3.config, qwen3.state_dict(), pp, tp, edited), {}
     cases["preempted"] = cases["qwen3"][0], tight
     cases["stopped"] = cases["qwen3"][0], {"stops": stops}
     results = ranks(pp * tp, generate_all, cases)
     assert all(result == results[0] for result in results)
     wanted = {name: finish(make_engine(model), requests) for name, model in models.items()}
     wanted["preempted"] = wanted["qwen3"]
+    wanted["edited"] = finish(make_engine(qwen3), edited)
+    assert any(wanted["edited"][i].token_ids != wanted["qwen3"][i].token_ids for i in range(9))
     wanted["stopped"] = finish(make_engine(models["qwen3"], stops=stops), requests)
     assert {output.finish for output in wanted["stopped"].values()} == {"stop", "length"}
     for name in cases:
         model = models.get(name, models["qwen3"])
-        same(model, requests, results[0][name]["outputs"], wanted[name])
+        sent = edited if name == "edited" else requests
+        same(model, sent, results[0][name]["outputs"], wanted[name])
     assert results[0]["preempted"]["stats"].num_preempted > 0
     assert results[0]["qwen3"]["stats"].restored_tokens > 0
 

@@ -195,3 +195,16 @@ def test_greedy_equals_generate_with_stop_strings(
         text = tokenizer.decode(output.token_ids)
         assert (output.finish == "stop") == any(stop in text for stop in texts)
     assert {output.finish for output in outputs.values()} == {"stop", "length"}
+
+
+def test_a_text_that_is_complete_before_the_shortest_response_does_not_end_it() -> None:
+    """As in vLLM: what the first `min_tokens` complete does not count, whatever the tail shows."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join("abEND"[id] for id in ids)
+
+    stops = StopStrings(decode, ["END"])
+    ids = [0, 2, 3, 4, 1, 2, 3, 4]
+    for min_tokens, ends in ((0, [4, 5, 6, 7, 8]), (3, [4, 5, 6, 7, 8]), (4, [8]), (7, [8])):
+        assert [n for n in range(1, 9) if stops.ended(ids[:n], min_tokens)] == ends, min_tokens
+    assert not stops.ended(ids, 8)

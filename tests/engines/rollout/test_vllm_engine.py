@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.interface import KV, Output, Request, SamplingParams
+from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key, uniforms
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
@@ -263,7 +264,10 @@ def mixed_requests() -> list[Request]:
     ways = [
         {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7},
         {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "stop_token_ids": (5, 11)},
-        {"stop_token_ids": (3,)},
+        {"stop_token_ids": (3,)}, {"min_p": 0.1, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"min_new_tokens": 9, "stop_token_ids": (3, 5), "repetition_penalty": 0.9},
+        {"logit_bias": ((4, 3.0),), "bad_words": ((7,), (1, 2), (5, 6, 7))},
     ]  # fmt: skip
     return [
         Request(
@@ -502,9 +506,14 @@ def same(model: PreTrainedModel, requests: list[Request], got: Outputs, wanted: 
         ids = torch.tensor([[*request.prompt_ids, *a.token_ids[:first]]])
         logits = model(ids).logits[:, -1].detach()
         batch = SamplingBatch.of([request.sampling], logits.shape[-1], logits.device)
+        edited = None
+        if batch.edits is not None:
+            so_far = [replace(request, response_ids=a.token_ids[:first])]
+            slot, seen = np.array([0]), SeenTokens(1, logits.device)
+            edited = batch.edits.apply(logits, so_far, slot, np.array([first]), seen)
         key = np.array([request.stream], np.uint64)
         drawn = torch.from_numpy(uniforms(key, np.array([first])))
-        ties = {int(sample(logits, drawn + way, batch)[0]) for way in (-1e-5, 1e-5)}
+        ties = {int(sample(logits, drawn + way, batch, edited)[0]) for way in (-1e-5, 1e-5)}
         assert {a.token_ids[first], b.token_ids[first]} <= ties
 
 
@@ -563,6 +572,87 @@ def test_streams_on_one_rank(
     # Measured: means 0.0061 and 0.0062, the largest 0.045 and 0.041.
     assert 1e-3 < ours.mean() < 1.5 * theirs.mean() < 0.02
     assert ours.max() < 0.1
+
+
+OWN_WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_k, top_p": {"top_k": 9, "top_p": 0.8},
+    "min_p": {"min_p": 0.2},
+    "repetition": {"repetition_penalty": 1.6},
+    "presence": {"presence_penalty": 1.4},
+    "frequency": {"frequency_penalty": 0.8},
+    "min_new_tokens": {"min_new_tokens": 20, "stop_token_ids": tuple(range(0, 53, 2))},
+    "logit_bias": {"logit_bias": ((4, 5.0), (8, -100.0))},
+    "bad_words": {"bad_words": ((7,), (1, 2), (5, 6, 7), *((i, i) for i in range(53)))},
+    "all": {
+        "min_p": 0.02, "top_k": 30, "top_p": 0.97, "repetition_penalty": 0.8,
+        "presence_penalty": -0.7, "frequency_penalty": 0.4, "min_new_tokens": 9,
+        "stop_token_ids": (3, 5), "logit_bias": ((3, 4.0), (8, 2.0)), "bad_words": ((7,), (4, 9)),
+    },
+}  # fmt: skip
+
+
+def own_requests(temperature: float) -> list[Request]:
+    """A request for each way, with a prompt in which tokens occur again."""
+    prompt = [*prompt_of(40), 3, 3, 8]
+    return [
+        Request(name, prompt, SamplingParams(36, temperature=temperature, **way), 100 + i)
+        for i, (name, way) in enumerate(OWN_WAYS.items())
+    ]
+
+
+def by_own_sampler(directory: str) -> dict[float, dict[object, list[int]]]:
+    """Tokens of vLLM with its own sampler, whose noise alone is replaced: by a stream's uniform."""
+    engine, _ = started(directory, 1, 1, own_arguments={"logits_processors": []})
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    drawn: list[Any] = []  # the stream, then a token for each
+
+    def draw(logits: torch.Tensor) -> torch.Tensor:
+        ends = logits[0].double().softmax(-1).cumsum(-1)
+        uniform = uniforms(np.array([drawn[0]], np.uint64), np.array([len(drawn) - 1]))
+        drawn.append(None)
+        return torch.searchsorted(ends, torch.from_numpy(uniform) * ends[-1], right=True)
+
+    names = {"min_new_tokens": "min_tokens"}
+    results: dict[float, dict[object, list[int]]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_topp_sampler, "compiled_random_sample", draw)
+        for temperature in (0.0, 0.9):
+            results[temperature] = {}
+            for request in own_requests(temperature):
+                way = dict(OWN_WAYS[str(request.id)])
+                words = [list(word) for word in way.pop("bad_words", ())]
+                way |= {"logit_bias": dict(way["logit_bias"])} if "logit_bias" in way else {}
+                way |= {"stop_token_ids": list(way.get("stop_token_ids", ()))}
+                params = engine._sampling.SamplingParams(
+                    temperature=temperature, max_tokens=36, detokenize=False, ignore_eos=True,
+                    **{names.get(key, key): value for key, value in way.items()},
+                )  # fmt: skip
+                params._bad_words_token_ids = words or None
+                drawn[:] = [request.stream]
+                prompt = engine._sampling.tokens_input(list(request.prompt_ids))
+                engine._engine.add_request(str(request.id), prompt, params)
+                while engine._engine.has_unfinished_requests():
+                    for output in engine._engine.step():
+                        results[temperature][request.id] = list(output.outputs[0].token_ids)
+    engine.close()
+    return results
+
+
+def test_tokens_are_those_of_its_own_sampler(
+    saved: Callable[..., str], make_engine: Callable[..., NativeEngine], fresh_ranks: Ranks
+) -> None:
+    """Under each setting, greedy and drawn: vLLM's processing of logits, and the native engine."""
+    directory = saved("qwen3")
+    (own,) = fresh_ranks(1, by_own_sampler, directory)
+    engine = make_engine(load(directory), max_sequence=160, block_size=BLOCK)
+    for temperature, tokens in own.items():
+        ours = finish(engine, own_requests(temperature))
+        assert {name: output.token_ids for name, output in ours.items()} == tokens
+        # Each setting shows, but for those that keep the most probable token.
+        kept = {"plain", "min_p", "top_k, top_p"} if temperature == 0 else {"plain"}
+        assert all((tokens[name] == tokens["plain"]) == (name in kept) for name in tokens)
 
 
 def gaps(model: PreTrainedModel, outputs: Outputs) -> torch.Tensor:

@@ -22,6 +22,7 @@ from hybridrl.config.layout import Grouping
 from hybridrl.engines.train import build
 from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.models.flops import ForwardFlops
 
 TEMPERATURE = 0.7
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -137,6 +138,13 @@ def step(
 
     engine.optimizer.register_step_pre_hook(before_step)
     metrics = engine.update(mine, Surrogate())
+    trained = [s.response_tokens if s.mask is None else int(s.mask.sum()) for s in sequences]
+    forward = sum(
+        map(ForwardFlops.of(engine.model.config), (len(s.ids) for s in sequences), trained)
+    )
+    # Each rank rounds its part to thousands.
+    rounding = 3 * 1000 * dist.get_world_size()
+    assert metrics["flops"] == pytest.approx(3 * forward, abs=rounding)
     if cp > 1 or chunk:
         assert max(rows) < max(len(s.ids) for s in sequences), "a rank has all of the longest row"
     gathered = [None] * dist.get_world_size()

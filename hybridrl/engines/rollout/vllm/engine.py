@@ -7,8 +7,9 @@ decides alike. The ranks communicate in the collectives of the forward pass. vLL
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -69,7 +70,8 @@ class VLLMEngine:
     same tokens, up to the order of float operations (`vllm.sampling`). A parked request is
     resubmitted as a prompt. On the same engine, vLLM's prefix cache has all its full blocks.
 
-    With `whole_experts` a tp rank has some of the experts, else a part of each.
+    With `whole_experts` a tp rank has some of the experts, else a part of each. `own_arguments` are
+    further `EngineArgs`, which `check_arguments` has passed.
 
     With `router_replay` at `rollout` it records every token's experts. It cannot be told which to
     take: a token that is computed again keeps its record, whichever it takes then.
@@ -98,6 +100,7 @@ class VLLMEngine:
         gpu_memory_utilization: float = _GPU_SHARE,
         router_replay: RouterReplay = RouterReplay.off,
         whole_experts: bool = False,
+        own_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         check_positions(max_sequence, model_config.max_position_embeddings)
         self._rank, self._dtype = dist.get_rank(), dtype
@@ -124,6 +127,7 @@ class VLLMEngine:
             sampler=self._sampling.StreamSampler,
             records_experts=self._experts is not None,
             whole_experts=whole_experts,
+            own=own_arguments,
         )
         if in_transformers_backend(model_config):
             from hybridrl.engines.rollout.vllm.own_classes import give_own_classes
@@ -209,6 +213,7 @@ class VLLMEngine:
             gpu_memory_utilization=share,
             router_replay=parts.router_replay,
             whole_experts=parts.parallel.ep > 1,
+            own_arguments=parts.rollout.vllm,
         )
 
     # Requests
@@ -324,7 +329,9 @@ class VLLMEngine:
             request.response_ids += completion.token_ids
             counts["decode_tokens"] += len(completion.token_ids)
             counts["cached_tokens"] += request.num_tokens - 1
-            if self._stops is not None and self._stops.ended(request.response_ids):
+            if self._stops is not None and self._stops.ended(
+                request.response_ids, request.sampling.min_new_tokens
+            ):
                 finish = "stop"
                 stopped += [] if output.finished else [entry.key]
             elif output.finished:

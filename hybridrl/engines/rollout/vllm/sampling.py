@@ -3,7 +3,7 @@
 vLLM's generators have a state: a resumed request would draw the first numbers again. So a logits
 processor samples the tokens as the native engine does: the uniform of (stream, position) against
 the cumulative distribution. It leaves vLLM one choice a row. The log-probabilities are those of the
-same logits and temperature, before top-k and top-p, as in the native engine.
+same logits and temperature, before penalties, top-k and the like, as in the native engine.
 
 The engine imports vLLM's names from here: only this module imports vLLM at its own import.
 """
@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 
@@ -78,6 +79,7 @@ class StreamSampler(LogitsProcessor):
         self._rows: dict[int, _Row] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._uniforms = UniformTable(slots)
+        self._seen = SeenTokens(slots, device)
         self._batch: SamplingBatch | None = None
 
     def is_argmax_invariant(self) -> bool:
@@ -95,6 +97,7 @@ class StreamSampler(LogitsProcessor):
             self._leave(index)
             slot = self._free.pop()
             self._uniforms.forget([slot])
+            self._seen.forget([slot])
             assert params.extra_args is not None
             self._rows[index] = _Row(params.extra_args[DRAWS], drawn, slot)
         for source, target, direction in batch_update.moved:
@@ -136,7 +139,10 @@ class StreamSampler(LogitsProcessor):
                 self._batch = SamplingBatch.of(
                     [request.sampling for request in requests], logits.shape[-1], self._device
                 )
-            tokens, log_probs = sample(logits, uniforms.to(self._device), self._batch)
+            edited = None
+            if self._batch.edits is not None:
+                edited = self._batch.edits.apply(logits, requests, slots, positions, self._seen)
+            tokens, log_probs = sample(logits, uniforms.to(self._device), self._batch, edited)
             if group.world_size == 1:
                 return tokens, log_probs
             message = torch.stack((tokens, log_probs.double().view(torch.int64))).cpu()

@@ -1,6 +1,8 @@
 """Starting vLLM's engine in this process: its arguments, and what a stage receives."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +28,12 @@ def engine_arguments(
     sampler: type,
     records_experts: bool = False,
     whole_experts: bool = False,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """vLLM's `EngineArgs`; `sampler` is its logits processor that draws every token."""
+    """vLLM's `EngineArgs`; `sampler` is its logits processor that draws every token.
+
+    `own` are the user's (`rollout.vllm`).
+    """
     on_gpu = device.type == "cuda"
     blocks = math.ceil(kv_cache_tokens / block_size)
     if not on_gpu and not blocks:
@@ -61,6 +67,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "enable_return_routed_experts": records_experts,
         "logits_processors": [sampler],
+        **own,
     }
 
 
