@@ -23,6 +23,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
            or of a run's checkpoints             hybridrl eval RUN --checkpoints all
   plan     switch, memory or schedule, on paper  hybridrl plan memory model=qwen3_8b
   report   render a run's page                   hybridrl report RUN
+  watch    the same page live, and all samples   hybridrl watch RUN [--port=6007]
   compare  several runs, seeds joined            hybridrl compare RUN RUN ...
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "eval": _eval,
         "plan": _plan,
         "report": _report,
+        "watch": _watch,
         "compare": _compare,
         "new-recipe": _new_recipe,
         "doctor": _doctor,
@@ -247,6 +249,30 @@ def _report(args: list[str]) -> None:
     if len(args) != 1:
         _fail("report: wanted one run directory", 2)
     print(render(Path(args[0])))
+
+
+def _watch(args: list[str]) -> None:
+    """Serve a run's page until Ctrl-C."""
+    from hybridrl.telemetry import watch
+
+    parser = argparse.ArgumentParser(
+        prog="hybridrl watch",
+        description="The page of a run, live, in a browser: also of a finished or copied one.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run directory")
+    parser.add_argument("--port", type=int, default=watch.PORT, help="0 is any free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="0.0.0.0 for other machines: the address has a token"
+    )
+    parser.error = _refuse  # type: ignore[method-assign]
+    options = parser.parse_args(args)
+    with contextlib.suppress(KeyboardInterrupt):  # this is how it ends
+        watch.serve(
+            options.run,
+            options.host,
+            options.port,
+            lambda address: print(f"{options.run}: {address} (Ctrl-C ends it)", flush=True),
+        )
 
 
 def _compare(args: list[str]) -> None:

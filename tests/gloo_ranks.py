@@ -44,7 +44,7 @@ def fork_context() -> Any:
     return context
 
 
-class _ByValue:
+class ByValue:
     """A call that reaches a process which cannot import the module of its function."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
@@ -64,7 +64,7 @@ class _Rank:
 
     def __init__(self, context: Any) -> None:
         self.pipe, end = context.Pipe()
-        self.process = context.Process(target=operator.call, args=(_ByValue(_serve), end))
+        self.process = context.Process(target=operator.call, args=(ByValue(_serve), end))
         self.process.daemon = True
         self.process.start()
         end.close()
@@ -149,7 +149,7 @@ class _Ranks:
     ) -> list[tuple[Any, Any]]:
         self._calls += 1
         self._ranks += [_Rank(self._context) for _ in range(size - len(self._ranks))]
-        ranks, payload = self._ranks[:size], ForkingPickler.dumps(_ByValue(function, *args))
+        ranks, payload = self._ranks[:size], ForkingPickler.dumps(ByValue(function, *args))
         for number, rank in enumerate(ranks):
             file = self._rendezvous / str(self._calls)
             rank.pipe.send((bytes(payload), self._calls, number, size, file, records))

@@ -224,10 +224,10 @@ def test_torch_free_rooms_bring_neither_torch_nor_ray() -> None:
 # What a bare GPU machine lacks, of hybridrl's dependencies.
 NOT_BARE = (
     "datasets", "hydra", "math_verify", "mlflow", "omegaconf", "peft", "psutil", "pyarrow", "ray",
-    "reasoning_gym", "scipy", "tensorboard", "tensordict", "torchao", "trackio", "triton", "verl",
-    "vllm", "wandb",
+    "reasoning_gym", "scipy", "starlette", "tensorboard", "tensordict", "torchao", "trackio",
+    "triton", "uvicorn", "verl", "vllm", "wandb",
 )  # fmt: skip
-# Hydra's part of config, what runs inside vLLM, an optimizer of an extra, and a kernel.
+# Hydra's part of config, what runs inside vLLM, an optimizer of an extra, a web page, and a kernel.
 NEEDS_MORE = {
     "hybridrl.config.compose",
     "hybridrl.config.recipe_folder",
@@ -240,6 +240,7 @@ NEEDS_MORE = {
     "hybridrl.engines.rollout.vllm.weights",
     "hybridrl.engines.train.adamw8bit",
     "hybridrl.kernels.linear_log_probs_triton",
+    "hybridrl.telemetry.watch_app",
 }
 
 

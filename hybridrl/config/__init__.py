@@ -39,6 +39,7 @@ from hybridrl.config.reward import (
 from hybridrl.config.rollout import Engine, RolloutConfig
 from hybridrl.config.run import (
     Deterministic,
+    KeptSamples,
     LogConfig,
     LoggerName,
     LogLevel,
@@ -391,6 +392,7 @@ __all__ = [
     "JailKind",
     "JailLimits",
     "JudgeConfig",
+    "KeptSamples",
     "LRSchedule",
     "LogConfig",
     "LogLevel",

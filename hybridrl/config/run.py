@@ -24,6 +24,13 @@ class LoggerName(Enum):
     trackio = "trackio"
 
 
+class KeptSamples(Enum):
+    """The samples of a step that a run keeps."""
+
+    first = "first"  # the texts of the first `samples_per_step`, in samples.jsonl
+    all = "all"  # and every sample with its tokens, as Parquet, in samples/
+
+
 @dataclass(kw_only=True, slots=True)
 class ProfileConfig:
     """Steps in which ranks record torch's operations into the trace, and memory on a GPU."""
@@ -60,6 +67,8 @@ class TelemetryConfig:
     """The project of wandb and trackio, the experiment of mlflow."""
     samples_per_step: int = 8
     """Responses per step that are written to samples.jsonl, and sent to loggers."""
+    samples: KeptSamples = KeptSamples.first
+    """The samples that the run keeps: `all` writes each with its tokens to samples/*.parquet."""
     report: bool = True
     """Render report.html at the end."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)

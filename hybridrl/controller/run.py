@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, forget_later, read
-from hybridrl.config import Config, ConfigError, Device
+from hybridrl.config import Config, ConfigError, Device, KeptSamples
 from hybridrl.controller.checkpoints import (
     Checkpoints,
     DriverState,
@@ -28,10 +28,10 @@ from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
 from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
-from hybridrl.controller.run_records import RunRecords
+from hybridrl.controller.run_records import RunRecords, sample_facts
 from hybridrl.controller.schedule_factory import make_schedule, replay_setting
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
-from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream
+from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.schedules import StepResult
@@ -40,6 +40,7 @@ from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.system import signals
+from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.advice import advise
 from hybridrl.telemetry.log import driver_log
 from hybridrl.telemetry.loggers.run_loggers import forget_runs
@@ -74,6 +75,7 @@ def train(config: Config) -> dict[str, Any]:
     prepared = prepare(config)
     with _reported(config), _running(config, prepared, origin) as run:
         run.warn_off_policy()
+        sample_files.forget_after(run.run_dir, run.step)
         run.warm_start()
         run.begin_recipe()
         before = run.evaluate_before()
@@ -334,6 +336,9 @@ class Run:
             seconds = time.time() - start
             logger.info("step %d ended after %.3f s", self.step, seconds)
             metrics = self.records.record_step(result, seconds, self.group.texts)
+            if self.config.telemetry.samples is KeptSamples.all:
+                facts = sample_facts(result, self._origin_of)
+                self.group.record_samples(self.step, phase.name, facts)
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
@@ -373,6 +378,11 @@ class Run:
         folder = self.run_dir.absolute() / "profile" / f"step-{self.step}"
         for rank, slices in self.group.end_profile(ranks, folder).items():
             self.telemetry.profile(rank_lane(rank), slices, self.step)
+
+    def _origin_of(self, position: int) -> tuple[str, str]:
+        """Source and task of a prompt."""
+        item = self.prompts.at(position)
+        return item.source, task_of(self.config.data, item)
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         """Report a step whose loss was not finite; stop after too many in a row."""

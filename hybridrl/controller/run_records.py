@@ -15,11 +15,14 @@ from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
+from hybridrl.workers.sample_writer import SampleFacts
 
 FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[str, str]]]
 """Prompt and response texts of samples, by the rank that holds them."""
 
 KindsOf = Callable[[int], Sequence[str]]
+OriginOf = Callable[[int], tuple[str, str]]
+"""Source and task of the prompt at a position in the run."""
 
 ObserveRewards = Callable[[Mapping[int, Sequence[float]]], Mapping[str, float]]
 """Called with the rewards of a step's samples by prompt position; gives metrics."""
@@ -159,6 +162,17 @@ def rewards_by_prompt(samples: Sequence[Sample]) -> dict[int, list[float]]:
         if "reward" in sample.scalars:
             rewards[sample.id.prompt].append(float(sample.scalars["reward"]))
     return rewards
+
+
+def sample_facts(result: StepResult, origin_of: OriginOf) -> dict[int, list[SampleFacts]]:
+    """All that is known of a step's samples, by the rank that holds their tensors."""
+    by_rank: dict[int, list[SampleFacts]] = defaultdict(list)
+    for sample in result.dispatched:
+        source, task = origin_of(sample.id.prompt)
+        drop = result.dropped.get(sample.id)
+        facts = SampleFacts(sample.id, source, task, sample.spans, sample.scalars, drop)
+        by_rank[sample.rank].append(facts)
+    return by_rank
 
 
 def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, float]:

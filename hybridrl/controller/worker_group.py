@@ -23,6 +23,7 @@ from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
 from hybridrl.workers.rank_calls import Answer, RankCalls, Reference
+from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.worker_factory import make_worker
 
@@ -285,6 +286,17 @@ class WorkerGroup:
         for rank, reference in references.items():
             texts |= self.value_of(rank, reference)
         return texts
+
+    def record_samples(
+        self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
+    ) -> None:
+        """Have the ranks that hold samples write them to files, later: they may be released."""
+        references = {
+            rank: self._ranks[rank].same(ActorWorker.record_samples, step, phase, tuple(samples))[0]
+            for rank, samples in by_rank.items()
+        }
+        for rank, reference in references.items():
+            self.value_of(rank, reference)
 
     def release(self, ids: tuple[SampleId, ...]) -> None:
         """Forget samples on every rank."""

@@ -6,7 +6,14 @@ its row) and `PromptStream` (`load.py`: the endless order that training reads; b
 """
 
 from hybridrl.data.curriculum import CurriculumStream, prompt_stream
-from hybridrl.data.load import Data, PromptStream, load_data, load_eval_set, mixture_parts
+from hybridrl.data.load import (
+    Data,
+    PromptStream,
+    load_data,
+    load_eval_set,
+    mixture_parts,
+    task_of,
+)
 from hybridrl.data.prompts import Item, end_token_id
 
 __all__ = [
@@ -19,4 +26,5 @@ __all__ = [
     "load_eval_set",
     "mixture_parts",
     "prompt_stream",
+    "task_of",
 ]

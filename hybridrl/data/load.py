@@ -120,13 +120,20 @@ def mixture_parts(config: DataConfig, item: Item) -> list[str]:
     `source/NAME` where there are several sources, `task/TASK` where its source has a `task_column`.
     """
     parts = [f"source/{item.source}"] if len(config.sources) > 1 else []
-    column = config.sources[item.source].task_column
-    if column:
-        task: Any = item.item
-        for name in column.split("."):
-            task = task.get(name, "") if isinstance(task, Mapping) else ""
-        parts.append(f"task/{task}")
+    if config.sources[item.source].task_column:
+        parts.append(f"task/{task_of(config, item)}")
     return parts
+
+
+def task_of(config: DataConfig, item: Item) -> str:
+    """The task of an item; empty where its source has no `task_column`."""
+    column = config.sources[item.source].task_column
+    if not column:
+        return ""
+    task: Any = item.item
+    for name in column.split("."):
+        task = task.get(name, "") if isinstance(task, Mapping) else ""
+    return str(task)
 
 
 class _Collector:

@@ -5,11 +5,9 @@ Runs that differ in seed and directory alone are one group. Its curves and figur
 """
 
 import statistics
-import string
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from typing import Any
 import yaml
 
 from hybridrl.config.errors import ConfigError
-from hybridrl.telemetry.records import dump, write_atomic
-from hybridrl.telemetry.report import is_run
+from hybridrl.telemetry.records import write_atomic
+from hybridrl.telemetry.report import fill_page, is_run, script
 from hybridrl.telemetry.rundata import RunData, StepKey
 
 NOT_COMPARED = ("run.", "telemetry.", "log.", "cluster.address", "trainer.resume")
@@ -181,18 +179,7 @@ def table(groups: Sequence[RunGroup]) -> list[list[str]]:
 
 def render(groups: Sequence[RunGroup], out: Path) -> Path:
     """Write the page, which needs nothing but itself, and return its path."""
-    page = files("hybridrl.telemetry") / "page"
-    parts = {
-        name: (page / name).read_text("utf-8")
-        for name in ("page.html", "page.css", "charts.js", "compare.js")
-    }
-    html = string.Template(parts["page.html"]).substitute(
-        title="comparison · hybridrl",
-        style=parts["page.css"],
-        script=parts["charts.js"] + parts["compare.js"],
-        # `<` never appears in the embedded JSON, so no text of a model can end the script element.
-        data=dump(gather(groups)).replace("<", "\\u003c"),
-    )
+    html = fill_page("comparison", script("charts.js", "compare.js"), gather(groups))
     write_atomic(out, html)
     return out
 

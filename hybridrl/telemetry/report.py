@@ -5,6 +5,7 @@ The data is gathered here and embedded as JSON; `page/*.js` draws it at the widt
 
 import string
 import time
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,27 @@ def render(run_dir: Path, run: RunData | None = None) -> Path:
     run_dir = Path(run_dir)
     if not is_run(run_dir):
         raise ConfigError("run", run_dir, "a run directory (one that holds run.json)")
-    page = files("hybridrl.telemetry") / "page"
-    parts = {name: (page / name).read_text("utf-8") for name in _page_files()}
-    report = run_dir / "report.html"
-    run = run or load(run_dir)
-    html = string.Template(parts["page.html"]).substitute(
-        title=_escape(f"{run.name} · hybridrl"),
-        style=parts["page.css"],
-        script=parts["charts.js"] + parts["page.js"],
-        # `<` never appears in the embedded JSON, so no text of a model can end the script element.
-        data=dump(gather(run)).replace("<", "\\u003c"),
+    report, run = run_dir / "report.html", run or load(run_dir)
+    write_atomic(
+        report, fill_page(run.name, script("charts.js", "page.js") + "render();\n", gather(run))
     )
-    write_atomic(report, html)
     return report
+
+
+def fill_page(name: str, script: str, data: Mapping[str, Any]) -> str:
+    """The page whose `script` draws `data`; it needs nothing but itself."""
+    return string.Template(_page_file("page.html")).substitute(
+        title=_escape(f"{name} · hybridrl"),
+        style=_page_file("page.css"),
+        script=script,
+        # `<` never appears in the embedded JSON, so no text of a model can end the script element.
+        data=dump(data).replace("<", "\\u003c"),
+    )
+
+
+def script(*names: str) -> str:
+    """Scripts of the page, in this order."""
+    return "".join(map(_page_file, names))
 
 
 def is_run(directory: Path) -> bool:
@@ -78,8 +87,8 @@ def gather(run: RunData) -> dict[str, Any]:
     }
 
 
-def _page_files() -> tuple[str, ...]:
-    return ("page.html", "page.css", "charts.js", "page.js")
+def _page_file(name: str) -> str:
+    return (files("hybridrl.telemetry") / "page" / name).read_text("utf-8")
 
 
 def _clock(when: float | None) -> str:

@@ -13,6 +13,11 @@ from hybridrl.telemetry.records import parse, read_lines
 from hybridrl.telemetry.trace import Counter, TraceSpan, read_timeline
 
 _CONFIGS = ("config.yaml", "config.json", ".hydra/config.yaml")
+RECORD_FILES = (
+    *("run.json", "environment.json", "metrics.jsonl", "events.jsonl", "samples.jsonl"),
+    *("lengths.jsonl", "trace.json", *_CONFIGS),
+)
+"""All that `load` reads."""
 _NOT_METRICS = {"step", "time", "phase"}
 
 
@@ -90,6 +95,12 @@ class RunData:
         """Every metric that some step has, in order of first appearance."""
         names = dict.fromkeys(name for row in self.metrics.values() for name in row)
         return [name for name in names if name not in _NOT_METRICS and self.series(name)]
+
+
+def state_of(run_dir: Path) -> str:
+    """The state of a run, without its other records; see `RunData.state`."""
+    status = _read_json(run_dir / "run.json")
+    return RunData(name=run_dir.name, directory=str(run_dir), status=status).state
 
 
 def load(run_dir: Path) -> RunData:

@@ -16,11 +16,7 @@ _OWN_TABLE = ("switch",)
 
 def timelines(run: RunData) -> list[dict[str, Any]]:
     """The first RL step, one of median duration and the last, with spans relative to its start."""
-    steps: dict[StepKey, list[TraceSpan]] = {}
-    for span in run.spans:
-        key = run.key({"step": span.step, "phase": span.args.get("phase")})
-        steps.setdefault(key, []).append(span)
-    ranked = {key: spans for key, spans in steps.items() if _on_ranks(spans)}
+    ranked = _steps_on_ranks(run)
     chosen = sorted(key for key in ranked if key.phase == "rl") or sorted(ranked)
     if not chosen:
         return []
@@ -31,6 +27,21 @@ def timelines(run: RunData) -> list[dict[str, Any]]:
     if len(chosen) < 2:
         picks = {"only": chosen[0]}
     return [_timeline(label, key, ranked[key]) for label, key in picks.items()]
+
+
+def last_timelines(run: RunData, count: int) -> list[dict[str, Any]]:
+    """The last steps, of any phase, the newest first."""
+    ranked = _steps_on_ranks(run)
+    return [_timeline("", key, ranked[key]) for key in sorted(ranked, reverse=True)[:count]]
+
+
+def _steps_on_ranks(run: RunData) -> dict[StepKey, list[TraceSpan]]:
+    """The spans of every step in which ranks have worked."""
+    steps: dict[StepKey, list[TraceSpan]] = {}
+    for span in run.spans:
+        key = run.key({"step": span.step, "phase": span.args.get("phase")})
+        steps.setdefault(key, []).append(span)
+    return {key: spans for key, spans in steps.items() if _on_ranks(spans)}
 
 
 def switches(run: RunData) -> dict[str, Any] | None:
@@ -104,7 +115,7 @@ def _timeline(label: str, key: StepKey, spans: list[TraceSpan]) -> dict[str, Any
     # Outer spans first, so that nested ones are drawn over them.
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))[:_MAX_SLICES]
     return {
-        "label": f"{label}: step {key.step}",
+        "label": f"{label}: step {key.step}".removeprefix(": "),
         "step": key.step,
         "seconds": end - start,
         "stages": list(dict.fromkeys(span.name for span in ordered)),

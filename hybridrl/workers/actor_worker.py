@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybridrl.checkpoint import distributed
-from hybridrl.config import Config
+from hybridrl.config import Config, KeptSamples
 from hybridrl.data import Item
 from hybridrl.flow.executor import (
     Advanced,
@@ -35,6 +35,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.pending_samples import PendingRecord, load_pending, save_pending
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.roles import Verifier, run_map
+from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
 
@@ -60,6 +61,7 @@ class ActorWorker(BaseWorker):
     ) -> None:
         super().__init__(rank, size, config, model_path, data_plane)
         self.verifiers: dict[str, Verifier] = {}
+        self.writer: SampleWriter | None = None
 
     # -- life --------------------------------------------------------------------------------
 
@@ -77,6 +79,8 @@ class ActorWorker(BaseWorker):
                 self.scorers["actor"] = old_policy
             for name in self.config.eval_judges:  # in every recipe
                 self._add_judge(name)
+        if self.config.telemetry.samples is KeptSamples.all:
+            self.writer = SampleWriter(Path(self.config.run.dir), self.rank, self.tokenizer)
         return self._reply(RankDescription(process=process, actor=actor.describe()))
 
     def _actor_weights(
@@ -124,6 +128,8 @@ class ActorWorker(BaseWorker):
     @dispatch(Dispatch.SAME)
     def close(self) -> Reply[None]:
         """End child processes and leave the process group."""
+        if self.writer is not None:
+            self.writer.close()
         self.actor.close()
         for verifier in self.verifiers.values():
             verifier.close()
@@ -323,6 +329,23 @@ class ActorWorker(BaseWorker):
                 self.tokenizer.decode(sample.response_ids, skip_special_tokens=True),
             )
         return self._reply(texts)
+
+    @dispatch(Dispatch.SAME)
+    def record_samples(
+        self, step: int, phase: str, samples: tuple[SampleFacts, ...]
+    ) -> Reply[None]:
+        """Have samples that live here written to the run's Parquet files, while the rank goes on.
+
+        They may be released at once. Raises OSError where those of an earlier step did not fit.
+        """
+        assert self.writer is not None, "telemetry.samples says that none are written"
+        with self._span("record", len(samples)):
+            self.writer.put(step, phase, [(facts, self.store[facts.id]) for facts in samples])
+        return self._reply(None)
+
+    def _finish_records(self) -> None:
+        if self.writer is not None:
+            self.writer.flush()
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -209,6 +209,7 @@ class BaseWorker:
         resumes from, a folder for each role. Answers with each role's progress.
         """
         progress = {}
+        self._finish_records()
         with self._span("save"):
             dtype = self.config.model.compute_dtype
             for name, role in self.trained.items():
@@ -218,6 +219,9 @@ class BaseWorker:
             for name, role in self.trained.items() if resume is not None else ():
                 distributed.save(Path(resume or "") / name, role.train_engine, self._averages(name))
         return self._reply(progress)
+
+    def _finish_records(self) -> None:
+        """Write the records of all steps so far: a run that resumes here makes none of them."""
 
     @dispatch(Dispatch.SAME)
     def load(self, path: str, progress: dict[str, Progress]) -> Reply[str]:

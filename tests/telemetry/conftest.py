@@ -7,11 +7,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from hybridrl.config.run import TelemetryConfig
+from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.run import Telemetry
 
 WARM, RL = 60, 60
@@ -161,6 +162,85 @@ def make_run() -> Callable[[Path], Path]:
     return write_run
 
 
+def sample_columns(step: int, rank: int) -> dict[str, list[Any]]:
+    """Six samples of a step, of three prompts, of which rank 1 has the last one's."""
+    rows = []
+    for position in range(5 * step - 2, 5 * step + 1):
+        for k in range(2):
+            if (position == 5 * step) != bool(rank):
+                continue
+            num = 3 + (position + k) % 4
+            spans = [(0, 2, step - 2, True), (2, num, step - 1, k == 0)]
+            names = ("start", "stop", "version", "trained")
+            hostile = position == 4 and k == 0
+            texts = [f" {word}" for word in ("one", "two", "three", "four", "five", "six")][:num]
+            texts[0] = HOSTILE if hostile else "zero\n"
+            log_probs = [-0.05 * 3**i for i in range(num)]
+            rows.append(
+                {
+                    "step": step, "phase": "rl", "id": f"{position}.{k}",
+                    "prompt_position": position, "branch": "", "k": k, "attempt": 0,
+                    "source": ("sums", "words")[position % 2],
+                    "task": ("short", "long")[position % 2],
+                    "prompt": f"prompt {position} -> ", "response": "".join(texts),
+                    "prompt_tokens": 4, "response_tokens": num,
+                    "prompt_ids": [1, 2, 3, 4], "response_ids": list(range(num)),
+                    "token_texts": texts, "log_probs": log_probs,
+                    "reward": float(k == 0), "advantage": 1.0 - 2 * k, "advantages": None,
+                    "finish": "length" if num == 6 else "stop",
+                    "status": "dropped" if position % 5 == 0 else "used",
+                    "drop_reason": "filter" if position % 5 == 0 else None, "drop_text": None,
+                    "spans": [dict(zip(names, span, strict=True)) for span in spans],
+                    "scalars": [{"name": "reward_status", "value": None, "text": "ok"}],
+                    "fields": [{"name": "reference_log_probs", "values": log_probs[::-1]}],
+                }
+            )  # fmt: skip
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+class SampledRun:
+    """A run of ten steps that keeps every sample, step by step: `with SampledRun(dir) as run`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.telemetry = Telemetry(run_dir, TelemetryConfig(progress=False, loggers=[]), 10)
+
+    def __enter__(self) -> Self:
+        self.telemetry.__enter__()
+        self.telemetry.phase("rl", 10)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.telemetry.__exit__(*error)
+
+    def step(self, step: int) -> None:
+        """A step: first its files, then its metrics."""
+        for rank in range(2):
+            sample_files.write(self.run_dir, step, rank, sample_columns(step, rank))
+        for rank in range(2):
+            self.telemetry.span(f"rank {rank}", "generate", 10.0 * step, 10 * step + 4, step)
+        kinds = {f"{kind}/samples": 3.0 for kind in ("source/sums", "source/words", "task/long")}
+        self.telemetry.log(step, {"reward_mean": 0.1 * step, "loss": 0.5, **kinds})
+
+
+@pytest.fixture(scope="session")
+def new_sampled_run() -> type[SampledRun]:
+    """Begins a run in a directory of your own."""
+    return SampledRun
+
+
+@pytest.fixture(scope="session")
+def sampled_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three steps that has kept every sample. Do not write into it."""
+    run_dir = tmp_path_factory.mktemp("runs") / "sampled"
+    with SampledRun(run_dir) as run:
+        evaluated = {"id": "0.0", "set": "main", "prompt": "2 + 2", "response": "5", "reward": 0.0}
+        run.telemetry.samples(1, [evaluated], "evaluation")
+        for step in range(1, 4):
+            run.step(step)
+    return run_dir
+
+
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -178,13 +258,14 @@ class Viewer:
         self.errors: list[str] = []
         self.requests: list[str] = []
 
-    def open(self, path: Path, width: int = 1200, dark: bool = False) -> Any:
+    def open(self, path: Path | str, width: int = 1200, dark: bool = False) -> Any:
+        """A page of a file, or of an address."""
         scheme = "dark" if dark else "light"
         page = self._browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda m: m.type in ("error", "warning") and self.errors.append(m.text))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
-        page.goto(path.resolve().as_uri())
+        page.goto(path if isinstance(path, str) else path.resolve().as_uri())
         page.wait_for_selector("footer")
         page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
         return page

@@ -55,7 +55,7 @@ const scale = (from, to) => (value) => to[0] + ((value - from[0]) / (from[1] - f
 
 // Draws now, and again whenever the box changes its width.
 function plot(height, paint) {
-  const box = make("div", { class: "plot" });
+  const box = make("div", { class: "plot", style: height ? `min-height:${height}px` : null });
   let width = 0;
   new ResizeObserver(() => {
     if (!box.clientWidth || box.clientWidth === width) return;

@@ -1,6 +1,7 @@
-// The page itself: reads the embedded data and puts the sections in order.
-const data = JSON.parse(document.getElementById("data").textContent);
+// The page itself: its parts, from the embedded data; `render` draws those whose data has changed.
+let data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
+let box = page; // the part that is being drawn
 
 // What a slice is, by its name: the first pattern that fits gives the color.
 const STAGES = [/^generate/, /reward|score|cost/, /log_probs|values|top/, /update/, /switch|^to_/, /eval/, /save|export|fetch/];
@@ -29,12 +30,13 @@ function bytes(count) {
 }
 
 function section(title, lead, ...content) {
-  page.append(make("h2", {}, title), lead ? make("p", { class: "lead" }, lead) : "", ...content);
+  box.append(make("h2", {}, title), lead ? make("p", { class: "lead" }, lead) : "", ...content);
 }
 
 // Buttons of which one is pressed; `choose` is called with its index, at once with the first.
-function choices(labels, start, choose) {
-  const buttons = labels.map((label, i) => make("button", { type: "button", onclick: () => press(i) }, label));
+// `chosen` is called where the reader has pressed it.
+function choices(labels, start, choose, chosen = () => {}) {
+  const buttons = labels.map((label, i) => make("button", { type: "button", onclick: () => (chosen(i), press(i)) }, label));
   const press = (i) => {
     buttons.forEach((button, j) => button.setAttribute("aria-pressed", String(i === j)));
     choose(i);
@@ -44,8 +46,8 @@ function choices(labels, start, choose) {
 }
 
 function header() {
-  const mood = { finished: "good", failed: "bad", killed: "bad" }[data.state] || "";
-  page.append(
+  const mood = { finished: "good", failed: "bad", killed: "bad", running: data.live ? "live" : "" }[data.state] || "";
+  box.append(
     make("header", { class: "head" }, make("h1", {}, data.name), make("span", { class: `pill ${mood}`, id: "state" }, data.state),
       make("span", { class: "soft" }, [data.started, data.reason].filter(Boolean).join(" · "))),
   );
@@ -59,7 +61,7 @@ function header() {
   }
   tiles.append(tile("Duration", duration(data.duration), data.phases.map((p) => `${p.short} ${duration(p.seconds)}`).join(", ")));
   for (const t of data.tiles) tiles.append(tile(t.label, t.bytes !== undefined ? bytes(t.bytes) : t.text || number(t.value), t.note));
-  page.append(tiles);
+  box.append(tiles);
 }
 
 const tile = (label, value, note) => make("div", { class: "card tile" }, make("div", { class: "label" }, label),
@@ -76,28 +78,32 @@ function curves() {
   if (!data.charts.length) return section("Curves", "No metrics were recorded.");
   const warm = data.phases.some((p) => p.name === "warm_start");
   section("Curves", `${warm ? "Amber is the supervised warm start, blue the reinforcement learning. " : ""}Thin lines are single steps, thick ones the mean of the steps around. A red mark is a value that was not finite.`);
-  for (const chart of hero) page.append(lineChart({ ...chart, hero: true }, data.phases));
-  page.append(make("div", { class: "grid wide" }, ...rest.map((chart) => lineChart(chart, data.phases))));
+  for (const chart of hero) box.append(lineChart({ ...chart, hero: true }, data.phases));
+  box.append(make("div", { class: "grid wide" }, ...rest.map((chart) => lineChart(chart, data.phases))));
   if (more.length) {
-    page.append(make("details", {}, make("summary", {}, `Other metrics (${more.length})`),
+    box.append(make("details", {}, make("summary", {}, `Other metrics (${more.length})`),
       make("div", { class: "grid" }, ...more.map((chart) => lineChart(chart, data.phases)))));
   }
 }
+
+let timelineOf = null; // the label of the step that the reader has chosen
 
 function timelines() {
   if (!data.timelines.length) return;
   let step = data.timelines[0];
   const legend = make("span", { class: "legend" });
-  const box = plot(0, (node, width) => paintTimeline(node, width, step));
+  const drawing = plot(0, (node, width) => paintTimeline(node, width, step));
   const choose = (i) => {
     step = data.timelines[i];
     legend.replaceChildren(...step.stages.map((name) => make("span", {}, make("i", { style: `background:${stageColor(name)}` }), name.replace("_", " "))));
-    box.repaint();
+    drawing.repaint();
   };
-  const middle = Math.min(1, data.timelines.length - 1);
-  const bar = make("div", { class: "bar" }, choices(data.timelines.map((t) => t.label), middle, choose), legend);
+  const labels = data.timelines.map((t) => t.label);
+  const first = data.live ? 0 : Math.min(1, labels.length - 1);
+  const start = labels.indexOf(timelineOf);
+  const bar = make("div", { class: "bar" }, choices(labels, start < 0 ? first : start, choose, (i) => (timelineOf = i ? labels[i] : null)), legend);
   section("Timeline of one step", "What each rank does from the start of a step to its end; hatched is idle. The bubble share is the idle part of it. The whole run is in trace.json, which ui.perfetto.dev opens.",
-    make("section", { class: "card", id: "timeline" }, bar, box));
+    make("section", { class: "card", id: "timeline" }, bar, drawing));
 }
 
 function paintTimeline(box, width, step) {
@@ -219,21 +225,46 @@ function details() {
   section("Settings and events", "");
   const events = data.events;
   if (events.length) {
-    page.append(make("details", { class: "card", id: "events" }, make("summary", {}, `Events (${events.length})`),
+    box.append(make("details", { class: "card", id: "events" }, make("summary", {}, `Events (${events.length})`),
       make("div", { class: "scroll" }, table(["at", "phase", "kind", "what"], events))));
   }
-  if (data.config) page.append(make("details", { class: "card", id: "config" }, make("summary", {}, "Config"), make("pre", {}, data.config)));
+  if (data.config) box.append(make("details", { class: "card", id: "config" }, make("summary", {}, "Config"), make("pre", {}, data.config)));
   if (data.environment.length) {
-    page.append(make("details", { class: "card", id: "environment" }, make("summary", {}, "Environment"), table(["what", "value"], data.environment)));
+    box.append(make("details", { class: "card", id: "environment" }, make("summary", {}, "Environment"), table(["what", "value"], data.environment)));
   }
-  page.append(make("footer", {}, `hybridrl report of ${data.directory}, made ${data.made}`));
 }
 
-header();
-advice();
-curves();
-timelines();
-memory();
-lengthsAndSwitches();
-samples();
-details();
+const footer = () => box.append(make("footer", {}, `hybridrl ${data.live ? "watch" : "report"} of ${data.directory}, ${data.live ? "read" : "made"} ${data.made}`));
+
+// Each part, and the data that it draws.
+const PARTS = {
+  header: [header, ["name", "state", "reason", "started", "headline", "duration", "phases", "tiles"]],
+  advice: [advice, ["advice"]],
+  curves: [curves, ["charts", "phases"]],
+  timelines: [timelines, ["timelines"]],
+  memory: [memory, ["memory"]],
+  lengths: [lengthsAndSwitches, ["lengths", "switches"]],
+  samples: [samples, ["samples"]],
+  details: [details, ["events", "config", "environment"]],
+  footer: [footer, ["made"]],
+};
+const drawn = {};
+
+function render() {
+  for (const [name, [paint, keys]] of Object.entries(PARTS)) {
+    const text = JSON.stringify(keys.map((key) => data[key]));
+    const before = drawn[name];
+    if (before && before.text === text) continue;
+    box = make("div", { "data-part": name });
+    paint();
+    if (before) {
+      // What the reader has opened or scrolled stays so.
+      const now = [...box.querySelectorAll("details")];
+      before.box.querySelectorAll("details").forEach((old, i) => now[i] && (now[i].open = old.open));
+      before.box.replaceWith(box);
+    } else {
+      page.append(box);
+    }
+    drawn[name] = { text, box };
+  }
+}
