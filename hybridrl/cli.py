@@ -185,7 +185,13 @@ def _job(action: str, config: Any, *more: Any) -> None:
 
         try:
             result = getattr(run, action)(config, *more)
-        except (run.WorkerError, run.TrainingDiverged, run.RayStartError, OSError) as error:
+        except (
+            run.WorkerError,
+            run.TrainingDiverged,
+            run.BudgetSpent,
+            run.RayStartError,
+            OSError,
+        ) as error:
             died = isinstance(error, run.RayStartError) or getattr(error, "died", False)
             _fail(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:

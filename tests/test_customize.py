@@ -101,6 +101,8 @@ def test_kl_and_weights_are_found_by_their_names() -> None:
 def test_the_reward_and_the_generator_run() -> None:
     score = load_function("reward.function", "my/plugins.py:score")
     assert score(prompt="1+1=", response="2", answer="2", item={}) == 1.0
+    places = load_function("reward.function", "my/plugins.py:places")
+    assert places(prompts=[], responses=["aa", "b", "ccc"], answers=[], items=[]) == [0.5, 1, 0]
     prints = load_function("reward.function", "my/plugins.py:prints")
     jail.configure(JailKind.off, JailLimits())
     assert prints(prompt="", response="print(int(input()) + 1)", answer="2", item={"input": "1"})

@@ -18,6 +18,7 @@ from hybridrl.config.cluster import (
     PoolsConfig,
 )
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
+from hybridrl.config.endpoint import EndpointConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.layout import (
@@ -32,6 +33,7 @@ from hybridrl.config.reward import (
     JailKind,
     JailLimits,
     JudgeConfig,
+    RewardCall,
     RewardConfig,
     RewardKind,
     RewardPartConfig,
@@ -251,6 +253,10 @@ class Config:
         """Whether a judge is a model; else it judges in processes."""
         return self.judge_of(role).kind is RewardKind.model
 
+    def is_central(self, role: str) -> bool:
+        """Whether a judge works on the driver's node, not on the samples' ranks."""
+        return self.judge_of(role).is_central
+
     def judges_of(self, role: str) -> tuple[str, ...]:
         """The roles that judge where a recipe says `reward` or `cost`: that one, or its parts."""
         judge = self._whole_judge(role)
@@ -384,6 +390,7 @@ __all__ = [
     "DataConfig",
     "Deterministic",
     "Device",
+    "EndpointConfig",
     "Engine",
     "EvalConfig",
     "EvalSetConfig",
@@ -409,6 +416,7 @@ __all__ = [
     "Placement",
     "PoolsConfig",
     "Ranker",
+    "RewardCall",
     "RewardConfig",
     "RewardKind",
     "RewardPartConfig",

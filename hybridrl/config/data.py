@@ -16,6 +16,7 @@ class SourceKind(Enum):
 
     reasoning_gym = "reasoning_gym"
     jsonl = "jsonl"
+    csv = "csv"  # with a header; all values are text
     parquet = "parquet"
     huggingface = "huggingface"
     function = "function"  # a user's generator by dotted path
@@ -35,9 +36,11 @@ class SourceConfig:
     split: str = "train"
     """huggingface: which split."""
     prompt_column: str = "prompt"
-    """jsonl, parquet, huggingface: the column with the question (text, or a list of messages)."""
-    answer_column: str = "answer"
-    """jsonl, parquet, huggingface: the column with the expected answer."""
+    """jsonl, csv, parquet, huggingface: the column with the question (text, or a list of
+    messages)."""
+    answer_column: str | None = "answer"
+    """jsonl, csv, parquet, huggingface: the column with the expected answer; null where the rows
+    have none, as a judge that grades responses needs none."""
     messages_column: str | None = None
     """jsonl, parquet, huggingface: the column with whole conversations, lists of messages, in place
     of prompt and answer. Supervised training learns the assistant's turns; the prompt is all before
@@ -46,8 +49,8 @@ class SourceConfig:
     """jsonl, parquet, huggingface: the column with a row's tools for the chat template, a list of
     JSON schemas or its text."""
     answer_pattern: str | None = None
-    """jsonl, parquet, huggingface: regular expression; the answer is the first group of its last
-    match in the column. Null: all of it."""
+    """jsonl, csv, parquet, huggingface: regular expression; the answer is the first group of its
+    last match in the column. Null: all of it."""
     task_column: str | None = None
     """A column that names a row's task: metrics are by task, too. A dot leads into a field."""
     weight: float = bounded(1.0, above=0)

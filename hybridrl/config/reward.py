@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
+from hybridrl.config.endpoint import EndpointConfig
 from hybridrl.config.errors import ConfigError
 
 
@@ -18,7 +19,22 @@ class RewardKind(Enum):
     math = "math"  # 1 where math-verify finds the answers equal
     function = "function"  # a user's function by dotted path
     model = "model"  # the score of a reward model
+    http = "http"  # a service of yours answers each request with a score
+    chat = "chat"  # a language model behind an OpenAI-compatible API answers a rubric
     sum = "sum"  # the weighted sum of several
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks an endpoint."""
+        return self in (RewardKind.http, RewardKind.chat)
+
+
+class RewardCall(Enum):
+    """The responses that one call of a reward function, or one request, is about."""
+
+    sample = "sample"  # one
+    batch = "batch"  # those that are there
+    group = "group"  # all responses to a prompt
 
 
 class JailKind(Enum):
@@ -57,7 +73,18 @@ class JudgeConfig:
     function: str | None = None
     """kind=function: dotted path, `package.module:name` or `/path/file.py:name`.
 
-    It is called as `f(prompt=..., response=..., answer=..., item=...)` and returns a number."""
+    It is called as `f(prompt=..., response=..., answer=..., item=...)` and returns a number; with
+    call=batch or group as `f(prompts=..., responses=..., answers=..., items=...)`, for a list."""
+    call: RewardCall = RewardCall.sample
+    """kind=function, http, chat: the responses that one call is about. No batch for http, chat."""
+    waits: bool | None = None
+    """kind=function: whether it waits for something else than a core of this machine. Then the
+    driver's node judges up to `max_in_flight` samples at a time, a plain function in threads.
+    Null: where the function is `async def`."""
+    max_in_flight: int = bounded(32, least=1)
+    """Calls of a function that waits, or requests of kind=http and chat, at a time in the run."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    """kind=http, chat: who is asked, what, and how the reply is read."""
     model: str | None = None
     """kind=model: a Hugging Face directory or hub name of a sequence classifier with one label,
     which shares the actor's tokenizer. The score at a sample's last token is its reward."""
@@ -66,15 +93,21 @@ class JudgeConfig:
     pattern: str | None = None
     """kind=regex: the expression; `{answer}` in it becomes the escaped answer."""
     timeout_s: float = bounded(5.0, above=0, allowed="seconds above 0")
-    """Seconds for one sample; past it the sample is marked `reward_timeout` and scores 0."""
+    """Seconds for one sample (with another `call` for one call); past it the sample is marked
+    `reward_timeout` and scores 0. For kind=http and chat there is `endpoint.timeout_s`."""
     num_processes: int = bounded(1, least=1)
-    """Verifier processes per rank."""
+    """Verifier processes per rank; with call=group in the run."""
     partial_credit: bool = False
     """kind=code: the share of tests that pass is the reward; else 1 where all do, and 0."""
     jail: JailKind = JailKind.auto
     """kind=code, and functions that call `hybridrl.rewards.jail`: what confines a program."""
     limits: JailLimits = field(default_factory=JailLimits)
     """Likewise: what one run of a program may take."""
+
+    @property
+    def is_central(self) -> bool:
+        """Whether it judges on the driver's node: since it waits, or sees samples of many ranks."""
+        return self.kind.asks or bool(self.waits) or self.call is RewardCall.group
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that cannot work; `key` is their place."""
@@ -90,6 +123,20 @@ class JudgeConfig:
         seconds, most = self.limits.seconds, self.timeout_s
         if self.kind is RewardKind.code and seconds > most:
             raise ConfigError(f"{key}.limits.seconds", seconds, f"at most {key}.timeout_s={most:g}")
+        self._check_calls(key)
+
+    def _check_calls(self, key: str) -> None:
+        """Raise ConfigError for settings of calls that the kind does not have."""
+        kind, call = self.kind, self.call
+        if kind.asks:
+            whole_groups = call is RewardCall.group
+            self.endpoint.check(f"{key}.endpoint", kind is RewardKind.chat, whole_groups)
+            if call is RewardCall.batch:
+                raise ConfigError(f"{key}.call", call.value, f"sample or group, for {kind.value}")
+        elif call is not RewardCall.sample and kind is not RewardKind.function:
+            raise ConfigError(f"{key}.call", call.value, f"sample, for {key}.kind={kind.value}")
+        if self.waits is not None and kind is not RewardKind.function:
+            raise ConfigError(f"{key}.waits", self.waits, f"null, for {key}.kind={kind.value}")
 
 
 @dataclass(kw_only=True, slots=True)

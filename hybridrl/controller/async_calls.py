@@ -1,16 +1,25 @@
 """Work of several rounds of calls to ranks, many pieces at a time."""
 
+import concurrent.futures
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.executor import Event
+from hybridrl.flow.sample import NO_RANK
+from hybridrl.runtime.launcher import POLL_S
 from hybridrl.workers.rank_calls import Reference
+
+MIXED_POLL_S = 0.02
+"""Seconds between two looks where ranks and work on the driver's node are waited for."""
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
-Calling = Generator[Mapping[Reference[Any], int], list[Any], Result]
+AnyCall = Reference[Answer] | Future[Answer]
+"""A call to a rank, or work on the driver's node."""
+Calling = Generator[Mapping[AnyCall[Any], int], list[Any], Result]
 EventCalls = Calling[list[Event]]
 """Yields the calls of a round, each with its rank; is sent their answers in that order, once all
 are there; returns its events."""
@@ -21,8 +30,8 @@ class _Round:
     """The calls in flight of a piece of work, and the answers so far."""
 
     work: EventCalls
-    calls: list[Reference[Any]]
-    answers: dict[Reference[Any], Any] = field(default_factory=dict)
+    calls: list[AnyCall[Any]]
+    answers: dict[AnyCall[Any], Any] = field(default_factory=dict)
 
 
 class Rounds:
@@ -35,12 +44,16 @@ class Rounds:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         # Calls in flight, with their rank.
-        self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
+        self._pending: dict[AnyCall[Any], tuple[int, _Round]] = {}
         self._ready: list[Event] = []  # events for the next `wait`
 
     def begin(self, work: EventCalls) -> None:
         """Start the first round."""
         self._ready += self._start_next(work, None)
+
+    def ready(self, event: Event) -> None:
+        """Have an event for the next `wait`, of no call."""
+        self._ready.append(event)
 
     def wait(self, meanwhile: Callable[[], None]) -> list[Event]:
         """Events of the work that has ended, of one piece at least.
@@ -53,12 +66,27 @@ class Rounds:
             meanwhile()
             if not self._pending:
                 raise RuntimeError("nothing is in flight")
-            for reference in self.group.launcher.wait(list(self._pending)):
-                rank, calls = self._pending.pop(reference)
-                calls.answers[reference] = self.group.value_of(rank, reference)
+            for call in self._ended():
+                rank, calls = self._pending.pop(call)
+                value = (
+                    call.result() if isinstance(call, Future) else self.group.value_of(rank, call)
+                )
+                calls.answers[call] = value
                 if len(calls.answers) == len(calls.calls):
                     events += self._start_next(calls.work, [calls.answers[x] for x in calls.calls])
         return events
+
+    def _ended(self) -> list[AnyCall[Any]]:
+        """Calls that have ended; none after `POLL_S` seconds without any."""
+        here = [call for call in self._pending if isinstance(call, Future)]
+        on_ranks = [call for call in self._pending if not isinstance(call, Future)]
+        ended: list[AnyCall[Any]] = [call for call in here if call.done()]
+        if not on_ranks:
+            first = concurrent.futures.FIRST_COMPLETED
+            return list(concurrent.futures.wait(here, POLL_S, first).done)
+        # Nothing waits for both; a rank's call takes longer than this, and so does a judge.
+        timeout = 0.0 if ended else MIXED_POLL_S if here else POLL_S
+        return ended + self.group.launcher.wait(on_ranks, timeout)
 
     def _start_next(self, work: EventCalls, answers: list[Any] | None) -> list[Event]:
         """Start the next round of `work`; its events where there is none."""
@@ -76,8 +104,16 @@ class Rounds:
 
 def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
     """A round of calls, each with its rank; gives their answers in that order."""
-    answers: list[Answer] = yield calls
+    round_: dict[AnyCall[Any], int] = {}
+    round_.update(calls.items())
+    answers: list[Answer] = yield round_
     return answers
+
+
+def result_of(work: "Future[Answer]") -> Calling[Answer]:
+    """A round of work on the driver's node; gives its result."""
+    (result,) = yield {work: NO_RANK}
+    return cast(Answer, result)
 
 
 def single(call: Reference[Event], rank: int) -> EventCalls:

@@ -33,6 +33,12 @@ MAY_CHANGE = (
 )  # fmt: skip
 """Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
 
+MAY_CHANGE_OF_JUDGES = (
+    ".max_in_flight", ".endpoint.url", ".endpoint.key_env", ".endpoint.timeout_s",
+    ".endpoint.retries", ".endpoint.backoff_s", ".endpoint.budget", ".endpoint.cache",
+)  # fmt: skip
+"""Ends of the keys of judges' settings that a resumed run may change."""
+
 FORMER_ONLY_CHOICE = {
     f"{role}.optim.name": OptimName.adamw.value
     for role in ("trainer", "warm_start", "critic", "cost_critic", "reward_model")
@@ -161,6 +167,7 @@ def _check_same(point: Point, now: Mapping[str, Any]) -> None:
     stale = any(SCHEDULES[kind].may_be_stale for kind in kinds)
     for key in now.keys() & before.keys():
         free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+        free |= key.endswith(MAY_CHANGE_OF_JUDGES)
         free |= key == "schedule.kind" and not stale  # the others train on the same batches
         if now[key] != before[key] and not free:
             allowed = f"{before[key]}, with which {point.folder} was made"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from hybridrl.config import Config, ConfigError, RewardKind
+from hybridrl.config import Config, ConfigError, RewardCall, RewardKind
 from hybridrl.flow.graph import ComputeStage, Graph, MapStage, Stage, StageMethod
 
 
@@ -30,6 +30,8 @@ class WeightedSum:
 def with_parts(graph: Graph, config: Config) -> Graph:
     """`graph` with the parts of `reward.kind=sum` and `cost.kind=sum` as separate stages.
 
+    Stages of a judge with `call=group` wait for whole groups.
+
     So each part runs in its own way, a verifier on the sample's rank or a model on an instance. The
     sum keeps the name of the stage, so that the rest of the graph is as it was. Raises ConfigError
     where the recipe reads the judged text, which a sum has not, or a part that the config has not.
@@ -49,7 +51,7 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
     judges, judge_stages = config.judges_of(role), list[Stage]()
     _check_parts(stage, role, judges)
     if judges == (role,):
-        return [stage]
+        return [replace(stage, whole_groups=_whole_groups(role, config))]
     # The total's own fields: those of the parts that the recipe reads are the parts' stages'.
     fields = stage.scalars[: len(stage.scalars) - len(stage.parts)]
     if len(fields) > 2:
@@ -61,7 +63,10 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
         field = f"{fields[0]}_{name}"
         outputs = (field, f"{field}_status")
         single = replace(stage, role=judge, upstream=upstream, outputs=outputs, scalars=outputs)
-        judge_stages.append(replace(single, name=f"{stage.name}.{name}", parts=()))
+        whole = _whole_groups(judge, config)
+        judge_stages.append(
+            replace(single, name=f"{stage.name}.{name}", parts=(), whole_groups=whole)
+        )
         upstream, inputs = (judge_stages[-1].name,), (*inputs, *outputs)
     weights = tuple((judge.rpartition(".")[2], config.weight_of(judge)) for judge in judges)
     total = MapStage(
@@ -74,6 +79,10 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
         returns=fields,
     )
     return [*judge_stages, total]
+
+
+def _whole_groups(role: str, config: Config) -> bool:
+    return config.judge_of(role).call is RewardCall.group
 
 
 def _check_parts(stage: ComputeStage, role: str, judges: tuple[str, ...]) -> None:

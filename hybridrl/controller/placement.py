@@ -38,6 +38,8 @@ def scope_of(stage: Stage, config: Config) -> Scope:
         return Scope.RANK
     if stage.method is StageMethod.SCORE:
         assert stage.role is not None
+        if config.is_central(stage.role):
+            return Scope.DRIVER
         return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
     rollout = config.rollout
     shared = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype

@@ -20,7 +20,6 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
-    RewardKind,
     RouterReplay,
     ScheduleConfig,
 )
@@ -30,9 +29,9 @@ from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
+from hybridrl.controller.preflight_judges import check_groups, check_rows, try_judges
 from hybridrl.controller.preflight_models import (
     check_role_models,
-    judges_of,
     resolve_model_path,
     resolve_role_paths,
     scores_with_copies,
@@ -61,8 +60,6 @@ def prepare(config: Config) -> PreparedRun:
     """Check the config against the world, make the tiny model; raises `ConfigError`."""
     from transformers.utils import logging as transformers_logging
 
-    from hybridrl.rewards import validate_reward
-
     transformers_logging.disable_progress_bar()
 
     run_dir = Path(config.run.dir)
@@ -80,26 +77,15 @@ def prepare(config: Config) -> PreparedRun:
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
     config.telemetry.check_installed()
-    for role in judges_of(config, graph):
-        validate_reward(config.judge_of(role), config.sources_of(role), role)
+    check_groups(graph)
+    try_judges(config, graph)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data, eval_items = _load(config, model_path, graph)
-    _check_tests(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
+    check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
     _check_schedule(config.schedule, graph)
     check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start)
-
-
-def _check_tests(config: Config, graph: Graph, items: Sequence[Item]) -> None:
-    """Raise where programs are judged and a row has no tests."""
-    from hybridrl.rewards.code import check_tests
-
-    for role in judges_of(config, graph):
-        if config.judge_of(role).kind is RewardKind.code:
-            sources = config.sources_of(role)
-            judged = [item for item in items if item.source in sources]
-            check_tests(role, ((sources[i.source], i.source, i.item) for i in judged))
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:

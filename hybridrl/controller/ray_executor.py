@@ -4,12 +4,21 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.config import Config
-from hybridrl.controller.async_calls import Calling, EventCalls, Rounds, answers_of, single
+from hybridrl.config import Config, RewardCall
+from hybridrl.controller.async_calls import (
+    Calling,
+    EventCalls,
+    Rounds,
+    answers_of,
+    result_of,
+    single,
+)
+from hybridrl.controller.driver_judges import DriverJudges
 from hybridrl.controller.load_balance import UNKNOWN_WORK, RankWork, assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.worker_group import Pool, WorkerGroup
@@ -21,6 +30,7 @@ from hybridrl.flow.executor import (
     Computed,
     Event,
     Phase,
+    SamplesRead,
     Scope,
     TargetsLoaded,
     UpdateDone,
@@ -30,6 +40,8 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, Sample, SampleId
 from hybridrl.layout.weight_switch import SwitchStats
+from hybridrl.rewards import RewardInput, RewardResult
+from hybridrl.rewards.results import scalars_of
 from hybridrl.system import signals
 from hybridrl.workers.base_worker import Published
 from hybridrl.workers.rank_calls import Reference
@@ -64,6 +76,7 @@ class RayExecutor:
         on_switch: Callable[[list[SwitchStats]], None],
         works: Mapping[str, RankWork] = MappingProxyType({}),
     ) -> None:
+        self.judges = DriverJudges(config)
         self.group, self.config, self.on_switch = group, config, on_switch
         self._works = works
         self.clock: Clock = WallClock()
@@ -173,6 +186,10 @@ class RayExecutor:
         if scope is Scope.POOL:
             self._rounds.begin(self._compute_in_pool(stage, samples))
             return
+        if scope is Scope.DRIVER:
+            for together in self._read_together(stage, samples):
+                self._rounds.begin(self._judge(stage, together))
+            return
         by_rank = _by_rank(samples)
         for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(by_rank):
             mine = by_rank.get(rank, [])
@@ -186,6 +203,41 @@ class RayExecutor:
                 )
                 call = self.group.call_local_stage(rank, stage, ids, fields)
             self._rounds.begin(single(call, rank))
+
+    def _read_together(self, stage: Stage, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples that a judge on the driver's node reads at a time: of a rank, or a prompt."""
+        if not (isinstance(stage, ComputeStage) and stage.whole_groups):
+            return list(_by_rank(samples).values())
+        groups: dict[int, list[Sample]] = defaultdict(list)
+        for sample in sorted(samples, key=lambda sample: sample.id):
+            groups[sample.id.prompt].append(sample)
+        return list(groups.values())
+
+    def _judge(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
+        """Read samples for a judge on the driver's node, and begin to have them judged."""
+        assert stage.role is not None
+        ids_of = {rank: [s.id for s in mine] for rank, mine in _by_rank(samples).items()}
+        calls = {self.group.call_reward_inputs(rank, ids): rank for rank, ids in ids_of.items()}
+        inputs: dict[SampleId, RewardInput] = {}
+        for ids, answer in zip(ids_of.values(), (yield from answers_of(calls)), strict=True):
+            inputs |= zip(ids, answer, strict=True)
+        ids = [sample.id for sample in samples]
+        call = self.config.judge_of(stage.role).call
+        units = [[id] for id in ids] if call is RewardCall.sample else [ids]
+        for unit in units:
+            results = self.judges.submit(stage.role, [inputs[id] for id in unit])
+            self._rounds.begin(self._results(stage, unit, results))
+        return [SamplesRead(stage.name, tuple(ids))]
+
+    def _results(
+        self, stage: Stage, ids: Sequence[SampleId], results: "Future[list[RewardResult]]"
+    ) -> EventCalls:
+        """One event for responses that are judged together."""
+        start = self.clock.now()
+        judged = yield from result_of(results)
+        seconds = self.clock.now() - start
+        scalars = scalars_of(stage.scalars, judged)
+        return [Computed(stage.name, tuple(ids), scalars, (), seconds=seconds)]
 
     def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
         """Export copies to the stage's pool, compute there, and import the new tensors at home."""
@@ -424,6 +476,8 @@ def _described(event: Event) -> str:
             return f"a call of instance {event.instance}, {len(event.finished)} samples finished"
         case Computed():
             return f"stage {event.stage} on {len(event.ids)} samples"
+        case SamplesRead():
+            return f"stage {event.stage} has read {len(event.ids)} samples"
         case UpdateDone():
             return f"stage {event.stage}"
         case TargetsLoaded():

@@ -36,6 +36,7 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
+from hybridrl.rewards.endpoint import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
@@ -50,6 +51,7 @@ from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.trace import rank_lane
 
 __all__ = [
+    "BudgetSpent",
     "RayStartError",
     "TrainingDiverged",
     "WorkerError",
@@ -164,6 +166,7 @@ def _running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[
             yield run
             run.group.close()
         finally:
+            run.executor.judges.close()
             run.group.kill()
 
 
@@ -204,6 +207,7 @@ class Run:
             current_step=lambda: self.step,
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
             observe=self.prompts.observe,
+            judge_metrics=lambda: self.executor.judges.metrics(),
         )
         # ranks
         self.group = WorkerGroup(
@@ -359,6 +363,12 @@ class Run:
             assert before is not None
             self.step -= 1
             self._stop(before)
+        except BudgetSpent as error:
+            self.step -= 1
+            if before is not None and self.executor.may_abandon:
+                self._save_stopped(before)
+            resumes = "; trainer.resume=auto continues with a higher one" if before else ""
+            raise BudgetSpent(f"{error}; stopped after step {self.step}{resumes}") from None
         finally:
             self.executor.may_abandon = False
 
@@ -436,13 +446,17 @@ class Run:
     def _stop(self, state: DriverState) -> NoReturn:
         """Write the checkpoint of the last whole step, if there is none, and end the run."""
         logger.info("stopping after step %d, as a signal asks", self.step)
-        begun = self.origin.point.state["step"] if self.origin.point else 0
-        if self.step > begun and self.step not in self.checkpoints.scores:
-            self.checkpoints.save(self.step, None, state)
+        self._save_stopped(state)
         signals.begin_stop()
         raise Interrupted(
             f"stopped after step {self.step}; trainer.resume=auto continues from there"
         )
+
+    def _save_stopped(self, state: DriverState) -> None:
+        """Write the checkpoint of the last whole step, if there is none."""
+        begun = self.origin.point.state["step"] if self.origin.point else 0
+        if self.step > begun and self.step not in self.checkpoints.scores:
+            self.checkpoints.save(self.step, None, state)
 
     def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:
         """The driver's part of a checkpoint."""

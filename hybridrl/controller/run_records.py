@@ -34,7 +34,8 @@ class RunRecords:
     `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
     run are the parts of the mixture that it belongs to, each with metrics of its own. `observe` is
-    called with the results of each step.
+    called with the results of each step. `judge_metrics` gives those of judges on the driver's
+    node, since its last call.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class RunRecords:
         current_step: Callable[[], int],
         kinds_of: KindsOf,
         observe: ObserveRewards = lambda rewards: {},
+        judge_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.telemetry, self.samples_per_step = telemetry, samples_per_step
         self.current_step, self.kinds_of, self.observe = current_step, kinds_of, observe
+        self.judge_metrics = judge_metrics
         self._noted_no_training = False
 
     # -- callbacks -----------------------------------------------------------------------------
@@ -89,6 +92,7 @@ class RunRecords:
         step, metrics = self.current_step(), step_metrics(result, seconds)
         metrics |= metrics_by_kind(result.dispatched, self.kinds_of)
         metrics |= self.observe(rewards_by_prompt(result.dispatched))
+        metrics |= self.judge_metrics()
         self._note_no_training(result, metrics)
         end = 0.0
         for span in sorted(result.spans, key=lambda span: span.start):
@@ -103,8 +107,12 @@ class RunRecords:
             prompts=[sample.id.prompt for sample in result.dispatched],
             prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
         )
-        self.telemetry.samples(step, self._texts(result.dispatched, fetch_texts))
+        self.record_samples(result.dispatched, fetch_texts)
         return metrics
+
+    def record_samples(self, samples: Sequence[Sample], fetch_texts: FetchTexts) -> None:
+        """Record the texts of the step's first samples."""
+        self.telemetry.samples(self.current_step(), self._texts(samples, fetch_texts))
 
     def record_evaluated(
         self, name: str, samples: Sequence[Sample], fetch_texts: FetchTexts

@@ -12,6 +12,7 @@ from hybridrl.controller.placement import HOME
 from hybridrl.flow.executor import Advanced, Command, Computed, Phase, TargetsLoaded
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.rewards import RewardInput
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
@@ -340,6 +341,12 @@ class WorkerGroup:
     ) -> Reference[Computed]:
         """Start a verifier or a `map` on one rank, concurrently with its other work."""
         return self._ranks[rank].same(ActorWorker.run_local_stage, stage, ids, scalars)[0]
+
+    def call_reward_inputs(
+        self, rank: int, ids: Sequence[SampleId]
+    ) -> Reference[tuple[RewardInput, ...]]:
+        """Ask one rank what a judge sees of its samples, concurrently with its other work."""
+        return self._ranks[rank].same(ActorWorker.reward_inputs, tuple(ids))[0]
 
     def call_export_samples(
         self,

@@ -1,9 +1,10 @@
 """Sources of questions: each yields rows, plain dicts with `question` and `answer`.
 
 Generated sources (reasoning_gym, function) are endless: rows are drawn until there are enough
-distinct prompts. File sources (jsonl, parquet, huggingface) yield all their rows.
+distinct prompts. File sources (jsonl, csv, parquet, huggingface) yield all their rows.
 """
 
+import csv
 import difflib
 import itertools
 import json
@@ -113,6 +114,8 @@ def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterat
     for number, row in enumerate(read, 1):
         for column in columns:
             name = getattr(source, column)
+            if name is None:
+                continue
             if name not in row:
                 raise ConfigError(f"{key}.{column}", name, sorted(row))
             if row[name] is None and column != "tools_column":
@@ -121,7 +124,7 @@ def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterat
         if source.messages_column is not None:  # `hybridrl.data.prompts` splits them
             yield {**row, "question": row[source.messages_column], "answer": None}
             continue
-        answer = row[source.answer_column]
+        answer = "" if source.answer_column is None else row[source.answer_column]
         if pattern is not None and (answer := last_match(pattern, str(answer))) is None:
             allowed = f"an expression that every answer matches (that of row {number} does not)"
             raise ConfigError(f"{key}.answer_pattern", source.answer_pattern, allowed)
@@ -146,6 +149,22 @@ def _jsonl(key: str, source: SourceConfig) -> Iterator[Row]:
                     f"{key}.name", source.name, f"one JSON object a line (line {number} has none)"
                 )
             yield row
+
+
+def _csv(key: str, source: SourceConfig) -> Iterator[Row]:
+    path = _existing(key, source)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    wanted = f"{len(reader.fieldnames or ())} values a line"
+                    raise csv.Error(f"line {reader.line_num} has not the header's {wanted}")
+                yield dict(row)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{key}.name", source.name, f"CSV with a header, in UTF-8 ({_one_line(error)})"
+        ) from error
 
 
 def _parquet(key: str, source: SourceConfig) -> Iterator[Row]:
@@ -187,6 +206,7 @@ def _huggingface(key: str, source: SourceConfig) -> Iterator[Row]:
 
 READERS: dict[SourceKind, Callable[[str, SourceConfig], Iterator[Row]]] = {
     SourceKind.jsonl: _jsonl,
+    SourceKind.csv: _csv,
     SourceKind.parquet: _parquet,
     SourceKind.huggingface: _huggingface,
 }

@@ -29,6 +29,7 @@ class Scope(Enum):
     INSTANCE = "instance"  # one generation instance, which holds the role's whole weights
     WORLD = "world"  # all ranks together in TRAIN, since the role's weights are sharded over them
     POOL = "pool"  # the role's own pool of ranks, in any phase: no sample lives there
+    DRIVER = "driver"  # none: the driver's node, in any phase (judges that wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,17 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplesRead:
+    """A stage of scope DRIVER has what it reads of these samples, which may move from now on.
+
+    Its `Computed` follow, in any order, one or more for the samples of one `compute`.
+    """
+
+    stage: str
+    ids: tuple[SampleId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TargetsLoaded:
     """Answers of the dataset have become responses: `tokens` of each is on its rank."""
 
@@ -218,7 +230,7 @@ class WorkerDied:
     instance: int
 
 
-Event = Advanced | Computed | TargetsLoaded | UpdateDone | WorkerDied
+Event = Advanced | Computed | SamplesRead | TargetsLoaded | UpdateDone | WorkerDied
 
 
 class Executor(Protocol):
@@ -279,6 +291,8 @@ class Executor(Protocol):
 
         Ends with `Computed` (one for all samples, or one per rank). The fields that a pool reads
         are copied there, and its results come to the samples' ranks; samples do not move meanwhile.
+        Of scope DRIVER they do not move until `SamplesRead`. With `stage.whole_groups` all samples
+        of a prompt that come to the stage are among `samples`.
         """
         ...
 

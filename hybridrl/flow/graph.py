@@ -103,12 +103,14 @@ class ComputeStage(Stage):
 
     `parts` are those of `reward.kind=sum` whose scores are outputs, too. `num_top` is the number of
     `TOP_LOG_PROBS` a position. With `privileged` the role reads the response after the prompt of
-    `data.privileged_template` instead of its own.
+    `data.privileged_template` instead of its own. With `whole_groups` it runs on all samples of a
+    prompt together, once they are there.
     """
 
     parts: tuple[str, ...] = ()
     num_top: int = 0
     privileged: bool = False
+    whole_groups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ ship), `code.py` and `jail.py` (programs, and what confines them) and `model.py`
 model must be).
 """
 
-from hybridrl.rewards.pool import RewardPool, RewardResult, validate_reward
+from hybridrl.rewards.pool import RewardPool
+from hybridrl.rewards.results import RewardResult
+from hybridrl.rewards.validate import validate_reward
 from hybridrl.rewards.verifiers import RewardInput
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "validate_reward"]

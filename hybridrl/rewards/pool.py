@@ -1,59 +1,38 @@
 """Verifiers in sandboxed processes, each sample under a time limit."""
 
 import contextlib
-import json
 import logging
 import math
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Self, cast
 
-from hybridrl.config import ConfigError, JailKind, JudgeConfig, RewardKind, SourceConfig
+from hybridrl.config import JailKind, JudgeConfig, RewardCall, RewardKind, SourceConfig
+from hybridrl.rewards.process import JudgeProcess
+from hybridrl.rewards.results import RewardResult, result_of
 from hybridrl.rewards.verifiers import RewardInput, make_verifier
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
-"""Seconds for a verifier process to import what it needs."""
-LARGEST_ANSWER = 1 << 16
-"""Bytes of one answer of a verifier process: a number, a short message, the judged text."""
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """The reward of one sample; 0 unless `status` is `ok`, else `message` says why.
-
-    `text` is the judged text: the match of `reward.extract` in the response, empty without one.
-    """
-
-    reward: float
-    status: Literal["ok", "error", "timeout"] = "ok"
-    message: str = ""
-    text: str = ""
+PROGRAM = "hybridrl.rewards.worker"
+"""The module that its processes run."""
 
 
 class RewardPool:
     """Judges batches of responses in `num_processes` separate processes.
 
-    Each process is a fresh interpreter (`hybridrl.rewards.worker`), not started by multiprocessing,
-    which would import the caller's main module (in a Ray worker: ray) and leave a resource tracker.
-    It has a memory limit and dies with its parent.
+    Each is a `JudgeProcess`: a fresh interpreter with a memory limit.
 
     States of a process: starting (its verifier is being built, START_TIMEOUT_S), idle, busy with a
     chunk. A busy process answers sample by sample, in order. So if it exceeds the time limit or
     dies, the first unanswered sample caused it. It scores 0, the remaining chunk returns to the
-    queue, and a new process replaces the old. Invariant: every input gets exactly one result.
+    queue, and a new process replaces the old. With call=batch the whole chunk is one call, and all
+    of it is guilty. Invariant: every input gets exactly one result.
 
     kind=exact without `extract` cannot hang and is judged in this process: 128 samples take 0.1 ms
     against 3 ms through a process (docs/rewards.md).
@@ -68,7 +47,7 @@ class RewardPool:
         self._lock = threading.Lock()
         self._inline = None
         self._jail_is_logged = False
-        self._processes: list[_Process] = []
+        self._processes: list[_Verifying] = []
         # The kernel signals children when the thread that started them ends: keep one thread alive.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="reward-spawner")
         kind, number = config.kind.value, config.num_processes
@@ -137,7 +116,8 @@ class RewardPool:
     def _score(self, items: Sequence[RewardInput]) -> list[RewardResult]:
         results: list[RewardResult | None] = [None] * len(items)
         # Four chunks a process: few messages, and the processes end at about the same time.
-        size = max(1, math.ceil(len(items) / (4 * len(self._processes))))
+        chunks = len(self._processes) * (1 if self.config.call is RewardCall.batch else 4)
+        size = max(1, math.ceil(len(items) / chunks))
         queue = deque(range(i, min(i + size, len(items))) for i in range(0, len(items), size))
         while queue or any(process.pending for process in self._processes):
             for process in self._processes:
@@ -148,7 +128,7 @@ class RewardPool:
             self._step(results, queue)
         return [result for result in results if result is not None]
 
-    def _assign(self, process: "_Process", pending: range) -> None:
+    def _assign(self, process: "_Verifying", pending: range) -> None:
         process.pending = pending
         process.deadline = time.monotonic() + self.config.timeout_s if pending else math.inf
 
@@ -165,13 +145,13 @@ class RewardPool:
                 self._replace(process, RewardResult(0.0, "timeout", message), results, queue)
 
     def _receive(
-        self, process: "_Process", results: list[RewardResult | None], queue: deque[range]
+        self, process: "_Verifying", results: list[RewardResult | None], queue: deque[range]
     ) -> None:
         if not process.ready:
             try:
                 process.set_ready()
             except (EOFError, OSError) as error:
-                raise self._no_start(process) from error
+                raise process.no_start() from error
             logger.debug("verifier process %d is ready", process.popen.pid)
             self._log_jail(process.jail)
             return
@@ -193,131 +173,48 @@ class RewardPool:
 
     def _replace(
         self,
-        process: "_Process",
+        process: "_Verifying",
         guilty: RewardResult,
         results: list[RewardResult | None],
         queue: deque[range],
     ) -> None:
-        """Replace a hung or dead process, whose first pending sample gets the result `guilty`."""
+        """Replace a hung or dead process, whose first pending sample gets the result `guilty`.
+
+        With call=batch all of them do.
+        """
         if not process.ready:
-            raise self._no_start(process)
+            raise process.no_start()
         logger.debug("verifier process %d is replaced: %s", process.popen.pid, guilty.message)
         process.kill()
-        if process.pending:
-            results[process.pending[0]] = guilty
-            if len(process.pending) > 1:
-                queue.appendleft(process.pending[1:])
+        first = len(process.pending) if self.config.call is RewardCall.batch else 1
+        for index in process.pending[:first]:
+            results[index] = guilty
+        if len(process.pending) > first:
+            queue.appendleft(process.pending[first:])
         self._processes[self._processes.index(process)] = self._start()
 
-    def _no_start(self, process: "_Process") -> RuntimeError:
-        return RuntimeError(
-            f"a verifier process (reward.kind={self.config.kind.value}) was not ready within "
-            f"{START_TIMEOUT_S:.0f} s or ended before ({process.kill()})"
-        )
-
-    def _start(self) -> "_Process":
-        process = self._spawner.submit(_Process, self.config, self.sources).result()
+    def _start(self) -> "_Verifying":
+        process = self._spawner.submit(_Verifying, PROGRAM, self.config, self.sources).result()
         logger.debug("verifier process %d starts", process.popen.pid)
         return process
 
 
-class _Process:
+class _Verifying(JudgeProcess):
     """The pool's handle of a verifier process. `pending` are the indices without an answer."""
 
-    def __init__(self, config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> None:
-        self.ready, self.jail = False, ""
-        self.pending = range(0)
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.connection, theirs = Pipe()
-        self.popen = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "hybridrl.rewards.worker",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # whatever a verifier prints
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a group to kill, with a verifier's own children
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",  # numpy would start a thread a core in every process
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-        )
-        theirs.close()
-        self.connection.send((config, dict(sources), list(sys.path)))
-
-    def set_ready(self) -> None:
-        """Read its first answer; raises the error of a verifier that could not be built."""
-        kind, *details = self._receive()
-        if kind == "ConfigError":
-            raise ConfigError(*details)
-        if kind != "ready":
-            raise RuntimeError(f"a verifier process did not start: {details}")
-        self.ready, self.jail = True, str(details[0])
-        self.deadline = math.inf
+    pending = range(0)
 
     def send(self, chunk: Sequence[RewardInput]) -> bool:
         """Send a chunk to judge; False if the process died while idle."""
         try:
-            self.connection.send(
-                [(i.prompt, i.response, i.answer, i.item, i.source) for i in chunk]
-            )
+            self.connection.send(chunk)
         except OSError:
             return False
         return True
 
     def result(self) -> RewardResult:
         """Its next answer. Raises EOFError or OSError if it is dead, ValueError for garbage."""
-        reward, message, text = self._receive()
+        answer = self.receive()
         if not self.pending:
             raise ValueError("an answer to nothing")
-        if message is None:
-            return RewardResult(float(reward), text=str(text))
-        return RewardResult(0.0, "error", str(message))
-
-    def _receive(self) -> list[Any]:
-        answer = json.loads(self.connection.recv_bytes(LARGEST_ANSWER))
-        if not isinstance(answer, list):
-            raise ValueError(f"{answer!r} is no answer")
-        return answer
-
-    def kill(self) -> str:
-        """Kill it and its children; returns its exit code or signal, in words."""
-        if self.popen.returncode is None:
-            # The group still has its zombie leader, so its number cannot be another's.
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        code = self.popen.wait()  # its own code if it had ended before
-        self.connection.close()
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def validate_reward(
-    config: JudgeConfig,
-    sources: Mapping[str, SourceConfig] | None = None,
-    role: str = "reward",
-) -> None:
-    """Raise ConfigError if the verifier cannot be built; starts one process and ends it.
-
-    `config` are the settings under the key `role`.
-
-    The process starts as in a run: it compiles the expressions, imports the function or
-    math-verify, or builds the datasets. This process does not import a user's module. A reward
-    model has no verifier: see `hybridrl.rewards.model`.
-    """
-    if config.kind is RewardKind.model:
-        return
-    with RewardPool(config, sources) as pool:
-        try:
-            pool.wait_ready()
-        except ConfigError as error:
-            key = error.key.replace("reward.", f"{role}.", 1)
-            raise ConfigError(key, error.value, error.allowed) from error
-        except RuntimeError as error:
-            key = f"{role}.function" if config.kind is RewardKind.function else f"{role}.kind"
-            value = config.function or config.kind.value
-            raise ConfigError(key, value, f"a verifier that starts ({error})") from error
+        return result_of(answer)

@@ -4,9 +4,10 @@ They run in sandboxed processes (see `hybridrl.rewards.pool`); nothing here impo
 """
 
 import functools
+import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -16,6 +17,7 @@ from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
 from hybridrl.rewards.code import judge_program, program_in
 from hybridrl.rewards.jail import choose
+from hybridrl.rewards.results import JudgeAnswer, failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,80 @@ def make_verifier(
     the reward is 0 and the text empty. kind=dataset needs `sources`
     (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
     """
-    judge = _JUDGES[config.kind](config, sources or {})
-    extract = compiled("reward.extract", config.extract) if config.extract is not None else None
-    whole = program_in if config.kind is RewardKind.code else str
+    judge, select = _JUDGES[config.kind](config, sources or {}), make_selector(config)
 
     def verify(item: RewardInput) -> tuple[float, str]:
-        response = item.response
-        text = whole(response) if extract is None else last_match(extract, response)
+        text = select(item.response)
         return (0.0, "") if text is None else (as_reward(judge(item, text)), text[:MAX_TEXT])
 
     return verify
+
+
+def make_selector(config: JudgeConfig) -> Callable[[str], str | None]:
+    """What of a response is judged, as `make_verifier` says; None where nothing matches."""
+    if config.extract is not None:
+        return functools.partial(last_match, compiled("reward.extract", config.extract))
+    return program_in if config.kind is RewardKind.code else str
+
+
+def user_function(config: JudgeConfig) -> Callable[..., Any]:
+    """The function of kind=function; raises ConfigError where there is none, or it must wait."""
+    if config.function is None:
+        raise ConfigError("reward.function", None, "a dotted path, for reward.kind=function")
+    function = _loaded(config.function)
+    if config.waits is False and is_async(function):
+        allowed = f"true or null: {config.function} is async"
+        raise ConfigError("reward.waits", config.waits, allowed)
+    return function
+
+
+@functools.cache  # its module runs once
+def _loaded(path: str) -> Callable[..., Any]:
+    return load_function("reward.function", path)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling `function` gives something to await."""
+    called = getattr(function, "__call__", None)  # noqa: B004 (of an object, its method)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def of_sample(item: RewardInput, text: str) -> dict[str, Any]:
+    """The arguments of a user's function of one response."""
+    row = dict(item.item)
+    return {"prompt": item.prompt, "response": text, "answer": item.answer, "item": row}
+
+
+def of_several(items: Sequence[RewardInput], texts: Sequence[str | None]) -> dict[str, Any]:
+    """The arguments of a user's function of several; one without a text to judge has an empty one.
+
+    It scores 0 in `answers_of`.
+    """
+    return {
+        "prompts": [item.prompt for item in items],
+        "responses": [text or "" for text in texts],
+        "answers": [item.answer for item in items],
+        "items": [dict(item.item) for item in items],
+    }
+
+
+def answers_of(values: Any, texts: Sequence[str | None]) -> list[JudgeAnswer]:
+    """The answers to several responses from what a user's function returned."""
+    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
+        raise TypeError(f"the function returned {type(values).__name__}, wanted a list of numbers")
+    if len(values) != len(texts):
+        raise ValueError(f"the function returned {len(values)} rewards for {len(texts)} responses")
+    return [answer_of(value, text) for value, text in zip(values, texts, strict=True)]
+
+
+def answer_of(value: Any, text: str | None) -> JudgeAnswer:
+    """The answer to a response from the value of its judge."""
+    if text is None:
+        return [0.0, None, ""]
+    try:
+        return [as_reward(value), None, text[:MAX_TEXT]]
+    except (TypeError, ValueError) as error:
+        return failure(error)
 
 
 def as_reward(value: object) -> float:
@@ -127,13 +193,9 @@ def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify
 
 
 def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
-    if config.function is None:
-        raise ConfigError("reward.function", None, "a dotted path, for reward.kind=function")
-    function = load_function("reward.function", config.function)
+    function = user_function(config)
     # `as_reward` checks the user's value.
-    return lambda item, text: function(
-        prompt=item.prompt, response=text, answer=item.answer, item=dict(item.item)
-    )
+    return lambda item, text: function(**of_sample(item, text))
 
 
 def _code(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:

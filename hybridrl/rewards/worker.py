@@ -11,13 +11,29 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hybridrl.config import ConfigError, JailKind, RewardKind
+from hybridrl.config import (
+    ConfigError,
+    JailKind,
+    JudgeConfig,
+    RewardCall,
+    RewardKind,
+    SourceConfig,
+)
 from hybridrl.rewards import jail
-from hybridrl.rewards.verifiers import RewardInput, make_verifier
+from hybridrl.rewards.results import JudgeAnswer, failure
+from hybridrl.rewards.verifiers import (
+    RewardInput,
+    answers_of,
+    is_async,
+    make_selector,
+    make_verifier,
+    of_several,
+    user_function,
+)
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of data (heap, anonymous maps) of one verifier process."""
@@ -43,13 +59,35 @@ def limit_process(parent: int) -> None:
             os._exit(1)
 
 
-def judge(verify: Callable[[RewardInput], tuple[float, str]], item: RewardInput) -> list[object]:
-    """`[reward, None, text]`, or `[0.0, message, ""]` if the verifier raises."""
+def make_judge(
+    config: JudgeConfig, sources: Mapping[str, SourceConfig]
+) -> Callable[[Sequence[RewardInput]], list[JudgeAnswer]]:
+    """Judges a batch in one call, or one of a single response. Raises ConfigError."""
+    if config.call is not RewardCall.sample:
+        function, select = user_function(config), make_selector(config)
+
+        def judge_batch(items: Sequence[RewardInput]) -> list[JudgeAnswer]:
+            texts = [select(item.response) for item in items]
+            return answers_of(function(**of_several(items, texts)), texts)
+
+        return judge_batch
+    verify = make_verifier(config, sources)
+
+    def judge_one(items: Sequence[RewardInput]) -> list[JudgeAnswer]:
+        ((reward, text),) = map(verify, items)
+        return [[reward, None, text]]
+
+    return judge_one
+
+
+def judged(
+    judge: Callable[[Sequence[RewardInput]], list[JudgeAnswer]], items: Sequence[RewardInput]
+) -> list[JudgeAnswer]:
+    """The answers of `judge`, or its error for each of `items`."""
     try:
-        reward, text = verify(item)
-        return [reward, None, text]
+        return judge(items)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
-        return [0.0, f"{type(error).__name__}: {error}"[:500], ""]
+        return [failure(error)] * len(items)
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -67,20 +105,34 @@ def main(descriptor: int, parent: int) -> None:
     sys.path[:] = paths  # a user's module is found as in the parent
     jail.configure(config.jail, config.limits)
     try:
-        verify = make_verifier(config, sources)
-        runs_programs = config.kind is RewardKind.code or config.jail is not JailKind.auto
-        mechanism = str(jail.choose(config.jail)) if runs_programs else ""
+        judge = make_judge(config, sources)
+        answer(["ready", jail_of(config), waits(config)])
     except ConfigError as error:
         answer(["ConfigError", error.key, str(error.value), error.allowed])
         return
     except BaseException as error:
         answer(["Error", f"{type(error).__name__}: {error}"])
         return
-    answer(["ready", mechanism])
     with contextlib.suppress(EOFError):
         while True:
-            for item in connection.recv():
-                answer(judge(verify, RewardInput(*item)))
+            chunk = connection.recv()
+            size = len(chunk) if config.call is RewardCall.batch else 1
+            for start in range(0, len(chunk), size):
+                for one in judged(judge, chunk[start : start + size]):
+                    answer(one)
+
+
+def jail_of(config: JudgeConfig) -> str:
+    """What confines the programs that the verifier runs, in words; empty where it runs none."""
+    runs_programs = config.kind is RewardKind.code or config.jail is not JailKind.auto
+    return str(jail.choose(config.jail)) if runs_programs else ""
+
+
+def waits(config: JudgeConfig) -> bool:
+    """Whether the verifier waits for something else than a core of this machine."""
+    if config.waits is None and config.kind is RewardKind.function:
+        return is_async(user_function(config))
+    return bool(config.waits)
 
 
 if __name__ == "__main__":

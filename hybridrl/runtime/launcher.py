@@ -48,8 +48,8 @@ class Launcher(Protocol):
         """The same ranks, but only those of `ranks`."""
         ...
 
-    def wait(self, references: Sequence[Any]) -> list[Any]:
-        """The finished ones of `references`; none after `POLL_S` seconds without any."""
+    def wait(self, references: Sequence[Any], timeout: float = POLL_S) -> list[Any]:
+        """The finished ones of `references`; none after `timeout` seconds without any."""
         ...
 
     def get(self, reference: Any) -> Any:

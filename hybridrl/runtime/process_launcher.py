@@ -114,7 +114,7 @@ class ProcessLauncher:
         """See `Launcher`."""
         return ProcessGroup(group.worker, [group.ranks[rank] for rank in ranks])
 
-    def wait(self, references: Sequence[Call]) -> list[Call]:
+    def wait(self, references: Sequence[Call], timeout: float = POLL_S) -> list[Call]:
         """See `Launcher`. Rank 0 computes in this call, after the others got their calls."""
         while not (ready := [call for call in references if call.done]):
             first = self._ranks[0]
@@ -122,7 +122,7 @@ class ProcessLauncher:
                 first.step()
             else:
                 working = [r for r in self._ranks if isinstance(r, _ChildRank) and r.waiting]
-                ready_pipes = wait([rank.answers for rank in working], POLL_S)
+                ready_pipes = wait([rank.answers for rank in working], timeout)
                 if not ready_pipes:
                     return []
                 for rank in working:

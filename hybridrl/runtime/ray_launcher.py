@@ -41,9 +41,9 @@ class RayLauncher:
         """See `Launcher`."""
         return verl.subgroup(group, list(ranks))
 
-    def wait(self, references: Sequence[Any]) -> list[Any]:
+    def wait(self, references: Sequence[Any], timeout: float = POLL_S) -> list[Any]:
         """See `Launcher`."""
-        ready: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=POLL_S)[0]
+        ready: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=timeout)[0]
         return ready
 
     def get(self, reference: Any) -> Any:

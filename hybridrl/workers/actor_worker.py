@@ -25,16 +25,19 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
+from hybridrl.rewards import RewardInput
+from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.actor import Actor, ParkedSample
 from hybridrl.workers.answers import EnteredPhase, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
+from hybridrl.workers.digests import digests_of_samples, load_tensors, save_tensors
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.pending_samples import PendingRecord, load_pending, save_pending
 from hybridrl.workers.role_factory import ActorRoleFactory
-from hybridrl.workers.roles import Verifier, run_map
+from hybridrl.workers.roles import Verifier, reward_inputs, run_map
 from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
@@ -90,7 +93,7 @@ class ActorWorker(BaseWorker):
         return chain(engine.weights(), engine.buffers().items()) if engine.version else None
 
     def _add_judge(self, name: str) -> None:
-        if name in self.verifiers or name in self.scorers:
+        if name in self.verifiers or name in self.scorers or self.config.is_central(name):
             return
         if not self.config.is_neural(name):
             self.verifiers[name] = self.build.verifier(name)
@@ -100,7 +103,8 @@ class ActorWorker(BaseWorker):
             logger.debug("neural judge %s made", name)
 
     def _add_scorers(self, graph: Graph) -> None:
-        known = {*self.trained, *self.verifiers, *self.scorers}
+        central = [name for name in graph.judges if self.config.is_central(name)]
+        known = {*self.trained, *self.verifiers, *self.scorers, *central}
         for name in graph.roles:
             if name not in known:
                 self.scorers[name] = self.build.scorer(name, graph)
@@ -245,6 +249,11 @@ class ActorWorker(BaseWorker):
         value = Computed(stage.name, ids, new_scalars, tensors, seconds=stop - start)
         return Reply(value, (TimeSpan(stage.name, start, stop),), concurrent=True)
 
+    @dispatch(Dispatch.SAME, concurrent=True)
+    def reward_inputs(self, ids: tuple[SampleId, ...]) -> Reply[tuple[RewardInput, ...]]:
+        """What a judge on the driver's node sees of samples that live here."""
+        return Reply(tuple(reward_inputs(self.store, self.tokenizer, ids)), (), concurrent=True)
+
     @dispatch(Dispatch.SAME)
     def infer(
         self,
@@ -346,6 +355,28 @@ class ActorWorker(BaseWorker):
     def _finish_records(self) -> None:
         if self.writer is not None:
             self.writer.flush()
+
+    @dispatch(Dispatch.SAME)
+    def digest_samples(
+        self, ids: tuple[SampleId, ...]
+    ) -> Reply[dict[SampleId, dict[str, ShardDigest]]]:
+        """Digests of all tensors of the samples that live here."""
+        with self._span("digest", len(ids)):
+            return self._reply(digests_of_samples(self.store, ids))
+
+    @dispatch(Dispatch.SAME)
+    def save_tensors(self, folder: str, ids: tuple[SampleId, ...]) -> Reply[None]:
+        """Write all tensors of the samples that live here into a file of this rank."""
+        with self._span("save", len(ids)):
+            save_tensors(Path(folder) / f"tensors_{self.rank}.safetensors", self.store, ids)
+        return self._reply(None)
+
+    @dispatch(Dispatch.SAME)
+    def load_tensors(self, folder: str, share: dict[SampleId, tuple[int, Item]]) -> Reply[None]:
+        """Store samples of `save_tensors` here: response tokens and items by id."""
+        with self._span("load", len(share)):
+            load_tensors(Path(folder), self.store, share)
+        return self._reply(None)
 
     # -- checkpoints -------------------------------------------------------------------------
 

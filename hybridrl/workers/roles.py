@@ -9,6 +9,7 @@ from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.flow.graph import MapStage, Stage
 from hybridrl.flow.sample import SampleId
 from hybridrl.rewards import RewardInput, RewardPool
+from hybridrl.rewards.results import scalars_of
 from hybridrl.workers.store import SampleStore
 
 Scalars = dict[str, tuple[float | int | str, ...]]
@@ -30,36 +31,32 @@ class Verifier:
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Decode and score; a verifier that fails marks its sample and scores 0."""
-        samples = [self.store[id] for id in ids]
-        texts = self.tokenizer.batch_decode(
-            [sample.response_ids for sample in samples], skip_special_tokens=True
-        )
-        results = self.pool.score(
-            [
-                RewardInput(
-                    prompt=sample.item.prompt,
-                    response=text,
-                    answer=sample.item.answer,
-                    item=sample.item.item,
-                    source=sample.item.source,
-                )
-                for sample, text in zip(samples, texts, strict=True)
-            ]
-        )
-        value, status, *text = stage.scalars
-        return {
-            value: tuple(result.reward for result in results),
-            # With the reason, which the samples' records show: "error: ValueError: no such word".
-            status: tuple(
-                f"{result.status}: {result.message}" if result.message else result.status
-                for result in results
-            ),
-            **{name: tuple(result.text for result in results) for name in text},
-        }, ()
+        results = self.pool.score(reward_inputs(self.store, self.tokenizer, ids))
+        return scalars_of(stage.scalars, results), ()
 
     def close(self) -> None:
         """End the verifier processes."""
         self.pool.close()
+
+
+def reward_inputs(
+    store: SampleStore, tokenizer: PreTrainedTokenizerBase, ids: Sequence[SampleId]
+) -> list[RewardInput]:
+    """What a judge sees of samples."""
+    samples = [store[id] for id in ids]
+    texts = tokenizer.batch_decode(
+        [sample.response_ids for sample in samples], skip_special_tokens=True
+    )
+    return [
+        RewardInput(
+            prompt=sample.item.prompt,
+            response=text,
+            answer=sample.item.answer,
+            item=sample.item.item,
+            source=sample.item.source,
+        )
+        for sample, text in zip(samples, texts, strict=True)
+    ]
 
 
 def run_map(

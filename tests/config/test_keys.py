@@ -95,6 +95,7 @@ NEEDED = {
     ("cluster", "slurm"): ["cluster.gpus_per_node=8"],
     ("model", "pretrained"): ["model.path=some/model"],
     ("data", "jsonl"): ["data.sources.main.name=x"],
+    ("data", "csv"): ["data.sources.main.name=file.csv"],
     ("data", "parquet"): ["data.sources.main.name=x"],
     ("data", "huggingface"): ["data.sources.main.name=x"],
     ("data", "reasoning_gym"): ["data.sources.main.name=x"],
@@ -103,6 +104,8 @@ NEEDED = {
     ("reward", "sum"): ["+reward.parts={a: {kind: exact}}"],
     ("reward", "regex"): ["reward.pattern=x"],
     ("reward", "model"): ["reward.model=some/model"],
+    ("reward", "chat"): ["reward.endpoint.url=http://judge/v1", "reward.endpoint.model=some"],
+    ("reward", "http"): ["reward.endpoint.url=http://judge/score"],
 }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stubs import StubJudge
 
 from hybridrl.controller.run_records import step_metrics
 from hybridrl.flow.ledger import Drop, DropReason
@@ -28,6 +29,8 @@ KINDS = {
     "dpo": "cluster.ranks=1 recipe=dpo trainer.steps=1",
     "distill": "cluster.ranks=1 recipe=distill trainer.steps=1",
     "distill_topk": "cluster.ranks=1 recipe=distill_topk trainer.steps=1 recipe.top_k=4",
+    "chat": "cluster.ranks=1 recipe=grpo trainer.steps=1 warm_start.steps=0 reward=chat"
+    " reward.endpoint.url={url} reward.endpoint.model=stub",
     "rm": "cluster.ranks=1 recipe=rm trainer.steps=1",
     **{
         name: f"cluster.ranks=1 recipe={name} trainer.steps=1 warm_start.steps=0"
@@ -51,10 +54,12 @@ def runs(
 ) -> dict[str, Path]:
     """The directories of one run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
-    return {
-        name: train_here(folder / name, *settings, *kind.split()).dir
-        for name, kind in KINDS.items()
-    }
+    with StubJudge() as judge:
+        kinds = {name: kind.format(url=judge.url) for name, kind in KINDS.items() if "url" in kind}
+        return {
+            name: train_here(folder / name, *settings, *kind.split()).dir
+            for name, kind in (KINDS | kinds).items()
+        }
 
 
 # Metrics

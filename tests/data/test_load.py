@@ -1,5 +1,6 @@
 """From sources to training and held-out items."""
 
+import csv
 import json
 import logging
 import time
@@ -123,6 +124,30 @@ def test_parquet_and_huggingface_read_the_same(load: Load, jsonl: Any, tmp_path:
     first, *others = (load(source) for source in sources)
     assert len(first.train) == 30
     assert all(other == first for other in others)
+
+
+def test_csv(load: Load, jsonl: Any, tmp_path: Path) -> None:
+    """Quotes, line breaks and a spreadsheet's byte order mark; all values are text."""
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer"])
+        writer.writeheader()
+        for i in range(40):
+            writer.writerow({"prompt": f'{i}, "quoted"\nin two lines', "answer": f"a{i}"})
+    data = load(SourceConfig(kind=SourceKind.csv, name=str(path)))
+    assert (len(data.train), len(data.eval)) == (30, 10)
+    items = {item.answer: item.prompt for item in [*data.train, *data.eval]}
+    assert items["a3"] == '3, "quoted"\nin two lines'
+    unanswered = load(SourceConfig(kind=SourceKind.csv, name=str(path), answer_column=None))
+    assert {item.answer for item in unanswered.train} == {""}
+
+
+@pytest.mark.parametrize("text", ["prompt,answer\na,b\nc\n", "prompt,answer\na,b,c\n", "p,a\n\xff"])
+def test_broken_csv_is_named(load: Load, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"s\.name=.*wanted CSV with a header, in UTF-8"):
+        load(SourceConfig(kind=SourceKind.csv, name=str(path)))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from hybridrl.flow.executor import (
     Parked,
     Phase,
     Resume,
+    SamplesRead,
     Scope,
     Submit,
     TargetsLoaded,
     UpdateDone,
     WorkerDied,
 )
-from hybridrl.flow.graph import MapStage, Stage, StageMethod
+from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 
 
@@ -91,6 +92,8 @@ class VirtualExecutor:
         self._arriving: set[SampleId] = set()
         self.parked: set[SampleId] = set()
         self.most_held = [0] * num_instances
+        self.judged: list[tuple[SampleId, ...]] = []
+        self._unread: dict[tuple[SampleId, ...], list[Computed]] = {}
 
     @property
     def instances(self) -> list[int]:
@@ -193,6 +196,9 @@ class VirtualExecutor:
         if self.scope(stage) is Scope.POOL:
             self._compute(stage, samples, None, None)
             return
+        if self.scope(stage) is Scope.DRIVER:
+            self._judge(stage, samples)
+            return
         for rank in sorted(self.alive):
             self._compute(stage, [s for s in samples if s.rank == rank], rank, None)
 
@@ -221,6 +227,18 @@ class VirtualExecutor:
         hangs = stage.method is StageMethod.SCORE and any(self.hangs(s.id) for s in samples)
         self._push(computed, 1000.0 if hangs else 1.0)
 
+    def _judge(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Results of single samples, or of groups, in any order, once all samples are read."""
+        units: dict[Any, list[Sample]] = {}
+        for sample in samples:
+            whole = isinstance(stage, ComputeStage) and stage.whole_groups
+            units.setdefault(sample.id.prompt if whole else sample.id, []).append(sample)
+        ids = tuple(sample.id for sample in samples)
+        self._on.update(ids)
+        self.judged += [tuple(sample.id for sample in unit) for unit in units.values()]
+        self._unread[ids] = [self._run(stage, unit, None) for unit in units.values()]
+        self._push(SamplesRead(stage.name, ids))
+
     def wait(self) -> list[Event]:
         trains = any(isinstance(event, UpdateDone) for _, _, event in self._pending)
         self._num_waits += not trains  # nobody dies in training
@@ -233,7 +251,11 @@ class VirtualExecutor:
         self.clock.advance_to(max(when, self.clock.now()))
         if isinstance(event, Advanced):
             self._busy.remove(event.instance)
-        if isinstance(event, Computed):
+        if isinstance(event, SamplesRead):
+            self._on.subtract(event.ids)
+            for computed in self._unread.pop(event.ids):
+                self._push(computed, 10.0)
+        elif isinstance(event, Computed) and self.scopes.get(event.stage) is not Scope.DRIVER:
             self._on.subtract(event.ids)
             self._arriving.difference_update(event.ids)
             if event.instance is not None:

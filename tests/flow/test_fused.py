@@ -1,6 +1,7 @@
 """The fused schedule trains on what the serial one trains on, whatever the timing and the moves."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -280,6 +281,31 @@ def test_nothing_starts_on_a_sample_that_is_on_its_way(virtual_executor):
         make(executor, graph, prompts=3, chunk=8, decode_steps=2).run_step(0)
         moved += executor.num_moved
     assert moved > 60
+
+
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_a_judge_on_the_driver_s_node_lets_samples_move(virtual_executor, whole_groups):
+    """The batch is that of serial; a group is judged once, with all its samples."""
+    moved = 0
+    for seed in range(40):
+        steps = {}
+        for fused in (False, True):
+            graph = all_kinds.build({"k": 4, "reference_first": True})
+            for name, stage in graph.stages.items():
+                if stage.role == "reward":
+                    graph.stages[name] = replace(stage, whole_groups=whole_groups)
+            executor = virtual_executor(3, seed, lambda id: 2 + 2 * id.k if id.prompt < 2 else 1)
+            executor.scopes = {name: Scope.DRIVER for name in graph.stages if "reward" in name}
+            executor.scopes["reward"] = Scope.DRIVER
+            executor.reward_of = lambda id: (float(id.k), "ok")
+            schedule = make(executor, graph, fused=fused, prompts=3, chunk=8, decode_steps=2)
+            steps[fused] = [outcome(schedule.run_step(step)) for step in range(2)]
+            sizes = sorted(map(len, executor.judged))
+            assert sizes == ([1] * 6 + [4] * 6 if whole_groups else [1] * 30)
+            assert len({id for unit in executor.judged for id in unit}) == 30
+        assert steps[False] == steps[True]
+        moved += executor.num_moved
+    assert moved > 20
 
 
 def test_score_starts_before_the_last_sample_has_finished(virtual_executor):

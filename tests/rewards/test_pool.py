@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError, RewardConfig, RewardKind, SourceConfig
-from hybridrl.rewards import RewardInput, RewardPool, RewardResult, pool, validate_reward
+from hybridrl.rewards import RewardInput, RewardPool, RewardResult, process, validate_reward
 
 FUNCTIONS = """
 import os, subprocess, sys, time
@@ -258,7 +258,7 @@ def test_a_function_that_cannot_be_had_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "hangs" in path:
-        monkeypatch.setattr(pool, "START_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(process, "START_TIMEOUT_S", 2.0)
     modules = {
         "raises": "raise RuntimeError('broken')",
         "exits": "raise SystemExit(1)",

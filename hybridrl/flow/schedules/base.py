@@ -19,6 +19,7 @@ from hybridrl.flow.executor import (
     Executor,
     Parked,
     Phase,
+    SamplesRead,
     Sampling,
     Scope,
     UpdateDone,
@@ -354,6 +355,8 @@ class Schedule(ABC):
                     raise RuntimeError(
                         f"generation instance {event.instance} died while {stage.name!r} ran"
                     )
+                if isinstance(event, SamplesRead):
+                    continue
                 assert isinstance(event, Computed), event
                 record_computed(stage, by_id, event)
                 waiting.difference_update(event.ids)

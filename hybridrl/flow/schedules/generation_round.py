@@ -15,6 +15,7 @@ from hybridrl.flow.executor import (
     Park,
     Parked,
     Resume,
+    SamplesRead,
     Sampling,
     Submit,
     TargetsLoaded,
@@ -288,6 +289,8 @@ class GenerationRound:
                     touched |= self.stages.computed(event)
                     if event.instance is not None:
                         del self._in_flight[event.instance]
+                case SamplesRead():
+                    touched |= self.stages.read(event)
                 case WorkerDied():
                     self._died(event.instance)
         return touched

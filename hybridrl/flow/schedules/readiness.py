@@ -89,14 +89,20 @@ class ReadyTracker:
             )
 
     def startable(self, prompt: int) -> Iterator[tuple[Stage, list[Sample]]]:
-        """The per-sample stages that can run, or are running, on samples of `prompt`."""
+        """The per-sample stages that can run, or are running, on samples of `prompt`.
+
+        One of whole groups is given all of the prompt's samples, or none.
+        """
         for stage in self.computes:
             gate = gate_of(self.graph, stage)
             if gate in self._expected:
                 came = [s for s in self._expected[gate].get(prompt, ()) if self._entered(s)]
             else:
                 came = self._chosen[gate].get(prompt, [])
-            todo = [s for s in came if self._entered(s) and ready(stage, s) and not done(stage, s)]
+            able = [s for s in came if self._entered(s) and ready(stage, s)]
+            todo = [s for s in able if not done(stage, s)]
+            if stage.whole_groups and todo:
+                todo = able if able == self._left(stage.name, prompt) else []
             if todo:
                 yield stage, todo
 

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from hybridrl.flow.costs import CostMeter
-from hybridrl.flow.executor import Computed, Executor, Scope
-from hybridrl.flow.graph import Stage
+from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
+from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.ledger import record_computed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan
@@ -16,8 +16,9 @@ from hybridrl.flow.schedules.readiness import ReadyTracker
 class StreamedStages:
     """The early stages (`ReadyTracker`) of a round.
 
-    Stages of scope RANK start at once, on the sample's rank. Forward passes wait until an instance
-    holds no sample, which takes a chunk of them of at most `chunk_tokens`, its own samples first.
+    Stages of scope RANK start at once, on the sample's rank. So do those of scope DRIVER, which
+    keep a sample in place only until they have read it. Forward passes wait until an instance holds
+    no sample, which takes a chunk of them of at most `chunk_tokens`, its own samples first.
     Stages of scope POOL run on their own ranks while others decode, one call at a time with all
     samples that wait.
 
@@ -37,7 +38,8 @@ class StreamedStages:
         self._spare: dict[str, dict[SampleId, Sample]] = {}  # waits for an instance
         self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for the role's own pool
         self._running: dict[str, dict[SampleId, Sample]] = {}
-        self._busy: dict[SampleId, int] = defaultdict(int)  # stages that run on a sample
+        self._busy: dict[SampleId, int] = defaultdict(int)  # stages that keep a sample in place
+        self._read: set[tuple[str, SampleId]] = set()  # stages that run, and let it move
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
         self._last_stage: dict[int, str] = {}
         self._times: dict[str, list[float]] = {}
@@ -80,6 +82,9 @@ class StreamedStages:
                 waiting[name] |= {sample.id: sample for sample in samples}
                 continue
             here = [sample for sample in samples if sample.id not in self._moving]
+            if isinstance(stage, ComputeStage) and stage.whole_groups:
+                moving = {sample.id.prompt for sample in samples if sample.id in self._moving}
+                here = [sample for sample in here if sample.id.prompt not in moving]
             if here:
                 self._begin(stage, here)
                 self.executor.compute(stage, here)
@@ -110,19 +115,27 @@ class StreamedStages:
         self.stamp(stage)
         samples = [running.pop(id) for id in event.ids]
         for sample in samples:
-            self._busy[sample.id] -= 1
+            self._let_go(event.stage, sample.id)
         if event.instance is not None:
             self._moving.difference_update(event.ids)
         learn(self.meter, event, samples)
         return dict.fromkeys(sample.id.prompt for sample in samples)
 
+    def read(self, event: SamplesRead) -> dict[int, None]:
+        """A stage no longer keeps its samples in place; gives their prompts."""
+        for id in event.ids:
+            if id in self._running[event.stage]:  # else it began anew, or the stage has ended
+                self._read.add((event.stage, id))
+                self._busy[id] -= 1
+        return dict.fromkeys(id.prompt for id in event.ids)
+
     def forget(self, sample: Sample) -> None:
         """Nothing waits for a sample or runs on it any more: it is gone."""
         for waiting in (*self._spare.values(), *self._pooled.values()):
             waiting.pop(sample.id, None)
-        for running in self._running.values():
+        for name, running in self._running.items():
             if running.pop(sample.id, None) is not None:
-                self._busy[sample.id] -= 1
+                self._let_go(name, sample.id)
         self._moving.discard(sample.id)
 
     def is_on(self, sample: Sample, instance: int) -> bool:
@@ -185,6 +198,13 @@ class StreamedStages:
         for sample in samples:
             self._running[stage.name][sample.id] = sample
             self._busy[sample.id] += 1
+
+    def _let_go(self, stage: str, id: SampleId) -> None:
+        """A stage has ended on a sample."""
+        if (stage, id) in self._read:
+            self._read.remove((stage, id))
+        else:
+            self._busy[id] -= 1
 
     def _stage(self, name: str) -> Stage:
         return self.tracker.graph.stages[name]

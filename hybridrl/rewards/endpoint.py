@@ -1,0 +1,367 @@
+"""The client of an endpoint that judges: requests in flight, retries, budget, and the replies kept.
+
+docs/judges.md has the requests and replies.
+"""
+
+import asyncio
+import contextlib
+import email.utils
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from hybridrl.config import ConfigError, JudgeConfig, RewardCall, RewardKind
+from hybridrl.config.endpoint import NUMBER, SCORE, SCORE_FIELDS
+from hybridrl.config.patterns import compiled
+from hybridrl.rewards.verifiers import RewardInput
+
+MAX_BACKOFF_S = 60.0
+MAX_RETRY_AFTER_S = 600.0
+"""Seconds of a `Retry-After` that are kept to; an endpoint that asks for more gets less."""
+PROBE_S = 10.0
+"""Seconds in which an endpoint must answer at all, before a run."""
+PASSING = frozenset({408, 409, 425, 429})
+"""Statuses of HTTP below 500 after which a request is worth a retry."""
+REFUSING = frozenset({401, 403})
+SHOWN = 200
+"""Characters of a reply in a message."""
+
+
+class EndpointError(RuntimeError):
+    """An endpoint gives no score; the message says why, without the key."""
+
+
+class EndpointTimeout(EndpointError):
+    """The last request had no answer in time."""
+
+
+class BudgetSpent(RuntimeError):
+    """`endpoint.budget` does not allow the request that is due."""
+
+
+class ReplyFile:
+    """The replies of an endpoint and the number of requests, kept in a file of the run directory.
+
+    Lines: `{"key": ..., "reply": ...}` where replies are kept, `{"requests": 1}` for each request
+    under a budget. `path` None keeps nothing beyond this process.
+    """
+
+    def __init__(self, path: Path | None, keeps: bool, counts: bool) -> None:
+        self.replies: dict[str, str] = {}
+        self.spent, self._keeps, self._counts = 0, keeps, counts
+        self._file = None
+        if path is not None and (keeps or counts):
+            if path.exists():
+                self._read(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a")
+
+    def _read(self, path: Path) -> None:
+        text = path.read_text()
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):  # cut off when its run was killed
+                entry = json.loads(line)
+                self.spent += entry.get("requests", 0)
+                if self._keeps and "key" in entry:
+                    self.replies[entry["key"]] = entry["reply"]
+        if text and not text.endswith("\n"):
+            with path.open("a") as file:
+                file.write("\n")
+
+    def count(self) -> None:
+        """Note a request, before it is sent."""
+        self.spent += 1
+        if self._counts:
+            self._write({"requests": 1})
+
+    def keep(self, key: str, reply: str) -> None:
+        """Note a reply with a score."""
+        if self._keeps:
+            self.replies[key] = reply
+            self._write({"key": key, "reply": reply})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+
+
+class Endpoint:
+    """Asks for scores; to be used in one event loop.
+
+    At most `max_in_flight` requests are in flight. One that failed waits for its retry without a
+    place among them, so a slow or failing reply holds no other up. Requests of equal content share
+    one reply.
+
+    `counts` are the requests so far, the retries among them, and the replies that were there.
+    """
+
+    def __init__(self, config: JudgeConfig, replies: Path | None = None) -> None:
+        """`replies` is the file that they are kept in. Raises ConfigError for a missing key."""
+        self.config, self.settings = config, config.endpoint
+        self._is_chat = config.kind is RewardKind.chat
+        self._whole_groups = config.call is RewardCall.group
+        self._pattern = compiled("reward.endpoint.score", self.settings.score or SCORE)
+        self._key = _key_of(config)
+        self._file = ReplyFile(replies, self.settings.cache, self.settings.budget is not None)
+        self._slots = asyncio.Semaphore(config.max_in_flight)
+        self._asked: dict[str, asyncio.Future[str]] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self.counts = {"requests": 0, "retries": 0, "cached": 0}
+
+    @property
+    def url(self) -> str:
+        """Where requests go."""
+        base = str(self.settings.url)
+        return f"{base.rstrip('/')}/chat/completions" if self._is_chat else base
+
+    @property
+    def _late(self) -> str:
+        return f"no reply within {self.settings.timeout_s:g} s"
+
+    async def probe(self) -> None:
+        """Raise ConfigError where nothing answers, or the key is refused; asks for no score."""
+        base = str(self.settings.url)
+        url = f"{base.rstrip('/')}/models" if self._is_chat else base
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        try:
+            async with self._opened().get(url, timeout=timeout) as response:
+                status = response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            reason = self._clean(str(error) or f"nothing within {PROBE_S:g} s")
+            raise ConfigError(
+                "reward.endpoint.url", base, f"an endpoint that answers ({reason})"
+            ) from None
+        if status in REFUSING:
+            name = self.settings.key_env
+            allowed = f"a variable with a key that {base} accepts (it answers HTTP {status})"
+            raise ConfigError("reward.endpoint.key_env", name or "null", allowed)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def scores(
+        self, items: Sequence[RewardInput], texts: Sequence[str | None]
+    ) -> list[float]:
+        """The rewards of responses to one prompt, of which `texts` are judged.
+
+        Raises EndpointError or BudgetSpent.
+        """
+        body = self._chat_body(items, texts) if self._is_chat else self._http_body(items, texts)
+        reply = await self._shared_reply(body, lambda reply: self._read(reply, len(items)))
+        return self._read(reply, len(items))
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _chat_body(
+        self, items: Sequence[RewardInput], texts: Sequence[str | None]
+    ) -> dict[str, Any]:
+        item, settings = items[0], self.settings
+        responses = "\n\n".join(f"{i}.\n{text or ''}" for i, text in enumerate(texts, 1))
+        fields = {**item.item, "prompt": item.prompt}
+        fields["answer"] = item.answer or "(none)"
+        fields["question"] = _plain(fields.get("question", item.prompt))
+        fields |= {"response": texts[0] or "", "responses": responses}
+        try:
+            content = settings.rubric(self._whole_groups).format_map(fields)
+        except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
+            raise EndpointError(f"the template does not fit the row ({error})") from None
+        body = {
+            "model": settings.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_tokens,
+            **settings.body,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _http_body(
+        self, items: Sequence[RewardInput], texts: Sequence[str | None]
+    ) -> dict[str, Any]:
+        item = items[0]
+        body = {"prompt": item.prompt, "answer": item.answer, "item": dict(item.item)}
+        if self._whole_groups:
+            body["responses"] = [text or "" for text in texts]
+        else:
+            body["response"] = texts[0] or ""
+        return body | self.settings.body
+
+    async def _shared_reply(self, body: dict[str, Any], check: Callable[[str], object]) -> str:
+        """The reply to a request: one that is kept, one that is being waited for, or a new one."""
+        content = json.dumps(body, sort_keys=True, default=str)
+        key = hashlib.sha256(f"{self.url}\n{content}".encode()).hexdigest()
+        if not self.settings.cache:
+            return await self._reply(content, check)
+        kept = self._file.replies.get(key)
+        if kept is not None:
+            with contextlib.suppress(EndpointError):  # the way to read it may have changed
+                check(kept)
+                self.counts["cached"] += 1
+                return kept
+        if key in self._asked:
+            self.counts["cached"] += 1
+            return await self._asked[key]
+        asked = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            reply = await self._reply(content, check)
+        except BaseException as error:
+            asked.set_exception(error)
+            asked.exception()  # nobody else may have waited
+            raise
+        finally:
+            del self._asked[key]
+        asked.set_result(reply)
+        self._file.keep(key, reply)
+        return reply
+
+    async def _reply(self, content: str, check: Callable[[str], object]) -> str:
+        """The first good reply; raises EndpointError after the last retry."""
+        for retry in range(self.settings.retries + 1):
+            async with self._slots:
+                self._spend(retry)
+                reply, problem, wait_s = await self._ask(content)
+            if not problem:
+                try:
+                    check(reply)
+                    return reply
+                except EndpointError as error:
+                    problem, wait_s = str(error), 0.0
+            if wait_s is None:
+                break
+            if retry < self.settings.retries:
+                most = min(MAX_BACKOFF_S, self.settings.backoff_s * 2**retry)
+                await asyncio.sleep(max(wait_s, most * random.uniform(0.5, 1.0)))
+        kind = EndpointTimeout if problem == self._late else EndpointError
+        raise kind(self._clean(problem))
+
+    def _spend(self, retry: int) -> None:
+        budget = self.settings.budget
+        if budget is not None and self._file.spent >= budget:
+            raise BudgetSpent(f"budget={budget}: all of these requests are spent")
+        self._file.count()
+        self.counts["requests"] += 1
+        self.counts["retries"] += retry > 0
+
+    async def _ask(self, content: str) -> tuple[str, str, float | None]:
+        """One request: its reply, or the problem and the seconds to wait at least.
+
+        None of them where no retry helps.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        timeout = aiohttp.ClientTimeout(total=self.settings.timeout_s)
+        try:
+            async with self._opened().post(
+                self.url, data=content.encode(), headers=headers, timeout=timeout
+            ) as response:
+                text = await response.text(errors="replace")
+        except TimeoutError:
+            return "", self._late, 0.0
+        except (aiohttp.ClientError, OSError) as error:
+            return "", f"{type(error).__name__}: {error}", 0.0
+        if response.status < 300:
+            return self._clean(text), "", 0.0
+        problem = f"HTTP {response.status} {response.reason}: {text[:SHOWN]}"
+        if response.status in PASSING or response.status >= 500:
+            return "", problem, _retry_after(response.headers.get("Retry-After"))
+        return "", problem, None
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # The semaphore bounds them. Proxies of the environment count.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
+        return self._session
+
+    # -- replies -------------------------------------------------------------------------------
+
+    def _read(self, reply: str, number: int) -> list[float]:
+        """So many rewards from a reply; raises EndpointError for one that has not got them."""
+        try:
+            value = json.loads(reply)
+        except ValueError:
+            raise EndpointError(f"no JSON: {reply[:SHOWN]!r}") from None
+        scores = self._of_chat(value, number) if self._is_chat else self._of_http(value, number)
+        return [self._in_range(score) for score in scores]
+
+    def _of_chat(self, value: Any, number: int) -> list[float]:
+        try:
+            text = str(value["choices"][0]["message"]["content"])
+        except (KeyError, IndexError, TypeError):
+            raise EndpointError(f"no message of a chat: {str(value)[:SHOWN]}") from None
+        matches = [match.group(1) for match in self._pattern.finditer(text)]
+        numbers = [str(match) for match in matches if re.fullmatch(NUMBER, str(match).strip())]
+        if len(numbers) < number or (self._whole_groups and len(numbers) != number):
+            raise EndpointError(f"{len(numbers)} scores for {number} responses: {text[-SHOWN:]!r}")
+        return [float(score) for score in numbers[-number:]]
+
+    def _of_http(self, value: Any, number: int) -> list[float]:
+        name = self.settings.score or SCORE_FIELDS[self._whole_groups]
+        score = value
+        for step in name.split("."):
+            score = score.get(step) if isinstance(score, Mapping) else None
+        scores = score if self._whole_groups else [score]
+        known = isinstance(scores, list) and len(scores) == number
+        if not known or any(isinstance(x, bool) or not isinstance(x, int | float) for x in scores):
+            wanted = f"a list of {number} numbers" if self._whole_groups else "a number"
+            raise EndpointError(f"{name} is not {wanted}: {str(value)[:SHOWN]}")
+        return [float(score) for score in scores]
+
+    def _in_range(self, score: float) -> float:
+        if not math.isfinite(score):
+            raise EndpointError(f"the score is {score}")
+        bounds = self.settings.rubric_range if self._is_chat else self.settings.score_range
+        if bounds is None:
+            return score
+        low, high = bounds
+        if not low <= score <= high:
+            raise EndpointError(f"the score {score:g} is not from {low:g} to {high:g}")
+        return (score - low) / (high - low)
+
+    def _clean(self, text: str) -> str:
+        """Without the key, which an endpoint may send back."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _key_of(config: JudgeConfig) -> str:
+    name = config.endpoint.key_env
+    if name is None:
+        return ""
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise ConfigError("reward.endpoint.key_env", name, "a variable that is set, to the key")
+    return key
+
+
+def _retry_after(value: str | None) -> float:
+    """The seconds that an endpoint asks to wait, which it gives as such or as a date."""
+    if not value:
+        return 0.0
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(0.0, seconds), MAX_RETRY_AFTER_S)
+
+
+def _plain(question: Any) -> str:
+    """A question as text, which may be a list of messages."""
+    if not isinstance(question, list):
+        return str(question)
+    messages = [message for message in question if isinstance(message, Mapping)]
+    return "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)

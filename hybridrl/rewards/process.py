@@ -1,0 +1,101 @@
+"""A process that judges: how it is started, waited for, read and ended."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from typing import Any
+
+from hybridrl.config import ConfigError, JudgeConfig, SourceConfig
+
+START_TIMEOUT_S = 120.0
+"""Seconds for a verifier process to import what it needs."""
+LARGEST_ANSWER = 1 << 16
+"""Bytes of one answer of a verifier process: a number, a short message, the judged text."""
+
+
+class JudgeProcess:
+    """The handle of a process that runs the program `module`.
+
+    A fresh interpreter, not started by multiprocessing, which would import the caller's main module
+    (in a Ray worker: ray) and leave a resource tracker. It has a memory limit and dies with its
+    parent. It is sent pickles and answers in JSON, since it judges a model's output.
+
+    `deadline` is the moment by which it must be ready; whoever gives it work sets it anew.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        config: JudgeConfig,
+        sources: Mapping[str, SourceConfig],
+        *more: Any,
+        largest_answer: int = LARGEST_ANSWER,
+    ) -> None:
+        """Start it; `more` follows the settings in what it is sent first."""
+        self.config, self.largest_answer = config, largest_answer
+        self.ready, self.jail, self.waits = False, "", False
+        self.deadline = time.monotonic() + START_TIMEOUT_S
+        self.connection, theirs = Pipe()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # whatever a verifier prints
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a group to kill, with a verifier's own children
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",  # numpy would start a thread a core in every process
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
+        )
+        theirs.close()
+        self.connection.send((config, dict(sources), list(sys.path), *more))
+
+    def set_ready(self) -> None:
+        """Read its first answer; raises the error of a verifier that could not be built."""
+        kind, *details = self.receive()
+        if kind == "ConfigError":
+            raise ConfigError(*details)
+        if kind != "ready":
+            raise RuntimeError(f"a verifier process did not start: {details}")
+        self.ready, self.jail, self.waits = True, str(details[0]), bool(details[1])
+        self.deadline = math.inf
+
+    def wait_ready(self) -> None:
+        """Wait for it; raises as `set_ready`, and RuntimeError where it ends or takes too long."""
+        try:
+            if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+                raise EOFError
+            self.set_ready()
+        except (EOFError, OSError) as error:
+            raise self.no_start() from error
+
+    def no_start(self) -> RuntimeError:
+        """The error to raise where it is not ready in time; it is killed."""
+        return RuntimeError(
+            f"a verifier process (reward.kind={self.config.kind.value}) was not ready within "
+            f"{START_TIMEOUT_S:.0f} s or ended before ({self.kill()})"
+        )
+
+    def receive(self) -> list[Any]:
+        """Its next answer. Raises EOFError or OSError if it is dead, ValueError for garbage."""
+        answer = json.loads(self.connection.recv_bytes(self.largest_answer))
+        if not isinstance(answer, list):
+            raise ValueError(f"{answer!r} is no answer")
+        return answer
+
+    def kill(self) -> str:
+        """Kill it and its children; returns its exit code or signal, in words."""
+        if self.popen.returncode is None:
+            # The group still has its zombie leader, so its number cannot be another's.
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        code = self.popen.wait()  # its own code if it had ended before
+        self.connection.close()
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -1,0 +1,54 @@
+"""The result of judging one response, and its form on the way from a judging process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+JudgeAnswer = list[Any]
+"""`[reward, message, text]`, as JSON; the message is null where all is well, and else the reward is
+0. A message that begins with TIMEOUT says that the judge took too long."""
+TIMEOUT = "timeout: "
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """The reward of one sample; 0 unless `status` is `ok`, else `message` says why.
+
+    `text` is the judged text: the match of `reward.extract` in the response, empty without one.
+    """
+
+    reward: float
+    status: Literal["ok", "error", "timeout"] = "ok"
+    message: str = ""
+    text: str = ""
+
+    @property
+    def recorded_status(self) -> str:
+        """The status with its reason, which the samples' records show."""
+        return f"{self.status}: {self.message}" if self.message else self.status
+
+
+def failure(error: BaseException | str) -> JudgeAnswer:
+    """The answer where a judge fails with `error`, or a message."""
+    message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return [0.0, message[:500], ""]
+
+
+def result_of(answer: JudgeAnswer) -> RewardResult:
+    """The result that an answer tells; raises ValueError for garbage."""
+    reward, message, text = answer
+    if message is None:
+        return RewardResult(float(reward), text=str(text))
+    if str(message).startswith(TIMEOUT):
+        return RewardResult(0.0, "timeout", str(message).removeprefix(TIMEOUT))
+    return RewardResult(0.0, "error", str(message))
+
+
+def scalars_of(names: Sequence[str], results: Sequence[RewardResult]) -> dict[str, tuple[Any, ...]]:
+    """The fields of judged samples: their reward, status and, where named, the judged text."""
+    value, status, *text = names
+    return {
+        value: tuple(result.reward for result in results),
+        status: tuple(result.recorded_status for result in results),
+        **{name: tuple(result.text for result in results) for name in text},
+    }

@@ -1,0 +1,225 @@
+"""Judges that wait, as the driver has them: many responses at a time in few processes."""
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hybridrl.config import JudgeConfig, SourceConfig
+from hybridrl.rewards.endpoint import BudgetSpent
+from hybridrl.rewards.process import JudgeProcess
+from hybridrl.rewards.results import RewardResult, result_of
+from hybridrl.rewards.verifiers import RewardInput
+from hybridrl.rewards.waiting_worker import BUDGET_SPENT
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "hybridrl.rewards.waiting_worker"
+"""The module that its processes run."""
+GRACE_S = 5.0
+"""Seconds beyond `timeout_s` for a process to say that a function takes too long."""
+LARGEST_ANSWER = 64 << 20
+"""Bytes of the answers to one unit, which may be a whole batch."""
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """Responses that are judged together."""
+
+    items: list[RewardInput]
+    future: "Future[list[RewardResult]]" = field(default_factory=Future)
+    suspect: bool = False  # it was being judged when a process died
+
+
+class WaitingJudge:
+    """Judges units of responses, up to `max_in_flight` at a time, in any order.
+
+    A function that waits, and an endpoint, have one process, whose event loop judges all units that
+    it has. Other functions, of whole groups, have `num_processes`, each with one unit at a time. An
+    endpoint's process gets every unit at once: it bounds its requests itself.
+
+    A unit that takes longer than `timeout_s` is given up within the process. A process that dies,
+    or whose loop hangs, is replaced. If it had several units, nobody knows which is to blame. They
+    are suspects: the new process is given one after the other, each alone. One that ends a process
+    alone scores 0. Invariant: each unit's future is resolved once.
+
+    A thread owns the processes, which end with it.
+    """
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        sources: Mapping[str, SourceConfig] | None = None,
+        replies: Path | None = None,
+        key: str = "reward",
+    ) -> None:
+        """`replies` is where those of an endpoint are kept, `key` the place of the settings."""
+        self.config, self.sources, self.replies = config, dict(sources or {}), replies
+        self.key = key
+        self.counts: dict[str, int] = {}
+        """What an endpoint was asked so far: see `Endpoint`."""
+        alone = not (config.kind.asks or config.waits)
+        self._num_processes = config.num_processes if alone else 1
+        self._window = 1 if alone else config.max_in_flight
+        self._window = 1 << 30 if config.kind.asks else self._window
+        self._queue: deque[_Unit] = deque()
+        self._lock = threading.Lock()
+        self._wake, self._waker = Pipe(duplex=False)
+        self._processes: list[_Working] = []
+        self._number, self._closed = 0, False
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="waiting-judge", daemon=True)
+        self._thread.start()
+
+    def submit(self, items: Sequence[RewardInput]) -> "Future[list[RewardResult]]":
+        """Have responses judged together, as one call; gives their results, in order.
+
+        The future raises BudgetSpent, or the error of a judge that cannot start.
+        """
+        unit = _Unit(list(items))
+        with self._lock:
+            if self._failed is not None or self._closed:
+                unit.future.set_exception(self._failed or ValueError("the judge is closed"))
+                return unit.future
+            self._queue.append(unit)
+            self._waker.send_bytes(b"1")
+        return unit.future
+
+    def close(self) -> None:
+        """End its processes; units that wait are cancelled. May be called twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._waker.send_bytes(b"0")
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._processes = [self._start() for _ in range(self._num_processes)]
+            while not self._closed:
+                for process in self._processes:
+                    self._give(process)
+                self._step()
+        except BaseException as error:
+            self._failed = error
+        finally:
+            with self._lock:
+                self._closed = True
+                left = [*self._queue, *(u for p in self._processes for u in p.units.values())]
+            for process in self._processes:
+                process.kill()
+            for unit in left:
+                if self._failed is not None:
+                    unit.future.set_exception(self._failed)
+                else:
+                    unit.future.cancel()
+
+    def _give(self, process: "_Working") -> None:
+        """Send a process as many units as it may have; a suspect only to an idle one, alone."""
+        while process.ready and self._queue and len(process.units) < self._window:
+            with_suspect = any(unit.suspect for unit in process.units.values())
+            if with_suspect or (self._queue[0].suspect and process.units):
+                return
+            unit = self._queue.popleft()
+            if unit.future.cancelled():
+                continue
+            self._number += 1
+            with contextlib.suppress(OSError):  # it has died, which is seen next
+                process.connection.send((self._number, unit.items))
+            process.units[self._number] = unit
+            if not self.config.kind.asks:
+                late = time.monotonic() + self.config.timeout_s + GRACE_S
+                process.deadlines[self._number] = late
+
+    def _step(self) -> None:
+        """Wait for answers, new units, deaths or the next time limit, and handle them."""
+        by_connection: dict[Any, _Working] = {p.connection: p for p in self._processes}
+        limit = min(process.next_deadline for process in self._processes) - time.monotonic()
+        timeout = None if limit == math.inf else max(0.0, limit)
+        for connection in wait([*by_connection, self._wake], timeout):
+            if connection is self._wake:
+                self._wake.recv_bytes()
+            else:
+                self._receive(by_connection[connection])
+        for process in list(self._processes):
+            if time.monotonic() > process.next_deadline and not process.connection.poll():
+                self._replace(process, "timeout", f"no reward within {self.config.timeout_s} s")
+
+    def _receive(self, process: "_Working") -> None:
+        if not process.ready:
+            try:
+                process.set_ready()
+            except (EOFError, OSError) as error:
+                raise process.no_start() from error
+            return
+        try:
+            number, answers, self.counts = process.receive()
+            unit, spent = process.units[number], answers[:1] == [BUDGET_SPENT]
+            results = [] if spent else [result_of(answer) for answer in answers]
+        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            self._replace(process, "error", "")
+            return
+        del process.units[number]
+        process.deadlines.pop(number, None)
+        if spent:
+            unit.future.set_exception(BudgetSpent(f"{self.key}.endpoint.{answers[1]}"))
+        else:
+            unit.future.set_result(results)
+
+    def _replace(self, process: "_Working", status: Any, message: str) -> None:
+        """Replace a hung or dead process; a unit that it had alone is to blame."""
+        if not process.ready:
+            raise process.no_start()
+        ended = process.kill()
+        message = message or f"the judge's process ended ({ended})"
+        logger.debug("judge process %d is replaced: %s", process.popen.pid, message)
+        units = list(process.units.values())
+        if len(units) == 1:
+            (unit,) = units
+            unit.future.set_result([RewardResult(0.0, status, message)] * len(unit.items))
+        else:
+            for unit in reversed(units):
+                unit.suspect = True
+                self._queue.appendleft(unit)
+        self._processes[self._processes.index(process)] = self._start()
+
+    def _start(self) -> "_Working":
+        replies = str(self.replies) if self.replies else None
+        return _Working(PROGRAM, self.config, self.sources, replies, largest_answer=LARGEST_ANSWER)
+
+
+class _Working(JudgeProcess):
+    """A process with the units that it is judging, and when each must be answered, by number."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.units: dict[int, _Unit] = {}
+        self.deadlines: dict[int, float] = {}
+
+    @property
+    def next_deadline(self) -> float:
+        """When to look whether it hangs."""
+        return min([self.deadline, *self.deadlines.values()])
