@@ -25,6 +25,8 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   report   render a run's page                   hybridrl report RUN
   watch    the same page live, and all samples   hybridrl watch RUN [--port=6007]
   compare  several runs, seeds joined            hybridrl compare RUN RUN ...
+  replay   a step of a run again                 hybridrl replay RUN --step N
+  blame    where two runs first differ           hybridrl blame RUN RUN
   new-recipe  copy a recipe to change it         hybridrl new-recipe NAME --from=grpo
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "report": _report,
         "watch": _watch,
         "compare": _compare,
+        "replay": partial(_inspect, "replay"),
+        "blame": partial(_inspect, "blame"),
         "new-recipe": _new_recipe,
         "doctor": _doctor,
         **{name: partial(_job_command, name) for name in ("submit", "status", "logs", "cancel")},
@@ -311,6 +315,31 @@ def _compare(args: list[str]) -> None:
     except OSError as error:
         raise ConfigError("--out", options.out, f"a file to write ({error.strerror})") from None
     print(json.dumps({"page": str(page), "groups": compare.record(groups)}), flush=True)
+
+
+def _inspect(command: str, args: list[str]) -> None:
+    """Run `replay` or `blame`: a table, a line of JSON, exit 1 where runs differ."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridrl.controller import replay_commands, run
+
+    try:
+        result = getattr(replay_commands, command)(args)
+    except (run.WorkerError, run.TrainingDiverged, run.RayStartError, OSError) as error:
+        _fail(str(error), 1)
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in result.rows[0] if result.rows else ():
+        table.add_column(name, no_wrap=True)
+    for row in result.rows[1:]:
+        table.add_row(*row)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(120, console.width)  # without a terminal it takes 80
+    for line in result.lines:
+        console.print(line)
+    console.print(table)
+    print(json.dumps(result.record), flush=True)
+    sys.exit(0 if result.equal else 1)
 
 
 def _doctor(args: list[str]) -> None:

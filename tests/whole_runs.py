@@ -22,11 +22,12 @@ import torch
 from gloo_ranks import fork_context
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
-from hybridrl.config.compose import register, to_config
+from hybridrl.config.compose import composed, register, to_config
 from hybridrl.controller import run as controller_run
 from hybridrl.controller.run_records import FetchTexts, RunRecords
 from hybridrl.controller.worker_group import WorkerGroup
@@ -56,6 +57,14 @@ TINY = [
     "telemetry.report=false",
     "telemetry.samples_per_step=1000",
 ]
+
+# As users train: AdamW divides by gradients near zero, so a last bit somewhere reaches everything.
+REPLAYED = [
+    "deterministic=strict", "trainer.steps=5", "trainer.save_every=2", "trainer.keep_last=9",
+    "trainer.optim.lr=1e-2", "trainer.optim.schedule=linear", "trainer.optim.eps=1e-8",
+    "trainer.optim.clip_grad_norm=1.0", "trainer.mini_batches=2", "eval.sets.main.num_prompts=2",
+    "recipe.kl_coef=0.05",
+]  # fmt: skip
 
 USER_REWARDS = """
 import time
@@ -332,6 +341,22 @@ def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]
         run_dir,
         make_config("cluster=processes", "cluster.ranks=2", *overrides, f"run.dir={run_dir}"),
     )
+
+
+@pytest.fixture(scope="session")
+def make_run(train_here: Callable[..., Any], tiny_run: list[str]) -> Callable[..., Path]:
+    """`make_run(directory, *overrides)` is a run as the command line leaves it."""
+
+    def make(directory: Path, *overrides: str) -> Path:
+        settings = [*tiny_run, "cluster=processes", *REPLAYED, *overrides]
+        register()
+        node = composed([*settings, f"run.dir={directory}"])
+        (directory / ".hydra").mkdir(parents=True)
+        OmegaConf.save(node, directory / ".hydra" / "config.yaml")
+        run: Path = train_here(directory, *settings).dir
+        return run
+
+    return make
 
 
 def _train(run_dir: Path, config: Config) -> FinishedRun:

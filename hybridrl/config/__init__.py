@@ -374,6 +374,11 @@ class Config:
         """Whether every sample is computed alone, so that runs agree bit for bit."""
         return self.deterministic is Deterministic.strict
 
+    @property
+    def records_digests(self) -> bool:
+        """Whether digests of each step are recorded."""
+        return self.strict if self.telemetry.digests is None else self.telemetry.digests
+
 
 __all__ = [
     "VALUE_MODELS",

@@ -73,6 +73,9 @@ class TelemetryConfig:
     """Render report.html at the end."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """torch's operations in the trace."""
+    digests: bool | None = None
+    """Record digests of every sample and of the weights after each step, for `hybridrl replay` and
+    `hybridrl blame`. Null: under `deterministic=strict`."""
 
     def check(self) -> None:
         """Raise ConfigError for a logger named twice, an empty project, or a wrong profile."""

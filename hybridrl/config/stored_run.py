@@ -1,10 +1,12 @@
 """The settings of an earlier run, as the start of another command's."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from hybridrl.config import Config, compose
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.recipe_source import add_recipe
 from hybridrl.config.renamed_keys import RENAMED_KEYS
@@ -12,10 +14,11 @@ from hybridrl.config.renamed_keys import RENAMED_KEYS
 _NAME = "stored_run"
 
 
-def overrides_of(run_dir: Path) -> list[str]:
+def overrides_of(run_dir: Path, replaced: Collection[str] = ()) -> list[str]:
     """Overrides that compose the settings of the run in `run_dir`; any that follow them prevail.
 
-    Raises ConfigError where there are none.
+    Those of the groups `replaced` are left out: `recipe=ppo` brings settings of its own. Raises
+    ConfigError where there are none.
     """
     file = run_dir / ".hydra" / "config.yaml"
     if not file.is_file():
@@ -24,9 +27,26 @@ def overrides_of(run_dir: Path) -> list[str]:
     assert isinstance(settings, DictConfig)
     recipe, kind = settings.pop("recipe"), settings.schedule.kind
     _rename(settings)
+    for group in replaced:
+        settings.pop(group, None)
     add_recipe(_NAME, recipe)
     ConfigStore.instance().store(group=_NAME, name="settings", package="_global_", node=settings)
-    return [f"recipe={_NAME}", f"schedule={kind}", f"+{_NAME}=settings"]
+    choices = {"recipe": _NAME, "schedule": kind}
+    chosen = [f"{group}={name}" for group, name in choices.items() if group not in replaced]
+    return [*chosen, f"+{_NAME}=settings"]
+
+
+def composed_run(overrides: Sequence[str], writes: bool = True) -> Config:
+    """The config of `overrides`, which are written where the command line has them in `run.dir`."""
+    node = compose.composed(compose.take_recipe_paths(overrides))
+    node.run.dir = str(Path(node.run.dir).absolute())
+    config = compose.to_config(node)
+    if not writes:
+        return config
+    settings = Path(config.run.dir) / ".hydra" / "config.yaml"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(node, settings)
+    return config
 
 
 def _rename(settings: DictConfig) -> None:

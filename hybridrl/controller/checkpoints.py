@@ -162,17 +162,31 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_same(point: Point, now: Mapping[str, Any]) -> None:
-    before = FORMER_ONLY_CHOICE | with_new_names(point.state["settings"], now)
+    before = stored_settings(point, now)
+    for key in changed_settings(before, now):
+        allowed = f"{before[key]}, with which {point.folder} was made"
+        named = "schedule" if key == "schedule.kind" else key  # as on the command line
+        raise ConfigError(named, now[key], allowed)
+
+
+def stored_settings(point: Point, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a checkpoint was written with, under the names of those of `now`."""
+    return FORMER_ONLY_CHOICE | with_new_names(point.state["settings"], now)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that differ, of those that a resumed run must not change."""
     kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
     stale = any(SCHEDULES[kind].may_be_stale for kind in kinds)
-    for key in now.keys() & before.keys():
-        free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
-        free |= key.endswith(MAY_CHANGE_OF_JUDGES)
-        free |= key == "schedule.kind" and not stale  # the others train on the same batches
-        if now[key] != before[key] and not free:
-            allowed = f"{before[key]}, with which {point.folder} was made"
-            named = "schedule" if key == "schedule.kind" else key  # as on the command line
-            raise ConfigError(named, now[key], allowed)
+    # The schedules that are never stale train on the same batches.
+    may_change = MAY_CHANGE if stale else (*MAY_CHANGE, "schedule.kind")
+    return [
+        key
+        for key in now.keys() & before.keys()
+        if now[key] != before[key]
+        and not any(key == name or key.startswith(f"{name}.") for name in may_change)
+        and not key.endswith(MAY_CHANGE_OF_JUDGES)
+    ]
 
 
 def _check_warm_start(point: Point, config: Config, reads: bool) -> None:

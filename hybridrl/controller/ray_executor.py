@@ -21,6 +21,7 @@ from hybridrl.controller.async_calls import (
 from hybridrl.controller.driver_judges import DriverJudges
 from hybridrl.controller.load_balance import UNKNOWN_WORK, RankWork, assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
+from hybridrl.controller.recorded_samples import RecordedSamples
 from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
@@ -32,6 +33,7 @@ from hybridrl.flow.executor import (
     Phase,
     SamplesRead,
     Scope,
+    Submit,
     TargetsLoaded,
     UpdateDone,
     WorkerDied,
@@ -82,6 +84,8 @@ class RayExecutor:
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
+        self.before_update: Callable[[], None] = lambda: None
+        self.recorded: RecordedSamples | None = None  # of a replay: fields that are not computed
         self._instance_of = {
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
@@ -143,7 +147,39 @@ class RayExecutor:
             len(commands),
             num_decode_steps,
         )
+        if self.recorded is not None and self.recorded.folder is not None:
+            self._rounds.begin(self._load_recorded(self.recorded, instance, commands))
+            return
         self._rounds.begin(self._advance(instance, commands, num_decode_steps))
+
+    def _load_recorded(
+        self, recorded: RecordedSamples, instance: int, commands: Sequence[Command]
+    ) -> EventCalls:
+        """One event for an instance whose ranks load samples with all their tensors."""
+        ranks, finished = self.group.instances[instance], []
+        shares: dict[int, dict[SampleId, tuple[int, Any]]] = defaultdict(dict)
+        for command in commands:
+            assert isinstance(command, Submit), "a recorded sample is whole"
+            for id in command.ids:
+                rank = ranks[(id.prompt + id.k) % len(ranks)]
+                finished.append(recorded.finished(id, rank))
+                shares[rank][id] = (finished[-1].response_tokens, command.prompt)
+        folder = str(recorded.folder)
+        calls = {self.group.call_load_tensors(r, folder, mine): r for r, mine in shares.items()}
+        yield from answers_of(calls)
+        return [Advanced(instance, 0, tuple(sorted(finished, key=lambda f: f.id)))]
+
+    def _take_recorded(
+        self, stage: Stage, samples: Sequence[Sample], instance: int | None = None
+    ) -> bool:
+        """Whether the results of a stage are recorded; then their event is ready."""
+        if self.recorded is None or not self.recorded.has(stage, samples):
+            return False
+        logger.debug("stage %s on %d samples is recorded", stage.name, len(samples))
+        scalars, tensors = self.recorded.outputs(stage, samples)
+        ids = tuple(sample.id for sample in samples)
+        self._rounds.ready(Computed(stage.name, ids, scalars, tensors, instance))
+        return True
 
     def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> EventCalls:
         """One event for an instance: the finished samples and parked state of all its ranks."""
@@ -181,6 +217,8 @@ class RayExecutor:
 
         In another pool, on copies.
         """
+        if self._take_recorded(stage, samples):
+            return
         scope = self.scope(stage)
         logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         if scope is Scope.POOL:
@@ -304,6 +342,8 @@ class RayExecutor:
         Tensors that their ranks have published are fetched as they are. The ranks export only the
         rest, when their present call ends.
         """
+        if self._take_recorded(stage, samples, instance):
+            return
         logger.debug(
             "stage %s begins on instance %d, %d samples", stage.name, instance, len(samples)
         )
@@ -353,7 +393,11 @@ class RayExecutor:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
 
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Spread the samples by their work, move or copy those of other ranks, and train."""
+        """Spread the samples by their work, move or copy those of other ranks, and train.
+
+        Raises what `before_update` raises, which may end the step there.
+        """
+        self.before_update()
         self.may_abandon = False
         logger.debug("stage %s begins on %d samples", stage.name, len(samples))
         self._rounds.begin(self._update(stage, samples))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from hybridrl.controller.checkpoints import (
     settings_of,
 )
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
+from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.load_balance import work_of_roles
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
@@ -30,6 +31,7 @@ from hybridrl.controller.ray_executor import Abandoned, RayExecutor
 from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.controller.run_records import RunRecords, sample_facts
 from hybridrl.controller.schedule_factory import make_schedule, replay_setting
+from hybridrl.controller.step_digests import step_digests
 from hybridrl.controller.worker_group import WorkerError, WorkerGroup
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
 from hybridrl.flow.executor import Sampling
@@ -75,7 +77,7 @@ def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns the summary that the command line prints."""
     origin = find_origin(config, reads=True)
     prepared = prepare(config)
-    with _reported(config), _running(config, prepared, origin) as run:
+    with _reported(config), running(config, prepared, origin) as run:
         run.warn_off_policy()
         sample_files.forget_after(run.run_dir, run.step)
         run.warm_start()
@@ -90,7 +92,7 @@ def train(config: Config) -> dict[str, Any]:
 def evaluate_only(config: Config) -> dict[str, Any]:
     """Evaluate the trained model on the held-out items; returns the metrics."""
     prepared = prepare(config)
-    with _running(config, prepared, Origin()) as run:
+    with running(config, prepared, Origin()) as run:
         if "actor" not in prepared.graph.learned:
             run.begin_recipe()  # for the model that it trains
         metrics = run.evaluation.at(run.step)
@@ -108,7 +110,7 @@ def evaluate_checkpoints(
     prepared, metrics = prepare(config), dict[str, float]()
     if "actor" not in prepared.graph.learned:
         raise ConfigError("run", run_dir, "a run that trains the actor")
-    with _running(config, prepared, Origin()) as run:
+    with running(config, prepared, Origin()) as run:
         for number, (step, folder) in enumerate(checkpoints.items()):
             if number:  # the first are the weights that the ranks began with
                 run.group.load_weights(str(folder))
@@ -142,7 +144,7 @@ def _report(config: Config) -> None:
 
 
 @contextmanager
-def _running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["Run"]:
+def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["Run"]:
     """A run with its ranks up; on the way out no process is left, whatever happened."""
     total = config.warm_start_steps + config.trainer.steps
     run_dir = Path(config.run.dir)
@@ -215,6 +217,7 @@ class Run:
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
+        telemetry.inputs(inputs_of(config, data))
         works = work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # held-out evaluation
@@ -226,6 +229,7 @@ class Run:
             telemetry,
             lambda name, shown: self.records.record_evaluated(name, shown, self.group.texts),
         )
+        self.schedule: Schedule | None = None  # of the recipe's steps, where they are replayed
         # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
         self.checkpoints = Checkpoints(config, origin, self.group, telemetry)
@@ -244,7 +248,7 @@ class Run:
         if point is not None and self._resumes_in("rl"):
             ended = read(point.run_dir / "warm_start")  # the recipe's roles are copies of it
             self.checkpoints.load(ended)
-            if not self.origin.continues(self.run_dir):
+            if self.config.trainer.saves and not self.origin.continues(self.run_dir):
                 self.checkpoints.write(folder, phase.num_steps, DriverState(ended.state))
             return
         self._restore_roles(phase)
@@ -290,6 +294,22 @@ class Run:
             self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
         return after
+
+    def run_recipe_to(self, last_step: int) -> None:
+        """The recipe's steps up to `last_step` of the run, without a final model.
+
+        The ranks keep the samples of the last one. May be called again with a later step.
+        """
+        phase = recipe_phase(self.config, self.prepared)
+        if self.schedule is None:
+            self.schedule = self._make_schedule(phase)
+        self._run_steps(replace(phase, num_steps=last_step - phase.first_step), self.schedule)
+
+    def write_final(self) -> None:
+        """Write the model and, where the run saves, the state to resume from."""
+        phase = recipe_phase(self.config, self.prepared)
+        assert self.schedule is not None, "no step has been made"
+        self.checkpoints.write(self.run_dir / "final", self.step, self._state(phase, self.schedule))
 
     def _begin_roles(self, phase: RunPhase) -> None:
         """Make the roles of a phase, with fresh optimizers."""
@@ -343,6 +363,8 @@ class Run:
             if self.config.telemetry.samples is KeptSamples.all:
                 facts = sample_facts(result, self._origin_of)
                 self.group.record_samples(self.step, phase.name, facts)
+            if self.config.records_digests:
+                self.telemetry.digests(self.step, step_digests(phase.graph, result, self.group))
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)

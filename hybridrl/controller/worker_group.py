@@ -17,6 +17,7 @@ from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
+from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan, rank_lane
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescription
@@ -299,6 +300,37 @@ class WorkerGroup:
         for rank, reference in references.items():
             self.value_of(rank, reference)
 
+    def digest_samples(
+        self, by_rank: Mapping[int, Iterable[SampleId]]
+    ) -> dict[SampleId, dict[str, ShardDigest]]:
+        """Digests of all tensors of samples, by the rank that holds them."""
+        calls = {
+            rank: self._ranks[rank].same(ActorWorker.digest_samples, tuple(ids))[0]
+            for rank, ids in by_rank.items()
+        }
+        answers = [self.value_of(rank, call) for rank, call in calls.items()]
+        return {id: digests for answer in answers for id, digests in answer.items()}
+
+    def digest_weights(self) -> dict[str, dict[str, list[ShardDigest]]]:
+        """Digests of all trained weights by role and parameter, a shard a rank that has one."""
+        digests: dict[str, dict[str, list[ShardDigest]]] = {}
+        for pool in self.pools.values():
+            calls = pool.calls.same(BaseWorker.digest_weights)
+            for answer in self.gather(calls, pool.ranks[0]):
+                for role, shards in answer.items():
+                    for name, shard in shards.items():
+                        digests.setdefault(role, {}).setdefault(name, []).append(shard)
+        return digests
+
+    def save_tensors(self, folder: str, by_rank: Mapping[int, Iterable[SampleId]]) -> None:
+        """Write all tensors of samples, each rank into a file of its own."""
+        calls = {
+            rank: self._ranks[rank].same(ActorWorker.save_tensors, folder, tuple(ids))[0]
+            for rank, ids in by_rank.items()
+        }
+        for rank, call in calls.items():
+            self.value_of(rank, call)
+
     def release(self, ids: tuple[SampleId, ...]) -> None:
         """Forget samples on every rank."""
         self.gather(self._all.same(BaseWorker.release, ids))
@@ -324,6 +356,12 @@ class WorkerGroup:
     ) -> Reference[TargetsLoaded]:
         """Start making samples of the dataset's targets on one rank."""
         return self._ranks[rank].same(ActorWorker.load_targets, stage, ids, items)[0]
+
+    def call_load_tensors(
+        self, rank: int, folder: str, share: Mapping[SampleId, tuple[int, Any]]
+    ) -> Reference[None]:
+        """Start loading samples that `save_tensors` wrote on one rank."""
+        return self._ranks[rank].same(ActorWorker.load_tensors, folder, dict(share))[0]
 
     def call_compute(self, rank: int, stage: Stage, ids: Sequence[SampleId]) -> Reference[Computed]:
         """Start a stage that all ranks where samples live take part in on one of them."""

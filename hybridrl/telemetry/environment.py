@@ -14,6 +14,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def capture() -> tuple[dict[str, Any], dict[str, str]]:
     """
     patches: dict[str, str] = {}
     record = {
+        "time": time.time(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -46,7 +48,7 @@ def capture() -> tuple[dict[str, Any], dict[str, str]]:
         "container": _container(os.environ),
         "repositories": list(_repositories(patches)),
         "variables": kept(os.environ),
-        "packages": _packages(),
+        "packages": packages(),
     }
     return record, patches
 
@@ -95,10 +97,11 @@ def _hardware(node: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
+    """Versions of the installed packages, by their names in lower case."""
     # One parse of a package's metadata: `name` and `version` of a distribution are one each.
-    packages = [distribution.metadata for distribution in importlib.metadata.distributions()]
-    versions = {m["Name"].lower(): m["Version"] for m in packages if m["Name"]}
+    metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    versions = {m["Name"].lower(): m["Version"] for m in metadata if m["Name"]}
     return dict(sorted(versions.items()))
 
 

@@ -169,6 +169,10 @@ class Telemetry:
         line = {"step": step, "phase": self._phase, "lengths": list(response_lengths)}
         self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
 
+    def digests(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record the digests of a step: a `StepRecord` of `telemetry.digests`."""
+        self._append("digests", {"step": step, "phase": self._phase, **record})
+
     def span(self, lane: str, name: str, start: float, end: float, step: int, **args: Any) -> None:
         """Record work of a lane (`driver`, `rank 0`, ...), in seconds since the epoch.
 
@@ -195,6 +199,11 @@ class Telemetry:
     def nodes(self, infos: Sequence[Mapping[str, Any]]) -> None:
         """Record the facts of all nodes in environment.json; before the first step."""
         self._environment["nodes"] = list(infos)
+        write_json(self.run_dir / "environment.json", self._environment)
+
+    def inputs(self, digests: Mapping[str, Any]) -> None:
+        """Record digests of the run's data and code in environment.json; before the first step."""
+        self._environment["inputs"] = digests
         write_json(self.run_dir / "environment.json", self._environment)
 
     def costs(self, costs: Mapping[str, Any]) -> None:
@@ -270,9 +279,12 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
+_GROWING = ("metrics", "samples", "lengths", "events", "digests")
+
+
 def records_of(run_dir: Path) -> list[Path]:
     """The files that grow with a run."""
-    files = [run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "lengths", "events")]
+    files = [run_dir / f"{name}.jsonl" for name in _GROWING]
     files += [run_dir / "trace.json", *sorted((run_dir / "tensorboard").glob("*"))]
     return [file for file in files if file.is_file()]
 

@@ -129,6 +129,14 @@ def load(run_dir: Path) -> RunData:
     return run
 
 
+def environment_at(run_dir: Path, when: float) -> dict[str, Any]:
+    """The environment of the process that worked on a run at `when` (Unix seconds)."""
+    files = [*run_dir.glob("earlier-*-environment.json"), run_dir / "environment.json"]
+    records = sorted((_read_json(file) for file in files), key=lambda x: float(x.get("time", 0)))
+    begun = [record for record in records if float(record.get("time", 0)) <= when]
+    return (begun or records)[-1]
+
+
 def checkpoints_of(run_dir: Path, which: str) -> dict[int, Path]:
     """The checkpoints that a run has left, by step, ascending.
 

@@ -29,10 +29,12 @@ from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.peak_flops import measure_peak
 from hybridrl.system.rendezvous import address_here, join_group, open_store
+from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency, free_cached_memory
+from hybridrl.workers.digests import digests_of_weights
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.profiling import StepProfile
 from hybridrl.workers.role_factory import RoleFactory
@@ -287,6 +289,13 @@ class BaseWorker:
             seconds = time.perf_counter() - start
             metrics["mfu"] = metrics["flops"] / seconds / self._pool_peak
         return self._reply(metrics)
+
+    @dispatch(Dispatch.SAME)
+    def digest_weights(self) -> Reply[dict[str, dict[str, ShardDigest]]]:
+        """Digests of this rank's shards of all trained weights, by role and parameter."""
+        with self._span("digest"):
+            engines = {name: role.train_engine for name, role in self.trained.items()}
+            return self._reply({name: digests_of_weights(x) for name, x in engines.items()})
 
     @dispatch(Dispatch.SAME)
     def release(self, ids: tuple[SampleId, ...]) -> Reply[int]:

@@ -193,6 +193,11 @@ class Schedule(ABC):
         self.release()
         return {}
 
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Every sample since the last release, in order of dispatch, pending ones too."""
+        return self._ledger.samples
+
     def state_dict(self) -> dict[str, Any]:
         """The state that the next step continues with, in plain JSON types; between steps."""
         return {"steps_done": self._steps_done, "meter": self.meter.state_dict()}

@@ -1,0 +1,90 @@
+"""How far tensors of two replays are apart: of their batches, and of the weights after a step."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """Two tensors of one name: the first element that differs, and the largest difference.
+
+    `most` is infinite for token ids, and where the sizes differ.
+    """
+
+    name: str
+    position: tuple[int, ...]
+    values: tuple[float, float]
+    differing: int
+    size: int
+    most: float
+
+    def __str__(self) -> str:
+        place = ", ".join(map(str, self.position))
+        amount = "" if math.isinf(self.most) else f", at most by {self.most:.3g}"
+        one, other = self.values
+        return (
+            f"{self.name}: {self.differing} of {self.size} elements differ{amount};"
+            f" the first, [{place}], is {one:.9g} and {other:.9g}"
+        )
+
+
+def difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDifference | None:
+    """The difference of two tensors, over what both have of the first dim; None for equal bits."""
+    sizes_differ = one.shape != other.shape
+    if sizes_differ:
+        rows = min(len(one), len(other))
+        one, other = one[:rows], other[:rows]
+    unequal = (one != other) & ~(one.isnan() & other.isnan())
+    places = unequal.nonzero()
+    if not len(places) and not sizes_differ:
+        return None
+    exact = sizes_differ or not one.is_floating_point()
+    most = math.inf if exact else float((one.double() - other.double()).abs().nan_to_num().max())
+    position = tuple(places[0].tolist()) if len(places) else (len(one),)
+    values = (float(one[position]), float(other[position])) if len(places) else (math.nan, math.nan)
+    return TensorDifference(name, position, values, len(places), one.numel(), most)
+
+
+def batch_difference(one: Path, other: Path, key: str) -> TensorDifference | None:
+    """Of the tensor `ID/FIELD` in two folders that `write_batch` wrote; None where it is equal."""
+    tensors = [_batch_tensor(folder, key) for folder in (one, other)]
+    if tensors[0] is None or tensors[1] is None:
+        return None
+    return difference(key, tensors[0], tensors[1])
+
+
+def _batch_tensor(folder: Path, key: str) -> torch.Tensor | None:
+    for file in sorted(folder.glob("tensors_*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if key in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                tensor: torch.Tensor = tensors.get_tensor(key)
+                return tensor
+    return None
+
+
+def weight_difference(one: Path, other: Path) -> list[TensorDifference]:
+    """Of all parameters in two folders of a role's trained weights, one tensor at a time."""
+    sizes = FileSystemReader(one).read_metadata().state_dict_metadata
+    names = [name for name in sizes if name.startswith("model/")]
+    differences = (
+        difference(
+            name.removeprefix("model/"), *(_weights(folder, name) for folder in (one, other))
+        )
+        for name in names
+    )
+    return [x for x in differences if x is not None]
+
+
+def _weights(folder: Path, name: str) -> torch.Tensor:
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata[name]
+    assert isinstance(stored, TensorStorageMetadata), name
+    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
+    state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+    return state[name]

@@ -1,0 +1,401 @@
+"""One step of a run again: `hybridrl replay`. Where it begins, what it runs, whether it is equal.
+
+A replay is a run in a directory of its own. It resumes from the nearest checkpoint before the step
+and stops after it. Then its records and the run's are compared.
+"""
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint import folder
+from hybridrl.checkpoint.folder import Point
+from hybridrl.config import Config, ConfigError, DType, compose
+from hybridrl.config.stored_run import composed_run, overrides_of
+from hybridrl.controller.checkpoints import Origin, changed_settings, settings_of
+from hybridrl.controller.inputs import changed_inputs, inputs_of
+from hybridrl.controller.preflight import PreparedRun, prepare
+from hybridrl.controller.recorded_samples import (
+    RecordedSamples,
+    recorded_batch,
+    recorded_scores,
+)
+from hybridrl.controller.run import Run, running
+from hybridrl.controller.step_digests import step_digests, write_batch
+from hybridrl.flow.sample import NO_RANK
+from hybridrl.flow.schedules import StepResult
+from hybridrl.telemetry.digests import (
+    Comparison,
+    StepRecord,
+    coarse_steps,
+    compare_steps,
+    read_steps,
+    step_lines,
+)
+from hybridrl.telemetry.rundata import environment_at
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 5e-2
+"""How far numbers of two orders of float operations may be apart: in float32, in 16 bits.
+
+Measured in float32: 1.9e-4, of weights after four steps of AdamW at a learning rate of 1e-2.
+"""
+
+_GROUPS = {
+    "cluster", "cost", "cost_critic", "critic", "data", "model", "recipe", "reward",
+    "reward_model", "rollout", "schedule",
+}  # fmt: skip
+_SAME_BITS = (
+    "run.", "telemetry.", "log.", "eval.", "cluster.kind", "cluster.address", "cluster.requeue",
+    "trainer.save_every", "trainer.keep_last", "trainer.resume", "schedule.", "rollout.max_running",
+    "rollout.decode_steps",
+)  # fmt: skip
+"""Settings under which a strict step has the same bits: where it runs, when, and its records."""
+
+
+class ReplayStage(Enum):
+    """The half of a step that is replayed."""
+
+    generate = "generate"  # up to the batch that is trained
+    train = "train"  # on the batch of an earlier replay
+
+
+class Promise(Enum):
+    """What a replay is expected to be, compared with the run."""
+
+    bits = "bit for bit"
+    rounding = "up to the order of float operations"
+    other = "other settings, so it may differ"
+
+
+class BatchComplete(Exception):
+    """The batch of the last step is there, and nothing has been trained on it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRequest:
+    """What is to be replayed, and how.
+
+    `directory` None is a new one in the run's. `overrides` are settings that differ. The checkpoint
+    is one before the step `earliest`, this one by default. With `from_start` a run without one
+    begins anew. With `force` changed data, code and packages pass. With `recorded_rewards` judges
+    are not asked again. With `saves` the weights after the step are written.
+    """
+
+    run_dir: Path
+    step: int
+    directory: Path | None = None
+    stage: ReplayStage | None = None
+    overrides: tuple[str, ...] = ()
+    tolerance: float | None = None
+    earliest: int | None = None
+    from_start: bool = False
+    force: bool = False
+    recorded_rewards: bool = False
+    saves: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayReport:
+    """A replay that has ended: its directory, from where it began, and how it compares.
+
+    `comparisons` are those of step `compared`: the first that differs, or the last.
+    """
+
+    directory: Path
+    step: int
+    begun_after: int
+    promise: Promise
+    tolerance: float
+    compared: int
+    comparisons: tuple[Comparison, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> Comparison | None:
+        """The first value that differs by more than is promised."""
+        over = (c for c in self.comparisons if not c.within(self.tolerance))
+        return next(over, None)
+
+    @property
+    def as_promised(self) -> bool:
+        """Whether it is equal; with other settings nothing is promised."""
+        return self.promise is Promise.other or (bool(self.comparisons) and self.first is None)
+
+    def record(self) -> dict[str, Any]:
+        """All of it, in plain JSON types."""
+        first = self.first
+        return {
+            "replay": str(self.directory),
+            "step": self.step,
+            "begun_after": self.begun_after,
+            "promise": self.promise.value,
+            "equal": bool(self.comparisons) and not any(c.differing for c in self.comparisons),
+            "as_promised": self.as_promised,
+            "first": None if first is None else {
+                "step": self.compared, "stage": first.stage, "name": first.name,
+                "of": first.first, "difference": first.most,
+            },
+        }  # fmt: skip
+
+
+def replay(request: ReplayRequest) -> ReplayReport:
+    """Replay a step and compare it with the run's records.
+
+    Raises ConfigError, before a process starts, where it cannot. Then the run has not made the step
+    or has no checkpoint before it, or data, code or packages have changed.
+    """
+    run_dir, step = request.run_dir, request.step
+    own = request.directory or new_directory(run_dir, step)
+    compose.register()
+    stored = compose_replay(request, own, (), writes=False)
+    _check_step(request, stored)
+    point = starting_point(request, stored)
+    if own.exists() and any(own.iterdir()):
+        raise ConfigError("--dir", own, "a directory that is not there yet, or is empty")
+    config = compose_replay(request, own, request.overrides)
+    before, now = settings_of(stored), settings_of(config)
+    others = changed_settings(before, now)
+    begun_after = point.state["step"] if point else 0
+    prepared, directories = _prepare(request, config), [own]
+    if others and begun_after < step - 1 - (0 if point else stored.warm_start_steps):
+        # The steps before are those of the run; the last one alone has other settings.
+        kept = tuple(x for x in request.overrides if not _touches(x, others))
+        earlier = replace(
+            request, step=step - 1, stage=None, overrides=kept, saves=True,
+            directory=own / "before",
+        )  # fmt: skip
+        of_run = compose_replay(earlier, own / "before", kept)
+        _run(earlier, of_run, _prepare(earlier, of_run), point)
+        directories.insert(0, own / "before")
+        point = folder.read(own / "before" / "final")
+    _run(request, config, prepared, point)
+    promise = promised(before, now, others, stored.strict)
+    tolerance = request.tolerance
+    if tolerance is None:
+        rounded = config.model.compute_dtype is not DType.float32
+        tolerance = 0.0 if promise is Promise.bits else ROUNDED_TOLERANCE if rounded else TOLERANCE
+    compared, comparisons = compare_replay(request, begun_after, directories, tolerance)
+    return ReplayReport(
+        directory=own,
+        step=step,
+        begun_after=begun_after,
+        promise=promise,
+        tolerance=tolerance,
+        compared=compared,
+        comparisons=tuple(comparisons),
+        notes=tuple(prepared.notes),
+    )
+
+
+# -- before a process starts ---------------------------------------------------------------------
+
+
+def new_directory(run_dir: Path, step: int) -> Path:
+    """A directory for the replay of a step, which is not there yet."""
+    first = run_dir / "replays" / f"step_{step:06d}"
+    number, directory = 1, first
+    while directory.exists():
+        number += 1
+        directory = first.with_name(f"{first.name}-{number}")
+    return directory
+
+
+def compose_replay(
+    request: ReplayRequest, own: Path, overrides: Sequence[str], writes: bool = True
+) -> Config:
+    """The run's settings with `overrides`, as a run in the directory `own`."""
+    keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    if "experiment" in keys:
+        raise ConfigError("experiment", "", "settings one by one: those of the run prevail")
+    if "run.dir" in keys:
+        raise ConfigError("run.dir", "", "--dir=DIR, the replay's own directory")
+    stored = overrides_of(request.run_dir, [key for key in keys if key in _GROUPS])
+    config = composed_run(
+        [
+            *stored,
+            f"run.dir='{own}'",
+            "trainer.resume=never",
+            "cluster.requeue=0",
+            "telemetry.loggers=[]",
+            "telemetry.report=false",
+            "telemetry.digests=true",
+            f"trainer.save_every={10**9 if request.saves else 0}",
+            *overrides,
+        ],
+        writes,
+    )
+    for settings in config.eval.sets.values():
+        settings.every = None
+    return config
+
+
+def _check_step(request: ReplayRequest, stored: Config) -> None:
+    """Raise where the run has not made the step."""
+    steps = coarse_steps(request.run_dir)
+    first, last = stored.warm_start_steps + 1, max(steps, default=0)
+    if not first <= request.step <= last:
+        allowed = f"{first} to {last}, the recipe's steps that {request.run_dir} has run"
+        if last < first:
+            allowed = f"a run that has made a step of its recipe, which {request.run_dir} has not"
+        raise ConfigError("--step", request.step, allowed)
+
+
+def starting_point(request: ReplayRequest, stored: Config) -> Point | None:
+    """The nearest whole checkpoint before the step; None for the run's start."""
+    points, damaged = folder.search(request.run_dir)
+    earliest = request.earliest or request.step
+    before = [point for point in points if point.state["step"] < earliest]
+    before.sort(key=lambda point: int(point.state["step"]), reverse=True)
+    for point in before:
+        wrong = folder.changed(point)
+        if not wrong:
+            return point
+        damaged.append(wrong)
+    if earliest == stored.warm_start_steps + 1 or request.from_start:
+        return None
+    there = sorted(int(point.state["step"]) for point in points)
+    allowed = f"a run with a checkpoint before it, which {request.run_dir} has not"
+    if there:
+        allowed = f"{there[0] + 1} or later: the first checkpoint is of step {there[0]}"
+    damages = f"; damaged: {'; '.join(damaged)}" if damaged else ""
+    allowed += f"; --from-start makes all {request.step} steps again{damages}"
+    raise ConfigError("--step", request.step, allowed)
+
+
+def _touches(override: str, keys: Sequence[str]) -> bool:
+    """Whether an override is about one of these settings."""
+    name = override.partition("=")[0].lstrip("+~")
+    return any(key == name or key.startswith(f"{name}.") for key in keys)
+
+
+def _check_inputs(request: ReplayRequest, config: Config, prepared: PreparedRun) -> list[str]:
+    """What has changed since the run; raises for it without `force`."""
+    times = [line["time"] for line in step_lines(request.run_dir) if line["step"] == request.step]
+    environment = environment_at(request.run_dir, times[-1])
+    if "inputs" not in environment:
+        return [f"{request.run_dir} has no digests of its data and code: they are not checked"]
+    now = inputs_of(config, prepared.data)
+    keys = [override.partition("=")[0] for override in request.overrides]
+    changed = changed_inputs(environment, now, keys)
+    if changed and not request.force:
+        allowed = f"what the run had; changed since: {'; '.join(changed)} (--force goes on)"
+        raise ConfigError("run", request.run_dir, allowed)
+    return [f"changed since the run: {line}" for line in changed]
+
+
+def promised(
+    before: Mapping[str, Any], now: Mapping[str, Any], others: Sequence[str], strict: bool
+) -> Promise:
+    """What a replay with settings `now` of a run with those `before` is expected to be."""
+    if others:
+        return Promise.other
+    changed = [key for key in now if now[key] != before.get(key)]
+    if strict and all(key.startswith(_SAME_BITS) for key in changed):
+        return Promise.bits
+    return Promise.rounding
+
+
+# -- the replay ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A replay that has been checked: the run's inputs, recorded samples, notes for the reader."""
+
+    run: PreparedRun
+    batch: RecordedSamples | None
+    scores: RecordedSamples | None
+    notes: list[str]
+
+
+def _prepare(request: ReplayRequest, config: Config) -> _Prepared:
+    """Check a replay before its ranks start; where it is refused, nothing of it stays."""
+    notes, batch, scores = list[str](), None, None
+    try:
+        if request.stage is ReplayStage.train:
+            if config.schedule.entry.may_be_stale:
+                kind = config.schedule.kind.value
+                allowed = (
+                    f"no stage, or generate: the batch of schedule={kind} follows from decoding"
+                )
+                raise ConfigError("--stage", "train", allowed)
+            batch = recorded_batch(request.run_dir, request.step)
+            notes.append(f"the batch is that of {batch.folder}")
+        if request.recorded_rewards:
+            scores = recorded_scores(request.run_dir)
+        prepared = prepare(config)
+        return _Prepared(prepared, batch, scores, notes + _check_inputs(request, config, prepared))
+    except ConfigError:
+        own = Path(config.run.dir)
+        shutil.rmtree(own)  # it holds the settings alone
+        if own.parent.name == "replays" and not any(own.parent.iterdir()):
+            own.parent.rmdir()
+        raise
+
+
+def _run(request: ReplayRequest, config: Config, prepared: _Prepared, point: Point | None) -> None:
+    """Make the steps from `point` to the last one."""
+    graph, batch = prepared.run.graph, prepared.batch
+    if point is not None:
+        numbers = point.state["recipe"]  # of another recipe only those that it shares
+        states = {x: numbers.get(x, value) for x, value in graph.states.items()}
+        point = replace(point, state={**point.state, "recipe": states})
+    with running(config, prepared.run, Origin(settings_of(config), point)) as run:
+        run.executor.recorded = prepared.scores
+        run.warm_start()
+        run.begin_recipe()
+        if batch is not None:
+            run.run_recipe_to(request.step - 1)
+            run.executor.recorded = batch
+        if request.stage is ReplayStage.generate:
+            run.executor.before_update = lambda: _stop_at(run, request.step)
+        try:
+            run.run_recipe_to(request.step)
+        except BatchComplete:
+            _record_batch(run, prepared.run)
+        assert run.schedule is not None
+        write_batch(Path(config.run.dir) / "batch", run.schedule.samples, run.group)
+        if request.saves:
+            run.write_final()
+
+
+def _record_batch(run: Run, prepared: PreparedRun) -> None:
+    """Record the digests of a step that has ended before its update."""
+    assert run.schedule is not None
+    samples = tuple(sample for sample in run.schedule.samples if sample.rank != NO_RANK)
+    run.records.record_samples(samples, run.group.texts)
+    result = StepResult(run.step, (), samples, {}, {}, ())
+    run.telemetry.digests(run.step, step_digests(prepared.graph, result, run.group))
+
+
+def _stop_at(run: Run, step: int) -> None:
+    if run.step == step:
+        raise BatchComplete
+
+
+# -- comparison ----------------------------------------------------------------------------------
+
+
+def compare_replay(
+    request: ReplayRequest, begun_after: int, directories: Sequence[Path], tolerance: float
+) -> tuple[int, list[Comparison]]:
+    """The first step of the replay that differs by more than `tolerance`, or the last one."""
+    theirs = read_steps(request.run_dir)
+    read = read_steps if request.step in theirs else coarse_steps
+    theirs = read(request.run_dir)
+    ours: dict[int, StepRecord] = {}
+    for directory in directories:
+        ours |= read(directory)
+    comparisons: list[Comparison] = []
+    for step in sorted(step for step in ours if begun_after < step <= request.step):
+        batch_only = request.stage is ReplayStage.generate and step == request.step
+        comparisons = compare_steps(theirs[step], ours[step], batch_only) if step in theirs else []
+        if not all(comparison.within(tolerance) for comparison in comparisons):
+            return step, comparisons
+    return request.step, comparisons
