@@ -165,6 +165,15 @@ $(BIN)/.curves: $(BIN)/.core
 curves: $(BIN)/.curves  ## a learning curve of every recipe, as pictures: half an hour and more
 	@$(BIN)/python scripts/curves.py $(ARGS)
 
+# Of its own, as above: the pages need mkdocs and nothing of hybridrl.
+.cache/docs/bin/.installed: pyproject.toml scripts/constraints.txt
+	@scripts/install.sh .cache/docs "$(PYTHON)" $$($(PYTHON) -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+docs-site: .cache/docs/bin/.installed  ## docs/ as a site with search, in build/site; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build -f scripts/docs/mkdocs.yml $(ARGS)
+
 lint: $(BIN)/.dev  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -176,4 +185,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-moe bench-placement bench-long bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-moe bench-placement bench-long bench-vllm
