@@ -31,6 +31,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   submit   a run as a job of Slurm or of Ray     hybridrl submit --help
   status, logs [-f], cancel                      of submitted runs: hybridrl status [RUN|JOB]
   doctor   problems of a run on these nodes      hybridrl doctor --help
+  completion  TAB in your shell                  eval "$(hybridrl completion bash|zsh|fish)"
 
 A run or a plan ends with one JSON line on stdout. Errors a user can mend are one line on stderr,
 exit 2."""
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "blame": partial(_inspect, "blame"),
         "new-recipe": _new_recipe,
         "doctor": _doctor,
+        "completion": _completion,
         **{name: partial(_job_command, name) for name in ("submit", "status", "logs", "cancel")},
     }
     if not args or args[0] in ("-h", "--help"):
@@ -393,6 +395,16 @@ def _new_recipe(args: list[str]) -> None:
     options = parser.parse_args(args)
     folder = new_recipe(options.name, options.source, Path.cwd())
     print(f"{folder}; to run it: hybridrl train recipe=./{folder.name}")
+
+
+def _completion(args: list[str]) -> None:
+    """Print a shell's script, or, after `--`, what the last word may become."""
+    from hybridrl.config import completion
+
+    if args[:1] == ["--"]:
+        print(*completion.complete(args[1:]), sep="\n")
+    else:
+        print(completion.script(" ".join(args)), end="")
 
 
 def _job_command(command: str, args: list[str]) -> None:
