@@ -4,9 +4,9 @@
 
 It grades a request from 0 to 10 by a checksum of its text, so that equal requests get equal grades.
 `--trouble` is the share of requests that it answers with HTTP 429, 500, nonsense, or not at all.
-`GET /counts` has the number of requests, how many were in flight at most, the seconds that they
-were to take and took in all, and those with any in flight. Tests and `scripts/bench/judges.py` use
-it, too.
+`GET /counts` has the number of requests, and how many were in flight at most. Of seconds it has
+those that requests were to take, that they took, and that had any in flight. Tests and
+`scripts/bench/judges.py` use it, too.
 """
 
 import argparse

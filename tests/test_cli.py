@@ -179,7 +179,7 @@ WRONG = [
     ("reward=function", "reward.function=null: wanted a value"),
     (
         "reward=sum +reward.parts={a:{kindd:exact}}",
-        "reward.parts.a.kindd=exact: wanted a known key: one of extract, function, jail",
+        "reward.parts.a.kindd=exact: wanted a known key: one of call, endpoint, extract, function",
     ),
     ("reward=sum +reward.parts={a:{weight:x}}", "reward.parts.a.weight=x: wanted a number"),
     (

@@ -2,9 +2,9 @@
 
     make bench-judges
 
-A stub server in a process of its own takes 0.5 to 1.5 x `--delay` for each request, and answers a
-share of them with HTTP 429, HTTP 500 or nonsense, or drops the connection. The bound is N requests
-in flight over the mean seconds of a request; every request counts, those that fail, too. Sides:
+A stub server in a process of its own takes 0.5 to 1.5 x `--delay` for each request. To a share of
+them it answers with HTTP 429, HTTP 500 or nonsense, or drops the connection. The bound is N
+requests in flight over the mean seconds of a request. All requests count. Sides:
 `pool` is the judge alone, all responses there at once. `serial` and `fused` are steps of a run with
 a tiny model on two ranks. Seconds without a request in flight do not count: a run does other
 things, too. Prints one JSON object a line. `ratio` is requests per second over the bound; it also

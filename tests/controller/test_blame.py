@@ -14,6 +14,8 @@ from hybridrl.controller.blame import blame
 from hybridrl.telemetry.digests import FILE, read_steps
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.layouts  # whole runs
+
 SHORT = ["cluster.ranks=1", "trainer.steps=2", "trainer.save_every=1", "trainer.mini_batches=1"]
 RATE = "trainer.optim.lr=2e-2"
 

@@ -69,6 +69,7 @@ FEW = ["trainer.steps=2", "eval.sets.main.num_prompts=2", "eval.sets.main.every=
 FUSED = ["schedule=fused", "schedule.migration_threshold=6", "rollout.decode_steps=2"]
 
 
+@pytest.mark.layouts
 def test_serial_and_fused_train_on_the_same_batch(
     train_here: Callable[..., Any], tiny_run: list[str], judge: Any, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_serial_and_fused_train_on_the_same_batch(
     assert sum(judge.asked.values()) <= asked * 2
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("schedule", ["serial", "fused", "partial"])
 def test_a_function_sees_whole_groups(
     schedule: str,
@@ -131,6 +133,7 @@ def test_an_async_function_is_known_without_a_setting(
     assert "judge reward starts on the driver's node" in log
 
 
+@pytest.mark.layouts
 def test_a_spent_budget_ends_the_run_which_resumes(
     command: Callable[..., Any],
     tiny_run: list[str],

@@ -12,6 +12,8 @@ from hybridrl.controller.checkpoints import Checkpoints
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.layouts  # whole runs
+
 ALL = ["telemetry.samples=all", "warm_start.steps=1", "eval.sets.main.every=null"]
 
 

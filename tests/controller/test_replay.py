@@ -17,6 +17,8 @@ from hybridrl.controller.replay import Promise, ReplayReport, ReplayRequest, Rep
 from hybridrl.telemetry.digests import FILE, read_steps
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.layouts  # whole runs
+
 RLOO = ("recipe=rloo", "trainer.mini_batches=1")
 
 
@@ -230,6 +232,7 @@ def test_recorded_rewards(run: Path, tmp_path: Path) -> None:
     assert differing(taken) == []
 
 
+@pytest.mark.slow
 def test_the_command(run: Path) -> None:
     def command(*args: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -20,7 +20,8 @@ from hybridrl.config import (
     RewardKind,
     SourceConfig,
 )
-from hybridrl.controller.preflight import _check_tests, build_recipe
+from hybridrl.controller.preflight import build_recipe
+from hybridrl.controller.preflight_judges import check_rows
 from hybridrl.rewards import RewardInput, RewardPool, jail, validate_reward
 from hybridrl.rewards.code import judge_program, parse_tests, program_in, same_text, same_value
 from hybridrl.rewards.jail import Jail, JailError, JailResult, Mechanism, run
@@ -161,11 +162,11 @@ def test_a_row_without_tests_is_refused_before_a_run() -> None:
     def data(*rows: dict[str, Any], source: str = "mine") -> Any:
         return [SimpleNamespace(source=source, item=row) for row in rows]
 
-    _check_tests(settings, graph, data(good, bad))
+    check_rows(settings, graph, data(good, bad))
     settings.reward = RewardConfig(kind=RewardKind.code)
-    _check_tests(settings, graph, data(good, good))
+    check_rows(settings, graph, data(good, good))
     with pytest.raises(ConfigError) as caught:
-        _check_tests(settings, graph, data(good, bad))
+        check_rows(settings, graph, data(good, bad))
     assert str(caught.value) == (
         "data.sources.mine.answer_column=answer: wanted a column with tests in every row, "
         "for reward.kind=code (unit tests without assert, or of unittest: '2+2')"
@@ -174,9 +175,9 @@ def test_a_row_without_tests_is_refused_before_a_run() -> None:
     own = SourceConfig(name="own.jsonl")
     settings.eval.sets["own"] = EvalSetConfig(source=own)
     with pytest.raises(ConfigError, match=r"^eval.sets.own.source.answer_column=answer: wanted"):
-        _check_tests(settings, graph, data(bad, source="eval.sets.own"))
+        check_rows(settings, graph, data(bad, source="eval.sets.own"))
     settings.eval.sets["own"] = EvalSetConfig(source=own, reward=RewardConfig())
-    _check_tests(settings, graph, data(bad, source="eval.sets.own"))
+    check_rows(settings, graph, data(bad, source="eval.sets.own"))
 
 
 def test_a_sample_ends_within_its_time() -> None:

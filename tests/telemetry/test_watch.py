@@ -61,21 +61,19 @@ def address(sampled_run: Path) -> Iterator[str]:
 
 def rows(page: Any) -> list[str]:
     """The ids of the samples that are listed."""
-    page.wait_for_load_state("networkidle")
+    page.wait_for_selector("#samples[aria-busy=false]", state="attached")
     return page.locator("#samples article").evaluate_all("rows => rows.map(r => r.dataset.key)")
 
 
 def choose(page: Any, **filters: str) -> list[str]:
     """The samples that are listed with these filters, and no others."""
     page.locator("#filters button[type=reset]").click()
-    page.wait_for_load_state("networkidle")
     for name, value in filters.items():
         setting = page.locator(f"#filters [name={name}]")
         if setting.evaluate("s => s.tagName") == "SELECT":
             setting.select_option(value)
         else:
             setting.fill(value)
-    page.wait_for_timeout(400)  # the page waits until the reader has typed
     return rows(page)
 
 

@@ -7,13 +7,18 @@ const bound = (name, label, step) => make("input", { type: "number", name, step,
 const option = (value, text) => make("option", { value }, text);
 
 function sampleViewer() {
-  let typing = 0;
+  let waiting = 0;
+  const searchAfter = (ms) => {
+    viewer.list.ariaBusy = "true";
+    viewer.asked++; // a reply to come is out of date
+    clearTimeout(waiting);
+    waiting = setTimeout(search, ms);
+  };
   viewer.list = make("div", { class: "rows", id: "samples" });
   viewer.lead = make("p", { class: "lead" });
   viewer.note = make("p", { class: "soft", id: "note", role: "status" });
   viewer.more = make("button", { type: "button", id: "more", hidden: "", onclick: () => ((viewer.extended = true), search(viewer.next)) }, "Earlier samples");
-  viewer.form = make("form", { class: "filters card", id: "filters", onsubmit: (event) => (event.preventDefault(), search()), onreset: () => setTimeout(search),
-    oninput: () => (clearTimeout(typing), (typing = setTimeout(search, 250))) },
+  viewer.form = make("form", { class: "filters card", id: "filters", onsubmit: (event) => (event.preventDefault(), search()), onreset: () => searchAfter(0), oninput: () => searchAfter(250) },
     field("Text", make("input", { type: "search", name: "text", placeholder: "in prompt or response" })),
     field("Step", make("input", { type: "number", name: "step", min: 0, placeholder: "all" })),
     field("Reward", bound("min_reward", "least reward", "any"), bound("max_reward", "most reward", "any")),
@@ -42,6 +47,7 @@ function refreshSamples() {
 // Lists `missing` more samples from a position, or anew. The server answers after two seconds of search with what it has.
 async function search(from = null, missing = PAGE) {
   const mine = ++viewer.asked;
+  viewer.list.ariaBusy = "true";
   const params = new URLSearchParams([...new FormData(viewer.form)].filter(([, value]) => value !== ""));
   if (from) {
     params.set("from_step", from.step);
@@ -63,6 +69,7 @@ async function search(from = null, missing = PAGE) {
   viewer.more.hidden = !more || left > 0;
   const listed = viewer.list.children.length;
   viewer.note.textContent = !answer.ok ? text : left > 0 ? `Searching before step ${more.step + 1} ...` : listed ? "" : "None.";
+  viewer.list.ariaBusy = String(left > 0);
   if (left > 0) await search(more, left);
 }
 
