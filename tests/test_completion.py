@@ -1,11 +1,13 @@
 """TAB after `hybridrl`, pressed in a real bash."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hybridrl import cli
 from hybridrl.config import completion
 
 HYBRIDRL = Path(sys.executable).parent / "hybridrl"
@@ -53,6 +55,14 @@ def press_tab(line: str) -> list[str]:
 )
 def test_bash_offers(line: str, wanted: str) -> None:
     assert wanted in press_tab(line)
+
+
+@pytest.mark.parametrize("command", ["watch", "compare", "replay", "blame"])
+def test_every_option_is_offered(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    assert options == set(completion.OPTIONS[command])
 
 
 def test_nothing_is_offered_for_what_is_none() -> None:

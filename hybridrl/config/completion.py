@@ -19,8 +19,11 @@ OPTIONS = {
     "report": (),
     "watch": ("--help", "--port", "--host"),
     "compare": ("--help", "--out"),
-    "replay": ("--step", "--stage", "--force"),
-    "blame": (),
+    "replay": (
+        "--help", "--step", "--stage", "--dir", "--tolerance", "--from-start",
+        "--recorded-rewards", "--save", "--force",
+    ),
+    "blame": ("--help", "--tolerance", "--no-replay", "--from-start", "--force"),
     "new-recipe": ("--help", "--from"),
     "submit": ("--help", "--dry-run", "--multirun", "--config-dir"),
     "status": (),
@@ -28,9 +31,9 @@ OPTIONS = {
     "cancel": (),
     "doctor": ("--help", "--json"),
     "completion": ("bash", "zsh", "fish"),
-}
+}  # fmt: skip
 """Every command with its options and fixed words."""
-WITH_KEYS = ("train", "eval", "plan", "submit", "doctor")
+WITH_KEYS = ("train", "eval", "plan", "submit", "doctor", "replay")
 
 SCRIPTS = {
     "bash": """_hybridrl() {
