@@ -54,6 +54,8 @@ def composed(example: str) -> Config:
 def value(config: Any, key: str) -> Any:
     """The value at a dotted key of dataclasses and dicts; None where a dict has none."""
     for name in key.split("."):
+        if config is None:
+            return None
         config = config.get(name) if isinstance(config, dict) else getattr(config, name)
     return config
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from hybridrl.controller.checkpoints import Checkpoints
 from hybridrl.telemetry.records import read_lines
 
-TIMES = ("time", "_s", "bubble_share")  # of keys that time decides
+TIMES = ("time", "_s", "bubble_share", "mfu")  # of keys that time decides
 STRICT = [
     "deterministic=strict", "trainer.steps=6", "trainer.save_every=3", "trainer.optim.lr=1e-2",
     "trainer.optim.schedule=linear", "eval.sets.main.every=2", "eval.sets.main.num_prompts=2",

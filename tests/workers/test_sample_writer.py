@@ -157,6 +157,7 @@ def write_without_end(run: Path) -> None:
         writer.put(step, "rl", samples)
 
 
+@pytest.mark.layouts
 def test_a_killed_writer_leaves_whole_files_alone(tmp_path: Path) -> None:
     """`kill -9` at any moment of a write: what matches `*.parquet` is readable."""
     for number in range(5):
