@@ -16,6 +16,7 @@ RUN_BY = "run by "
 BY_DRIVER = "the driver of test_logical_gpus.py runs it"
 """The reason of lines that this test runs."""
 NOT_RUN = (
+    "a profile of a GPU needs one",
     "a dry run joins without a worker, and calls it itself",
     "doctor measures a device, and a fake one has no times",
     "needs torchao, which is not installed here: make test-adamw8bit runs it on a CPU",
