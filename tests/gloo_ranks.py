@@ -153,7 +153,7 @@ class _Ranks:
         for number, rank in enumerate(ranks):
             file = self._rendezvous / str(self._calls)
             rank.pipe.send((bytes(payload), self._calls, number, size, file, records))
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         answers = [_answer(rank, end - time.monotonic()) for rank in ranks]
         errors = [error for _, error in answers if error]
         if errors:
