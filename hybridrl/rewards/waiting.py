@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.rewards.endpoint import BudgetSpent
@@ -70,8 +69,9 @@ class WaitingJudge:
         """What an endpoint was asked so far: see `Endpoint`."""
         alone = not (config.kind.asks or config.waits)
         self._num_processes = config.num_processes if alone else 1
-        self._window = 1 if alone else config.max_in_flight
-        self._window = 1 << 30 if config.kind.asks else self._window
+        self._window: float = 1 if alone else config.max_in_flight
+        if config.kind.asks:
+            self._window = math.inf
         self._queue: deque[_Unit] = deque()
         self._lock = threading.Lock()
         self._wake, self._waker = Pipe(duplex=False)
@@ -102,17 +102,6 @@ class WaitingJudge:
                 self._closed = True
                 self._waker.send_bytes(b"0")
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- the thread ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ConfigError, JudgeConfig, RewardCall, RewardKind, SourceConfig
+from hybridrl.config import JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards import jail
 from hybridrl.rewards.endpoint import BudgetSpent, Endpoint, EndpointError, EndpointTimeout
 from hybridrl.rewards.results import TIMEOUT, JudgeAnswer, failure
@@ -28,7 +28,7 @@ from hybridrl.rewards.verifiers import (
     of_several,
     user_function,
 )
-from hybridrl.rewards.worker import jail_of, limit_process, waits
+from hybridrl.rewards.worker import jail_of, limit_process, start_failure, waits
 
 Unit = Sequence[RewardInput]
 JudgeUnit = Callable[[Unit], Awaitable[list[JudgeAnswer]]]
@@ -117,7 +117,7 @@ async def answered(judge: JudgeUnit, unit: Unit, timeout_s: float) -> list[Any]:
 
 
 async def serve(connection: Connection, judge: JudgeUnit, config: JudgeConfig, counts: Any) -> None:
-    """JudgeUnit units until the parent closes the connection.
+    """Judge units until the parent closes the connection.
 
     Each is answered by `[number, answers, counts]`.
     """
@@ -165,11 +165,8 @@ async def run(
             assert config.kind is RewardKind.function, config.kind
             judge = function_judge(config)
         answer(["ready", jail_of(config), waits(config)])
-    except ConfigError as error:
-        answer(["ConfigError", error.key, str(error.value), error.allowed])
-        return
     except BaseException as error:
-        answer(["Error", f"{type(error).__name__}: {error}"])
+        answer(start_failure(error))
         return
     await serve(connection, judge, config, counts)
 

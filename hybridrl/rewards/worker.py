@@ -107,11 +107,8 @@ def main(descriptor: int, parent: int) -> None:
     try:
         judge = make_judge(config, sources)
         answer(["ready", jail_of(config), waits(config)])
-    except ConfigError as error:
-        answer(["ConfigError", error.key, str(error.value), error.allowed])
-        return
     except BaseException as error:
-        answer(["Error", f"{type(error).__name__}: {error}"])
+        answer(start_failure(error))
         return
     with contextlib.suppress(EOFError):
         while True:
@@ -120,6 +117,13 @@ def main(descriptor: int, parent: int) -> None:
             for start in range(0, len(chunk), size):
                 for one in judged(judge, chunk[start : start + size]):
                     answer(one)
+
+
+def start_failure(error: BaseException) -> list[str]:
+    """The first answer of a process whose judge cannot be built; see `JudgeProcess.set_ready`."""
+    if isinstance(error, ConfigError):
+        return ["ConfigError", error.key, str(error.value), error.allowed]
+    return ["Error", f"{type(error).__name__}: {error}"]
 
 
 def jail_of(config: JudgeConfig) -> str:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def pool(url: str, options: argparse.Namespace) -> None:
         url=url, model="stub", template=TEMPLATE, backoff_s=0.1, retries=10, cache=False
     )
     config = JudgeConfig(kind=RewardKind.chat, endpoint=endpoint, max_in_flight=options.in_flight)
-    with WaitingJudge(config) as judge:
+    with closing(WaitingJudge(config)) as judge:
         futures = [judge.submit([RewardInput("", str(i), "")]) for i in range(options.responses)]
         assert all(result.status == "ok" for f in futures for result in f.result())
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def config_of(stub: Any, kind: str = "chat", call: str = "sample", **settings: A
 def judged(
     config: RewardConfig, units: Sequence[Sequence[str]], replies: Path | None = None
 ) -> list[list[RewardResult]]:
-    with WaitingJudge(config, replies=replies) as judge:
+    with closing(WaitingJudge(config, replies=replies)) as judge:
         futures = [
             judge.submit([RewardInput("P", r, "A", {"question": "Q"}) for r in unit])
             for unit in units
@@ -75,7 +76,7 @@ def test_one_that_hangs_holds_no_other_up() -> None:
     """The last of many is judged while the first still hangs."""
     with StubJudge(trouble=lambda text, attempt: "hang" if text == "slow" else None) as stub:
         config = config_of(stub, timeout_s=2.0, retries=0, max_in_flight=2)
-        with WaitingJudge(config) as judge:
+        with closing(WaitingJudge(config)) as judge:
             slow = judge.submit([RewardInput("", "slow", "")])
             others = [judge.submit([RewardInput("", str(i), "")]) for i in range(50)]
             for i, future in enumerate(others):
@@ -147,7 +148,7 @@ def test_replies_are_kept_and_shared(tmp_path: Path) -> None:
     with StubJudge(delay=lambda: 0.05) as stub:
         config = config_of(stub)
         file = tmp_path / "judges" / "reward.jsonl"
-        with WaitingJudge(config, replies=file) as judge:
+        with closing(WaitingJudge(config, replies=file)) as judge:
             for _ in range(2):
                 futures = [judge.submit([RewardInput("", "same", "")]) for _ in range(5)]
                 assert {f.result(60)[0].reward for f in futures} == {grade("same") / 10}

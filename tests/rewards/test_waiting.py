@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def unit(*responses: str) -> list[RewardInput]:
 
 
 def judged(config: RewardConfig, *units: list[RewardInput]) -> list[list[RewardResult]]:
-    with WaitingJudge(config) as judge:
+    with closing(WaitingJudge(config)) as judge:
         return [future.result(60) for future in [judge.submit(each) for each in units]]
 
 
@@ -182,7 +183,7 @@ def test_a_closed_judge_resolves_what_it_has(make: Make) -> None:
 
 
 def test_a_judge_that_cannot_start_says_why(make: Make) -> None:
-    with WaitingJudge(make("nothing", waits=True)) as judge:
+    with closing(WaitingJudge(make("nothing", waits=True))) as judge:
         with pytest.raises(ConfigError, match=r"reward\.function"):
             judge.submit(unit("a")).result(60)
         with pytest.raises(ConfigError, match=r"reward\.function"):
