@@ -64,6 +64,9 @@ test: $(BIN)/.dev  ## fast tests, on CPU
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
 	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow"  # each has up to four ranks
 
+test-pages: $(BIN)/.dev  ## the report and `hybridrl watch` in a browser, which scripts/install_browser.sh installs
+	$(PYTEST) -q $(PARALLEL) -n 2 -m browser tests/telemetry
+
 test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machine
 	$(PYTEST) -q -m "ray and not slow"
 
@@ -185,4 +188,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-moe bench-placement bench-long bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-moe bench-placement bench-long bench-vllm

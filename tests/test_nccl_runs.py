@@ -218,6 +218,7 @@ def switch_logs(size: int, plan: Plan, bucket_bytes: int) -> list[Log]:
 LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("layouts_of", "size"),
     [

@@ -112,6 +112,7 @@ def clone(
     return folder
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("command", parameters("fast"))
 def test_commands(command: Command, tmp_path: Path) -> None:
     run(command, tmp_path, Path(sys.executable).parent)

@@ -137,6 +137,7 @@ def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None
     check(ranks, make_source(tied=True), tmp_path / "saved", FSDP, FSDP, TP)
 
 
+@pytest.mark.layouts
 def test_so_does_muon(ranks, make_source, tmp_path) -> None:
     source = make_source(tied=True)
     check(ranks, source, tmp_path / "saved", FSDP, FSDP, TP, name=OptimName.muon)

@@ -55,6 +55,7 @@ def test_one_answer_judged_in_two_ways_counts_by_its_share():
     assert maj_at_k((True, False, False), ("a", "a", "b"), 3) == 0.5
 
 
+@pytest.mark.layouts
 def test_agrees_with_verl_on_stored_responses():
     """verl's mean@n is avg@n. Its best@k and maj@k draw with replacement, ours without."""
     from verl.trainer.ppo.metric_utils import process_validation_metrics

@@ -39,6 +39,7 @@ def runs(
     }
 
 
+@pytest.mark.layouts
 def test_the_reward_is_the_weighted_sum(runs: dict[str, Any]) -> None:
     """Whatever the schedule; each part is in the records and a metric."""
     responses = {}

@@ -42,7 +42,8 @@ def conversation(n: int) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.layouts)])
+@pytest.mark.layouts
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_loss_is_that_of_transformers_on_the_assistants_tokens(
     train_here: Callable[..., Any],
     tiny_run: list[str],

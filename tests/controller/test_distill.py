@@ -35,6 +35,7 @@ def make_sure(path: Path, **shape: int) -> Path:
     return path
 
 
+@pytest.mark.layouts
 def test_the_student_comes_near_the_teacher(
     train_here: Callable[..., Any],
     tiny_run: list[str],
@@ -79,6 +80,7 @@ def test_the_student_comes_near_the_teacher(
     assert sum(kl[-4:]) < 0.9 * sum(kl[:4])
 
 
+@pytest.mark.layouts
 def test_by_default_the_teacher_is_the_start(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
@@ -173,6 +175,7 @@ def check_step(
     assert 0 < line["teacher_mass"] < 1
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_likeliest_tokens_of_two_teachers(
     train_here: Callable[..., Any],
@@ -195,6 +198,7 @@ def test_the_likeliest_tokens_of_two_teachers(
     check_step(run, start, lambda x, ids, num: of_response(models[x.id.prompt % 2], ids, num))
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_policy_that_has_read_the_answer(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path, layout: list[str]

@@ -31,6 +31,7 @@ def averaged(flow, cfg):
 """
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     "more",
     [
@@ -73,6 +74,7 @@ def test_it_is_the_average_of_the_checkpoints(
     assert moved[0] < 1e-6 < 1e-4 < moved[-1]  # the average lags behind what samples
 
 
+@pytest.mark.layouts
 def test_ppo_ewma_is_a_setting(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

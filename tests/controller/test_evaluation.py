@@ -61,6 +61,7 @@ def evaluated(run: Path, name: str) -> list[int]:
     return [line["step"] for line in lines if any(k.startswith(f"eval/{name}/") for k in line)]
 
 
+@pytest.mark.layouts
 def test_each_set_has_its_own_steps_samples_and_judge(run: Path) -> None:
     assert evaluated(run, "main") == [1, 4, 5]  # the recipe begins after step 1 and ends at 5
     assert evaluated(run, "drawn") == [1, 3, 5]
@@ -83,6 +84,7 @@ def test_each_set_has_its_own_steps_samples_and_judge(run: Path) -> None:
     }
 
 
+@pytest.mark.layouts
 def test_checkpoints_are_listed_by_step(run: Path) -> None:
     everything = checkpoints_of(run, "all")
     assert list(everything) == [1, 3, 5]

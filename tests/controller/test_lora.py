@@ -49,6 +49,7 @@ def test_what_cannot_be_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.layouts
 def test_a_short_run_trains_adapters_of_actor_and_critic(
     make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
 ) -> None:

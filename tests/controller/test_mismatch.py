@@ -9,6 +9,7 @@ import pytest
 FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "ess_sequence")]
 
 
+@pytest.mark.layouts
 def test_the_recorded_mismatch_is_that_of_the_samples(
     train_here: Callable[..., Any], tiny_run: list[str], user_code: Path, tmp_path: Path
 ) -> None:
@@ -34,6 +35,7 @@ def test_the_recorded_mismatch_is_that_of_the_samples(
         assert not [name for name in line if name.startswith("staleness/")]
 
 
+@pytest.mark.layouts
 def test_a_correction_weighs_the_update(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ def change(run: Any, folder: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name",
     [
-        "fused",
+        pytest.param("fused", marks=pytest.mark.layouts),
         pytest.param("critic of tp 2", marks=pytest.mark.slow),
         pytest.param("split, fused", marks=pytest.mark.layouts),
         pytest.param("split", marks=pytest.mark.slow),
@@ -124,6 +124,7 @@ def test_a_pool_of_its_own_works_while_the_other_does(run_of: Callable[[str], An
     assert lanes == {"rank 2"}
 
 
+@pytest.mark.layouts
 def test_the_critic_warms_up_alone(run_of: Callable[[str], Any]) -> None:
     """In the first step the actor is left as it is; in the others both take every mini-batch."""
     first, *rest = rl_lines(run_of("serial"))
@@ -141,6 +142,7 @@ def test_the_critic_warms_up_alone(run_of: Callable[[str], Any]) -> None:
     assert {line["critic/explained_variance"] != 0 for line in rest} == {True}
 
 
+@pytest.mark.layouts
 def test_the_coefficient_follows_the_kl(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

@@ -16,11 +16,20 @@ from hybridrl.telemetry.records import read_lines
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml"))
 
+FAST = {"sft", "rm", "dpo", "grpo", "ppo", "distill"}
+"""One of each kind of recipe; the others differ in a loss or an advantage, which have own tests."""
+
 TRAINED = {"rm": "reward/"}
 """Prefix of metrics and folder of what a recipe trains, where that is not the actor."""
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "rloo recipe.kl_coef=0.05"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FAST else pytest.mark.layouts)
+        for name in [*RECIPES, "rloo recipe.kl_coef=0.05"]
+    ],
+)
 def test_a_recipe_runs_by_its_defaults(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path, name: str
 ) -> None:

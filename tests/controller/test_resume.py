@@ -94,6 +94,7 @@ def ended(run_dir: Path, copy: Path, step: int) -> Path:
     return copy
 
 
+@pytest.mark.layouts
 def test_it_goes_on_as_if_it_had_not_ended(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

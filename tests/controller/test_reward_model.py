@@ -30,6 +30,7 @@ def lines(run: Any, key: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(run.dir / "metrics.jsonl") if key in line]
 
 
+@pytest.mark.layouts
 def test_the_recorded_accuracy_is_that_of_transformers(run: Any) -> None:
     """Of the saved model, on the same held-out pairs."""
     path = run.dir / "final" / "reward"
@@ -56,6 +57,7 @@ def test_the_recorded_accuracy_is_that_of_transformers(run: Any) -> None:
     assert lines(run, "eval_accuracy")[0]["eval_accuracy"] == 0.5  # its head begins at zero
 
 
+@pytest.mark.layouts
 def test_it_learns_and_the_actor_stays(run: Any) -> None:
     losses = [line["reward/loss"] for line in lines(run, "reward/loss")]
     assert len(losses) == 6
@@ -70,6 +72,7 @@ def test_it_learns_and_the_actor_stays(run: Any) -> None:
     assert run.stored == [0, 0]
 
 
+@pytest.mark.layouts
 def test_it_judges_and_begins_other_runs(
     run: Any, make_config: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

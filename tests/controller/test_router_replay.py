@@ -69,6 +69,7 @@ def test_fused_trains_on_what_serial_trains_on(
             assert all("routed_experts" in sample.tensors for sample in step.samples)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_of_the_old_policys_pass(run_of: Callable[..., Any], dtype: str) -> None:
     """On the generation instance, or with weights of another format by the train engine."""
@@ -85,10 +86,13 @@ def test_experts_of_the_old_policys_pass(run_of: Callable[..., Any], dtype: str)
 def test_generation_in_another_format_trains_closer_with_its_experts(
     run_of: Callable[..., Any],
 ) -> None:
-    """What router replay is for: bfloat16 against float32, the same samples."""
-    settings = ["rollout.dtype=bfloat16", "trainer.steps=1"]
+    """What router replay is for: bfloat16 against float32, the same samples.
+
+    Among 32 experts many tokens meet another one, whatever this processor's bfloat16 rounds to.
+    """
+    settings = ["rollout.dtype=bfloat16", "trainer.steps=1", "model.tiny.num_experts=32"]
     with_replay, without = run_of(*settings), run_of(*settings, "trainer.router_replay=off")
-    gaps = [run.metrics[0]["mismatch/max"] for run in (with_replay, without)]
+    gaps = [run.metrics[0]["mismatch/kl"] for run in (with_replay, without)]
     assert gaps[0] < gaps[1]
 
 

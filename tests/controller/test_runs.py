@@ -50,6 +50,7 @@ PLAIN_DESCENT = [
 ]
 
 
+@pytest.mark.layouts
 def test_one_rank_and_two_ranks_agree(
     run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert "not finite" in status["reason"]
 
 
+@pytest.mark.layouts
 def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
     run_here: Callable[..., list[StepResult]], user_rewards: Path, tmp_path: Path
 ) -> None:
@@ -220,6 +222,7 @@ def test_programs_are_judged_in_a_run(
     assert {sample["status"] for sample in samples if sample["phase"] == "rl"} == {"ok"}
 
 
+@pytest.mark.layouts
 def test_a_step_without_samples_is_said_once(
     run_here: Callable[..., list[StepResult]], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -112,6 +113,7 @@ def _planned(model: str, case: tuple[str, int, Layout, int]) -> int:
     return max(stage.saving()["parameter being saved"] for stage in sizes)
 
 
+@pytest.mark.layouts
 def test_saving_takes_what_the_plan_says(
     fresh_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def changed(run: Any) -> bool:
     return all(not torch.equal(start[name], value) for name, value in weights(run).items())
 
 
+@pytest.mark.layouts
 def test_serial_and_fused_are_equal_bit_for_bit(run: Callable[..., Any]) -> None:
     """After three steps: every parameter, and each sample's tokens, log-probabilities, reward."""
     serial = run("serial", STRICT)

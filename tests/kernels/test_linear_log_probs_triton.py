@@ -120,6 +120,7 @@ def _capped_and_biased(cases):
     return results
 
 
+@pytest.mark.layouts
 @needs_triton
 def test_interpreted_cap_and_bias_equal_float64(fresh_ranks):
     cases = [
@@ -157,6 +158,7 @@ def _sharded_interpreted(cases):
     return results
 
 
+@pytest.mark.layouts
 @needs_triton
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_interpreted_shards_equal_float64(fresh_ranks, size):

@@ -169,6 +169,7 @@ EXPERT_PAIRS = [
 ]
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("grouping", [Grouping.strided, Grouping.vanilla])
 @pytest.mark.parametrize(
     ("ranks", "every"), [(2, 1), (3, 1), (4, 7), (6, 19), (8, 47), *MANY], ids=str

@@ -114,6 +114,7 @@ def test_the_command_prints_a_table_and_one_line(
     assert record["groups"][1]["metrics"]["eval_accuracy"]["mean"] == pytest.approx(0.8)
 
 
+@pytest.mark.browser
 def test_the_page_in_a_browser(viewer: Any, runs: list[Path], tmp_path: Path) -> None:
     page = viewer.open(render(grouped([load(run) for run in runs]), tmp_path / "page.html"))
     assert viewer.errors == []

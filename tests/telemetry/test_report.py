@@ -26,6 +26,7 @@ def report(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return render(copy)
 
 
+@pytest.mark.browser
 def test_nothing_is_fetched_and_nothing_complains(viewer: Any, report: Path) -> None:
     for dark in (False, True):
         page = viewer.open(report, dark=dark)
@@ -61,6 +62,7 @@ CHARTS = [
 ]
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(("chart", "key", "count"), CHARTS)
 def test_a_chart_has_every_point_and_the_recorded_last_value(
     page: Any, report: Path, chart: str, key: str, count: int
@@ -81,6 +83,7 @@ def test_a_chart_has_every_point_and_the_recorded_last_value(
     assert float(box.locator(".last").get_attribute("data-value")) == values[-1]
 
 
+@pytest.mark.browser
 def test_a_point_lies_where_its_axes_say(page: Any, report: Path) -> None:
     svg = page.locator('[data-chart="accuracy"] svg')
     circles = svg.locator("circle").evaluate_all(
@@ -101,6 +104,7 @@ def test_a_point_lies_where_its_axes_say(page: Any, report: Path) -> None:
     ]
 
 
+@pytest.mark.browser
 def test_the_headline_is_the_recorded_accuracy(page: Any, report: Path) -> None:
     rows = [r for r in read_lines(report.parent / "metrics.jsonl") if "eval_accuracy" in r]
     before = [r for r in rows if r["phase"] == "warm_start"][-1]["eval_accuracy"]
@@ -113,6 +117,7 @@ def test_the_headline_is_the_recorded_accuracy(page: Any, report: Path) -> None:
     assert page.locator("#state").inner_text() == "finished"
 
 
+@pytest.mark.browser
 def test_the_tooltip_names_step_and_value(page: Any, report: Path) -> None:
     box = page.locator('[data-chart="reward"] .plot')
     box.scroll_into_view_if_needed()
@@ -126,6 +131,7 @@ def test_the_tooltip_names_step_and_value(page: Any, report: Path) -> None:
     ]
 
 
+@pytest.mark.browser
 def test_the_timeline_of_the_chosen_step_is_drawn(page: Any, report: Path) -> None:
     box = page.locator("#timeline")
     spans, _ = read_timeline(report.parent / "trace.json")
@@ -153,6 +159,7 @@ def test_the_timeline_of_the_chosen_step_is_drawn(page: Any, report: Path) -> No
         assert box.locator('button[aria-pressed="true"]').count() == 1
 
 
+@pytest.mark.browser
 def test_memory_of_each_rank_over_time(page: Any, report: Path) -> None:
     """A curve a rank, of what is in use on its device, not smoothed."""
     box = page.locator('[data-chart="memory"]')
@@ -175,6 +182,7 @@ def test_memory_of_each_rank_over_time(page: Any, report: Path) -> None:
     assert value in ("rank 0 40.00", "rank 0 110.0")
 
 
+@pytest.mark.browser
 def test_lengths_and_switches_equal_the_records(page: Any, report: Path) -> None:
     rows = read_lines(report.parent / "lengths.jsonl")
     legend = page.locator("#lengths .legend").inner_text()
@@ -193,6 +201,7 @@ def test_lengths_and_switches_equal_the_records(page: Any, report: Path) -> None
     assert cells[0][3] == f"{switched[0]['seconds'] * 1e3:.1f} ms"
 
 
+@pytest.mark.browser
 def test_what_a_model_wrote_is_shown_as_text(page: Any, report: Path) -> None:
     responses = page.locator("#samples pre.response").all_inner_texts()
     assert "<script>document.title = 'owned'</script><b>7</b>" in responses
@@ -200,6 +209,7 @@ def test_what_a_model_wrote_is_shown_as_text(page: Any, report: Path) -> None:
     assert page.locator("#samples pre b").count() == 0
 
 
+@pytest.mark.browser
 def test_samples_can_be_chosen_by_step_and_reward(page: Any, report: Path) -> None:
     rows = [r for r in read_lines(report.parent / "samples.jsonl") if r["step"] == 70]
     page.locator("select").select_option(label="rl step 70")
@@ -214,6 +224,7 @@ def test_samples_can_be_chosen_by_step_and_reward(page: Any, report: Path) -> No
     assert page.locator("select").evaluate("s => s.selectedOptions[0].text") == "rl step 71"
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(
     "width", [320, *(pytest.param(w, marks=pytest.mark.slow) for w in (375, 768))]
 )
@@ -228,6 +239,7 @@ def test_no_sideways_scroll_on_a_small_screen(viewer: Any, report: Path, width: 
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 def test_steps_that_count_anew_in_each_phase_share_one_axis(viewer: Any, tmp_path: Path) -> None:
     with Telemetry(tmp_path, QUIET, 8) as telemetry:
         telemetry.phase("warm_start", 4)
@@ -268,6 +280,7 @@ def damage(run: Path, how: str) -> None:
         (run / how).unlink()
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(
     "how",
     [
@@ -306,6 +319,7 @@ def test_a_directory_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.browser
 def test_advice_is_shown_where_there_is_some(viewer: Any, report: Path, tmp_path: Path) -> None:
     assert viewer.open(report).query_selector("#advice") is None
     idle = tmp_path / "idle"

@@ -80,6 +80,7 @@ def choose(page: Any, **filters: str) -> list[str]:
 # The page
 
 
+@pytest.mark.browser
 def test_steps_of_a_running_run_appear_without_a_reload(
     viewer: Any, new_sampled_run: Any, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_steps_of_a_running_run_appear_without_a_reload(
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 def test_a_reader_is_not_disturbed(viewer: Any, new_sampled_run: Any, tmp_path: Path) -> None:
     """A sample that is open, a filter and a chosen timeline stay when a new step comes."""
     with new_sampled_run(tmp_path / "run") as run:
@@ -128,6 +130,7 @@ def test_a_reader_is_not_disturbed(viewer: Any, new_sampled_run: Any, tmp_path: 
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 def test_a_server_that_is_gone_is_told(viewer: Any, sampled_run: Path) -> None:
     with served(sampled_run) as address:
         page = viewer.open(address)
@@ -137,6 +140,7 @@ def test_a_server_that_is_gone_is_told(viewer: Any, sampled_run: Path) -> None:
     assert all("ERR_" in error for error in viewer.errors)
 
 
+@pytest.mark.browser
 def test_a_finished_run_and_a_copy_of_it_look_alike(
     viewer: Any, run_dir: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_finished_run_and_a_copy_of_it_look_alike(
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [320, 1200])
 def test_it_fits_small_screens_and_dark_ones(viewer: Any, address: str, width: int) -> None:
     page = viewer.open(address, width=width, dark=True)
@@ -177,6 +182,7 @@ def test_it_fits_small_screens_and_dark_ones(viewer: Any, address: str, width: i
 # Samples
 
 
+@pytest.mark.browser
 def test_filters_list_what_they_say(viewer: Any, address: str) -> None:
     page = viewer.open(address)
     assert len(rows(page)) == 19
@@ -195,6 +201,7 @@ def test_filters_list_what_they_say(viewer: Any, address: str) -> None:
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 def test_pages_of_samples_follow_each_other(viewer: Any, run_dir: Path) -> None:
     """A run without Parquet files has those of samples.jsonl, eight a step."""
     with served(run_dir) as address:
@@ -210,6 +217,7 @@ def test_pages_of_samples_follow_each_other(viewer: Any, run_dir: Path) -> None:
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 def test_a_long_search_goes_on_by_itself(
     viewer: Any, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +254,7 @@ def alpha(color: str) -> float:
     return numbers[3] if len(numbers) > 3 else 1.0
 
 
+@pytest.mark.browser
 def test_tokens_are_colored_by_what_is_known_of_them(viewer: Any, address: str) -> None:
     page = viewer.open(address)
     choose(page, step="1")
@@ -280,6 +289,7 @@ def test_tokens_are_colored_by_what_is_known_of_them(viewer: Any, address: str) 
     assert viewer.errors == []
 
 
+@pytest.mark.browser
 def test_what_a_model_wrote_is_never_run(viewer: Any, address: str) -> None:
     page = viewer.open(address)
     title = page.title()
@@ -348,6 +358,7 @@ def test_a_token_is_asked_for_once(sampled_run: Path) -> None:
     assert other.get("/").status_code == 403
 
 
+@pytest.mark.browser
 def test_a_browser_with_the_token_follows_the_run(viewer: Any, sampled_run: Path) -> None:
     with served(sampled_run, TOKEN) as address:
         page = viewer.open(f"{address}?token={TOKEN}")
@@ -401,6 +412,7 @@ def command(*args: object, cwd: Path | None = None) -> Iterator[tuple[subprocess
         process.communicate()
 
 
+@pytest.mark.browser
 def test_the_command_serves_until_ctrl_c(viewer: Any, sampled_run: Path) -> None:
     with command(sampled_run, "--port=0") as (process, line):
         (address,) = re.findall(r"http://127\.0\.0\.1:\d+/ ", line)

@@ -29,6 +29,7 @@ def alone(
 
 
 # Gemma 3 decodes by its own module, the others by the fused one.
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [

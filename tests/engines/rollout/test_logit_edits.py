@@ -90,7 +90,7 @@ def test_against_loops() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.layouts), 0.9])
 def test_company_parks_and_moves_do_not_matter(
     way: str, temperature: float, model: PreTrainedModel, make_engine: Make, finish: Finish,
     requests_of: RequestsOf, same: Same,

@@ -222,6 +222,7 @@ def test_a_step_equals_peft(
             assert (model(ids).logits - logits).abs().max() > 0.1, "the adapter does something"
 
 
+@pytest.mark.layouts
 def test_a_critic_trains_its_head_and_adapters(
     ranks: Callable, tiny: Callable, sequences: list, tmp_path: Path
 ) -> None:
