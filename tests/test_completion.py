@@ -1,6 +1,7 @@
 """TAB after `hybridrl`, pressed in a real bash."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,13 @@ def test_every_option_is_offered(command: str, capsys: pytest.CaptureFixture[str
         cli.main([command, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     assert options == set(completion.OPTIONS[command])
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="needs fish")
+def test_fish_offers_the_same() -> None:
+    line = f'{HYBRIDRL} completion fish | source; complete -C "{HYBRIDRL} train recipe=gr"'
+    done = subprocess.run(["fish", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["recipe=grpo"]
 
 
 def test_nothing_is_offered_for_what_is_none() -> None:
