@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -386,6 +387,23 @@ OF_A_KIND = {
     "recipe=grpo recipe.normalise=token",
 }  # fmt: skip
 assert {overrides for overrides, _ in WRONG} > OF_A_KIND
+# Of cases that begin alike `make test` has the first: each composes all settings.
+ALIKE = (
+    "model=tiny_moe", "eval.sets", "+eval.sets", "rollout.", "+rollout", "telemetry.",
+    "trainer.chunk", "trainer.router", "trainer.layout", "reward=sum", "schedule", "rollout=vllm",
+    "recipe.target", "data=", "model.path", "cluster.ranks=",
+)  # fmt: skip
+
+
+def wrong_cases() -> Iterator[Any]:
+    seen = set()
+    for overrides, line in WRONG:
+        begin = next(filter(overrides.startswith, ALIKE), overrides)
+        marks = [pytest.mark.slow] * (overrides in OF_A_KIND) + [pytest.mark.layouts] * (
+            begin in seen
+        )
+        seen.add(begin)
+        yield pytest.param(overrides, line, id=overrides, marks=marks)
 
 
 def running_children() -> set[psutil.Process]:
@@ -398,13 +416,7 @@ def running_children() -> set[psutil.Process]:
     return running
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        pytest.param(*case, id=case[0], marks=[pytest.mark.slow] * (case[0] in OF_A_KIND))
-        for case in WRONG
-    ],
-)
+@pytest.mark.parametrize(("overrides", "line"), list(wrong_cases()))
 def test_one_line(
     overrides: str, line: str, files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
