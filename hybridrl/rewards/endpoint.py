@@ -26,6 +26,7 @@ from hybridrl.config.endpoint import GROUP_SCORE, NUMBER, SCORE, SCORE_FIELDS
 from hybridrl.config.patterns import compiled
 from hybridrl.rewards.cpu_limit import cpu_limit
 from hybridrl.rewards.reply_file import ReplyFile
+from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout
 from hybridrl.rewards.verifiers import RewardInput
 
 MAX_BACKOFF_S = 60.0
@@ -38,18 +39,6 @@ PASSING = frozenset({408, 409, 425, 429})
 REFUSING = frozenset({401, 403})
 SHOWN = 200
 """Characters of a reply in a message."""
-
-
-class EndpointError(RuntimeError):
-    """An endpoint gives no score; the message says why, without the key."""
-
-
-class EndpointTimeout(EndpointError):
-    """The last request had no answer in time."""
-
-
-class BudgetSpent(RuntimeError):
-    """`endpoint.budget` does not allow the request that is due."""
 
 
 class Endpoint:

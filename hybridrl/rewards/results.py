@@ -1,4 +1,4 @@
-"""The result of judging one response, and its form on the way from a judging process."""
+"""The result of judging one response, why there is none, and its form between processes."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,18 @@ TIMEOUT = "timeout: "
 
 class JudgeTimeout(Exception):
     """A judge took longer than `timeout_s`."""
+
+
+class EndpointError(RuntimeError):
+    """An endpoint gives no score; the message says why, without the key."""
+
+
+class EndpointTimeout(EndpointError):
+    """The last request had no answer in time."""
+
+
+class BudgetSpent(RuntimeError):
+    """`endpoint.budget` does not allow the request that is due."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,20 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards import jail
 from hybridrl.rewards.cpu_limit import cpu_limit
-from hybridrl.rewards.endpoint import BudgetSpent, Endpoint, EndpointError, EndpointTimeout
-from hybridrl.rewards.results import TIMEOUT, JudgeAnswer, JudgeTimeout, failure
+from hybridrl.rewards.results import (
+    TIMEOUT,
+    BudgetSpent,
+    EndpointError,
+    EndpointTimeout,
+    JudgeAnswer,
+    JudgeTimeout,
+    failure,
+)
 from hybridrl.rewards.verifiers import (
     RewardInput,
     answer_of,
@@ -31,6 +38,9 @@ from hybridrl.rewards.verifiers import (
 )
 from hybridrl.rewards.worker import jail_of, limit_process, start_failure, waits
 
+if TYPE_CHECKING:
+    from hybridrl.rewards.endpoint import Endpoint
+
 Unit = Sequence[RewardInput]
 JudgeUnit = Callable[[Unit], Awaitable[list[JudgeAnswer]]]
 
@@ -38,7 +48,7 @@ BUDGET_SPENT = "budget"
 """Begins the answer to a unit that the budget does not allow."""
 
 
-def endpoint_judge(config: JudgeConfig, endpoint: Endpoint) -> JudgeUnit:
+def endpoint_judge(config: JudgeConfig, endpoint: "Endpoint") -> JudgeUnit:
     """Judges by an endpoint; a unit is one response, or those to one prompt."""
     select = make_selector(config)
 
@@ -169,6 +179,9 @@ async def run(
         try:
             counts: dict[str, int] = {}
             if config.kind.asks:
+                # aiohttp takes longer to import than all the rest, which every verifier does.
+                from hybridrl.rewards.endpoint import Endpoint
+
                 endpoint = Endpoint(config, Path(replies) if replies else None)
                 stack.push_async_callback(endpoint.close)
                 judge, counts = endpoint_judge(config, endpoint), endpoint.counts

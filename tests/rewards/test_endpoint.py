@@ -13,8 +13,8 @@ from stubs import StubJudge, grade
 
 from hybridrl.config import ConfigError, EndpointConfig, RewardCall, RewardConfig, RewardKind
 from hybridrl.rewards import RewardInput, RewardResult, validate_reward
-from hybridrl.rewards.endpoint import BudgetSpent, Endpoint, EndpointError
-from hybridrl.rewards.results import result_of
+from hybridrl.rewards.endpoint import Endpoint
+from hybridrl.rewards.results import BudgetSpent, EndpointError, result_of
 from hybridrl.rewards.waiting import WaitingJudge
 from hybridrl.rewards.waiting_worker import BUDGET_SPENT, answered, endpoint_judge
 
@@ -185,6 +185,12 @@ def test_replies_are_kept_and_shared(tmp_path: Path) -> None:
                 futures = [judge.submit([RewardInput("", "same", "")]) for _ in range(5)]
                 assert {f.result(60)[0].reward for f in futures} == {grade("same") / 10}
             assert judge.counts == {"requests": 1, "retries": 0, "cached": 9}
+            (process,) = judge._processes
+            process.popen.kill()
+            while judge._processes == [process]:
+                time.sleep(0.01)  # the next one counts on
+            assert judge.submit([RewardInput("", "same", "")]).result(60)[0].status == "ok"
+            assert judge.counts == {"requests": 1, "retries": 0, "cached": 10}
         with file.open("a") as open_file:
             open_file.write('{"key": "cut o')  # a run that was killed
         assert rewards(config, ["same", "new"], replies=file) == [
