@@ -231,8 +231,8 @@ class _Collector:
     def _accept(self, items: list[Item]) -> list[Item]:
         """Those that are new and short enough.
 
-        A prompt is new that no item before has; of conversations, which may share their first
-        turns, one that no other source has, with a target that none with this prompt has.
+        A prompt is new that no item before has. Conversations may share their first turns: new
+        prompts are those that no other source has, with a target that is new for the prompt.
         """
         accepted = []
         of_others = frozenset(self.seen)

@@ -61,9 +61,9 @@ class WaitingJudge:
     endpoint's process gets every unit at once: it bounds its requests itself.
 
     A unit that takes longer than `timeout_s` is given up within the process. A process is replaced
-    if it dies, if its loop hangs, or if such a unit was its only one: a plain function may still
-    compute. If it had several units, nobody knows which is to blame. They are suspects: the new
-    process is given one after the other, each alone. One that ends a process alone scores 0.
+    if it dies, or if its loop hangs. So is one that had this unit alone, since a plain function may
+    still compute. If it had several units, nobody knows which is to blame. They are suspects: the
+    new process is given one after the other, each alone. One that ends a process alone scores 0.
     Invariant: each unit's future is resolved once.
 
     A thread owns the processes, which end with it.

@@ -153,8 +153,8 @@ def test_a_group_that_fails_is_marked_as_a_whole(
 def test_a_group_that_was_given_up_computes_no_more(make: Make) -> None:
     config = make("ranks", call=RewardCall.group)
     groups = [unit("threads"), unit("spin"), unit("threads")]
-    (before,), (given_up,), (after,) = judged(config, *groups)
-    assert given_up.recorded_status == "timeout: no reward within 1.0 s"
+    (before,), (late,), (after,) = judged(config, *groups)
+    assert late.recorded_status == "timeout: no reward within 1.0 s"
     assert after == before
 
 
