@@ -43,6 +43,7 @@ Score N: GRADE"""
 RUBRIC_RANGE = (0.0, 10.0)
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 SCORE = rf"Score(?:\s+\d+)?:\s*({NUMBER})"
+GROUP_SCORE = rf"Score(?:\s+(\d{{1,9}}))?:\s*({NUMBER})"
 SCORE_FIELDS = {False: "score", True: "scores"}
 """Of the reply of kind=http, for one response and for a group."""
 
@@ -61,7 +62,7 @@ class EndpointConfig:
     read, with marks of its chat template. Null: grades from 0 to 10."""
     score: str | None = None
     """How the score is read. kind=chat: a regular expression; the first group of its last match is
-    a number. Null: `Score: N`.
+    a number. Null: `Score: N`, with call=group `Score N: GRADE` once for each response.
 
     kind=http: a field of the JSON reply, dots lead inside. Null: `score`, with call=group
     `scores`."""

@@ -41,7 +41,7 @@ class DriverJudges:
             self._recorded[role] = counts
             for name, count in counts.items():
                 key = f"judge/{name}"
-                total[key] = total.get(key, 0.0) + max(0, count - before.get(name, 0))
+                total[key] = total.get(key, 0.0) + count - before.get(name, 0)
         return total
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
-from hybridrl.rewards.endpoint import BudgetSpent
+from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched

@@ -72,7 +72,7 @@ class InstanceScorer:
         """A sample's tokens, and its source."""
         sequence = sequence_of(sample, replays=self.replays)
         if privileged:
-            prompt = torch.tensor(sample.item.privileged_ids)
+            prompt = torch.tensor(sample.item.privileged_ids, dtype=torch.long)
             ids = torch.cat([prompt, sample.response_ids])
             sequence = TrainSequence(ids, sample.response_tokens)
         return sequence, getattr(sample.item, "source", "")
@@ -118,8 +118,9 @@ class ReferenceScorer(InstanceScorer):
         key: str = "model.path",
         deterministic: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
+        num_likeliest: int | None = None,
     ) -> None:
-        """Read this rank's shard of the weights; see `ScoreEngine` for `deterministic`.
+        """Read this rank's shard of the weights; see `ScoreEngine` for the last settings.
 
         Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
@@ -129,6 +130,7 @@ class ReferenceScorer(InstanceScorer):
             dtype=TORCH_DTYPES[config.model.compute_dtype],
             device=device,
             temperature=config.rollout.temperature or 1.0,
+            num_likeliest=num_likeliest,
             **_passes(config, deterministic),
         )
         if weights is None:
