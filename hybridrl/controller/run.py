@@ -209,6 +209,7 @@ class Run:
             current_step=lambda: self.step,
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
             observe=self.prompts.observe,
+            origin_of=self._origin_of,
             judge_metrics=lambda: self.executor.judges.metrics(),
         )
         # ranks
