@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -212,13 +213,17 @@ class Run:
             origin_of=self._origin_of,
             judge_metrics=lambda: self.executor.judges.metrics(),
         )
+        # digests of all items take seconds, in which the ranks come up
+        hashing = ThreadPoolExecutor(1, "inputs")
+        inputs = hashing.submit(inputs_of, config, data)
+        hashing.shutdown(wait=False)
         # ranks
         self.group = WorkerGroup(
             launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
-        telemetry.inputs(inputs_of(config, data))
+        telemetry.inputs(inputs.result())
         works = work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # held-out evaluation
