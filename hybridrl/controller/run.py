@@ -431,6 +431,8 @@ class Run:
         self.bad_steps += 1
         self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
         if self.bad_steps >= self.config.trainer.max_bad_steps:
+            with contextlib.suppress(OSError):  # a full disk, say: the run ends for another reason
+                self.group.finish_records()
             raise TrainingDiverged(
                 f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
                 f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"

@@ -300,6 +300,10 @@ class WorkerGroup:
         for rank, reference in references.items():
             self.value_of(rank, reference)
 
+    def finish_records(self) -> None:
+        """Wait until the ranks have written the samples of all steps; raises OSError."""
+        self.gather(self.home.calls.same(ActorWorker.finish_records))
+
     def digest_samples(
         self, by_rank: Mapping[int, Iterable[SampleId]]
     ) -> dict[SampleId, dict[str, ShardDigest]]:

@@ -352,6 +352,13 @@ class ActorWorker(BaseWorker):
             self.writer.put(step, phase, [(facts, self.store[facts.id]) for facts in samples])
         return self._reply(None)
 
+    @dispatch(Dispatch.SAME)
+    def finish_records(self) -> Reply[None]:
+        """Wait until the samples of all steps are in their files; raises OSError."""
+        with self._span("record"):
+            self._finish_records()
+        return self._reply(None)
+
     def _finish_records(self) -> None:
         if self.writer is not None:
             self.writer.flush()
