@@ -209,8 +209,8 @@ class Run:
             shown,
             current_step=lambda: self.step,
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
-            observe=self.prompts.observe,
             origin_of=self._origin_of,
+            observe=self.prompts.observe,
             judge_metrics=lambda: self.executor.judges.metrics(),
         )
         # digests of all items take seconds, in which the ranks come up
