@@ -367,6 +367,17 @@ def test_other_methods_and_hosts_are_refused(sampled_run: Path) -> None:
     asks = client(sampled_run)
     assert asks.post("/data").status_code == asks.delete("/").status_code == 405
     assert asks.get("/data", headers={"host": "evil.example"}).status_code == 400
+    asks = TestClient(make_app(WatchedRun(sampled_run), None, ["[::1]"]))
+    assert asks.get("/data", headers={"host": "[::1]:6007"}).status_code == 200
+    assert asks.get("/data", headers={"host": "[::2]:6007"}).status_code == 400
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket listens on IPv6 and IPv4")
+def test_all_addresses_are_those_of_ipv4_too() -> None:
+    with listen("::", 0) as listening:
+        port = listening.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), timeout=30).close()
 
 
 def test_a_token_is_asked_for_once(sampled_run: Path) -> None:
