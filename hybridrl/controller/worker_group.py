@@ -426,7 +426,7 @@ class WorkerGroup:
     def call_update(
         self, pool: Pool, stage: UpdateStage, shares: list[UpdateShare]
     ) -> dict[Reference[dict[str, float]], int]:
-        """Start a pass over an update's mini-batches; metrics are equal on all ranks."""
+        """Start a pass over an update's mini-batches; metrics but `mfu` are equal on all ranks."""
         calls = pool.calls.per_rank(BaseWorker.update, [stage] * len(shares), shares)
         return _by_rank(pool, calls)
 
