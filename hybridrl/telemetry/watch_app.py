@@ -44,7 +44,7 @@ def make_app(run: WatchedRun, token: str | None, hosts: Sequence[str]) -> Starle
     """The application; with a `token` it answers only to those who have it.
 
     `hosts` are the names by which a browser may call it. Others are refused, so that no site's page
-    can read the answers under a name of its own (DNS rebinding).
+    can read the answers under its name (DNS rebinding).
     """
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),

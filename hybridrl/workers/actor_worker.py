@@ -343,7 +343,7 @@ class ActorWorker(BaseWorker):
     def record_samples(
         self, step: int, phase: str, samples: tuple[SampleFacts, ...]
     ) -> Reply[None]:
-        """Have samples that live here written to the run's Parquet files, while the rank goes on.
+        """Have samples that live here written to the run's Parquet files, while the rank works.
 
         They may be released at once. Raises OSError where those of an earlier step did not fit.
         """
