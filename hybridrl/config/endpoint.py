@@ -141,7 +141,7 @@ class EndpointConfig:
         try:
             named = template_fields(self.rubric(whole_groups))
         except ValueError as error:
-            allowed = f"a format string; a brace of its own is {{{{ or }}}} ({error})"
+            allowed = f"a format string; a literal brace is {{{{ or }}}} ({error})"
             raise ConfigError(key, self.template, allowed) from None
         if needed not in named:
             raise ConfigError(key, self.template, f"a text with {{{needed}}} in it")

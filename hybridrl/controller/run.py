@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -208,16 +209,21 @@ class Run:
             shown,
             current_step=lambda: self.step,
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
+            origin_of=self._origin_of,
             observe=self.prompts.observe,
             judge_metrics=lambda: self.executor.judges.metrics(),
         )
+        # digests of all items take seconds, in which the ranks come up
+        hashing = ThreadPoolExecutor(1, "inputs")
+        inputs = hashing.submit(inputs_of, config, data)
+        hashing.shutdown(wait=False)
         # ranks
         self.group = WorkerGroup(
             launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
-        telemetry.inputs(inputs_of(config, data))
+        telemetry.inputs(inputs.result())
         works = work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # held-out evaluation
@@ -425,6 +431,8 @@ class Run:
         self.bad_steps += 1
         self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
         if self.bad_steps >= self.config.trainer.max_bad_steps:
+            with contextlib.suppress(OSError):  # a full disk, say: the run ends for another reason
+                self.group.finish_records()
             raise TrainingDiverged(
                 f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
                 f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"

@@ -69,13 +69,17 @@ class InstanceScorer:
         return scores[before : before + len(ids)]
 
     def _read(self, sample: StoredSample, privileged: bool) -> tuple[TrainSequence, str]:
-        """A sample's tokens, and its source."""
+        """A sample's tokens, and its source where that matters."""
         sequence = sequence_of(sample, replays=self.replays)
         if privileged:
             prompt = torch.tensor(sample.item.privileged_ids, dtype=torch.long)
             ids = torch.cat([prompt, sample.response_ids])
             sequence = TrainSequence(ids, sample.response_tokens)
-        return sequence, getattr(sample.item, "source", "")
+        return sequence, self._source(sample)
+
+    def _source(self, sample: StoredSample) -> str:
+        """Empty: copies of samples in another pool come without their items."""
+        return ""
 
     def _of_instance(
         self, sequences: Sequence[tuple[TrainSequence, str]], score: Score[T]
@@ -174,6 +178,10 @@ class TeachersBySource(ReferenceScorer):
 
     def onload(self) -> None:
         """Each comes when it scores."""
+
+    def _source(self, sample: StoredSample) -> str:
+        source: str = sample.item.source
+        return source
 
     def _of_instance(
         self, sequences: Sequence[tuple[TrainSequence, str]], score: Score[T]
