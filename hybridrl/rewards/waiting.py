@@ -69,10 +69,12 @@ class WaitingJudge:
         """What an endpoint was asked so far: see `Endpoint`."""
         alone = not (config.kind.asks or config.waits)
         self._num_processes = config.num_processes if alone else 1
+        self._num_at_once = config.num_processes if alone else config.max_in_flight
         self._window: float = 1 if alone else config.max_in_flight
         if config.kind.asks:
             self._window = math.inf
         self._queue: deque[_Unit] = deque()
+        self._unresolved: set[Future[list[RewardResult]]] = set()
         self._lock = threading.Lock()
         self._wake, self._waker = Pipe(duplex=False)
         self._processes: list[_Working] = []
@@ -92,8 +94,15 @@ class WaitingJudge:
                 unit.future.set_exception(self._failed or ValueError("the judge is closed"))
                 return unit.future
             self._queue.append(unit)
+            self._unresolved.add(unit.future)
+            unit.future.add_done_callback(self._unresolved.discard)
             self._waker.send_bytes(b"1")
         return unit.future
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a unit that is submitted now waits until others are judged."""
+        return len(self._unresolved) >= self._num_at_once
 
     def close(self) -> None:
         """End its processes; units that wait are cancelled. May be called twice."""
