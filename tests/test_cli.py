@@ -66,6 +66,34 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_what_replay_prints_is_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Responses and settings may have brackets. And a spent budget is one line, as in a run."""
+    from hybridrl.controller import replay_commands
+    from hybridrl.rewards.endpoint import BudgetSpent
+
+    rows = [["stage", "value"], ["generate", "sample 0.0: [a-z]+ and [/INST]"]]
+    lines = ["setting rollout.stop: [[bold]] and [a,b]"]
+    printed = replay_commands.Inspection(lines, rows, {"equal": True}, equal=True)
+    monkeypatch.setattr(replay_commands, "blame", lambda args: printed)
+    with pytest.raises(SystemExit) as ended:
+        cli._inspect("blame", [])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert lines[0] in out
+    assert rows[1][1] in out
+
+    def spent(args: list[str]) -> None:
+        raise BudgetSpent("budget=3: all of these requests are spent")
+
+    monkeypatch.setattr(replay_commands, "replay", spent)
+    with pytest.raises(SystemExit) as ended:
+        cli._inspect("replay", [])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "hybridrl: budget=3: all of these requests are spent\n"
+
+
 WRONG = [
     ("recipe=grop", "recipe=grop: wanted one of "),
     ("experiment=none", "experiment=none: wanted one of smollm2, spell_tiny"),

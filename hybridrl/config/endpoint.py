@@ -1,4 +1,4 @@
-"""A judge behind HTTP: whom to ask, what, and how the reply is read."""
+"""A judge behind HTTP: its address, the requests and the replies."""
 
 import re
 import string
@@ -50,7 +50,7 @@ SCORE_FIELDS = {False: "score", True: "scores"}
 
 @dataclass(kw_only=True, slots=True)
 class EndpointConfig:
-    """Whom kind=http and chat ask, and how."""
+    """The endpoint of kind=http and chat: its address, the requests and the replies."""
 
     url: str | None = None
     """kind=chat: the base, such as `https://api.openai.com/v1`; kind=http: all of it."""
@@ -129,12 +129,13 @@ class EndpointConfig:
             parts = urlsplit(self.url or "")
             known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is none, an address in broken brackets
-            raise ConfigError(key, self.url, allowed) from None
+            raise ConfigError(key, _without_user(self.url or ""), allowed) from None
         if not known:
-            raise ConfigError(key, self.url or "null", allowed)
+            raise ConfigError(key, _without_user(self.url or "null"), allowed)
         if parts.username or parts.password:  # settings are written into the run directory
-            shown = f"{parts.scheme}://...@{parts.hostname}"
-            raise ConfigError(key, shown, "no user and password: endpoint.key_env names a variable")
+            variable = f"{key.removesuffix('url')}key_env"
+            allowed = f"no user and password: {variable} names the variable of a key"
+            raise ConfigError(key, _without_user(self.url or ""), allowed)
 
     def _check_template(self, key: str, whole_groups: bool) -> None:
         needed = "responses" if whole_groups else "response"
@@ -145,6 +146,13 @@ class EndpointConfig:
             raise ConfigError(key, self.template, allowed) from None
         if needed not in named:
             raise ConfigError(key, self.template, f"a text with {{{needed}}} in it")
+
+
+def _without_user(url: str) -> str:
+    """`url` without user and password, whatever characters these have."""
+    before, at, host = url.rpartition("@")
+    scheme, slashes, _ = before.partition("://")
+    return f"{scheme if slashes else ''}{slashes}***{at}{host}" if at else url
 
 
 def template_fields(template: str) -> set[str]:

@@ -33,6 +33,10 @@ class DriverJudges:
             logger.info("judge %s starts on the driver's node", role)
         return self._judges[role].submit(items)
 
+    def is_full(self, role: str) -> bool:
+        """Whether what is submitted now waits until other responses are judged."""
+        return role in self._judges and self._judges[role].is_full
+
     def metrics(self) -> dict[str, float]:
         """`judge/requests`, `/retries` and `/cached` of endpoints, since the last call."""
         total: dict[str, float] = {}

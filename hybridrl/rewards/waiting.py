@@ -84,10 +84,12 @@ class WaitingJudge:
         self._counts_of_ended: Counter[str] = Counter()
         self._alone = not (config.kind.asks or config.waits)
         self._num_processes = config.num_processes if self._alone else 1
+        self._num_at_once = config.num_processes if self._alone else config.max_in_flight
         self._window: float = 1 if self._alone else config.max_in_flight
         if config.kind.asks:
             self._window = math.inf
         self._queue: deque[_Unit] = deque()
+        self._unresolved: set[Future[list[RewardResult]]] = set()
         self._lock = threading.Lock()
         self._wake, self._waker = Pipe(duplex=False)
         self._processes: list[_Working] = []
@@ -107,8 +109,15 @@ class WaitingJudge:
                 unit.future.set_exception(self._failed or ValueError("the judge is closed"))
                 return unit.future
             self._queue.append(unit)
+            self._unresolved.add(unit.future)
+            unit.future.add_done_callback(self._unresolved.discard)
             self._waker.send_bytes(b"1")
         return unit.future
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a unit that is submitted now waits until others are judged."""
+        return len(self._unresolved) >= self._num_at_once
 
     def close(self) -> None:
         """End its processes; units that wait are cancelled. May be called twice."""

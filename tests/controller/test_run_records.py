@@ -159,7 +159,7 @@ def test_a_profile_is_on_the_time_axis_of_the_stages(
     """Of the step and the rank that are asked for alone."""
     kind = (
         "cluster.ranks=2 recipe=distill trainer.steps=2 warm_start.steps=0"
-        " telemetry.profile.steps=[2] telemetry.profile.ranks=[1]"
+        " telemetry.profile.steps=[2,9] telemetry.profile.ranks=[1]"
     )
     run = train_here(tmp_path / "run", *settings, *kind.split()).dir
     events = read_trace(run / "trace.json")
@@ -176,6 +176,7 @@ def test_a_profile_is_on_the_time_axis_of_the_stages(
     assert all(update.start - 1e-3 <= when <= update.end + 1e-3 for when in backward)
     notes = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "note"]
     assert sum("no snapshot of memory" in note["text"] for note in notes) == 1
+    assert "telemetry.profile.steps=[9]: the last step is 2" in [note["text"] for note in notes]
 
 
 @pytest.mark.layouts

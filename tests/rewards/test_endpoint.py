@@ -373,7 +373,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no address": ({"url": None}, r"url=null: wanted an address that begins with http"),
     "no http": ({"url": "ftp://a/b"}, r"url=ftp://a/b: wanted an address that begins with http"),
     "a port": ({"url": "http://a:b/v1"}, r"url=http://a:b/v1: wanted an address"),
-    "a password": ({"url": "http://me:pass@a/v1"}, r"url=http://...@a: wanted no user and"),
+    "a password": (
+        {"url": "http://me:pass@a/v1"},
+        r"url=http://\*\*\*@a/v1: wanted no user and password: reward\.endpoint\.key_env names",
+    ),
+    "a password, a port": (
+        {"url": "http://me:pass@a:99999/"},
+        r"url=http://\*\*\*@a:99999/: wanted an address",
+    ),
+    "a password, no http": ({"url": "ftp://me:pa@ss/pass@a/"}, r"url=ftp://\*\*\*@a/: wanted an"),
+    "a password alone": ({"url": "me:pass@a"}, r"url=\*\*\*@a: wanted an address"),
     "a key": ({"key_env": KEY}, r"key_env=\*\*\*: wanted the name of an environment variable"),
     "no model": ({"model": None}, r"model=null: wanted the judge's model"),
     "no response": ({"template": "{prompt}"}, r"template={prompt}: wanted a text with {response}"),
