@@ -182,8 +182,8 @@ class Computed:
     """A per-sample stage has run on these samples: new scalars by sample, new tensor fields.
 
     `instance` is the one that an `infer` has kept busy. `seconds` is the time of the work itself,
-    for the cost model; None where it is not known: the work had to wait for its turn, or its
-    results were recorded. The tensors are where the samples are, wherever they were made.
+    for the cost model. It is None where it is not known: the work had to wait for its turn, or
+    its results were recorded. The tensors are where the samples are, wherever they were made.
     """
 
     stage: str

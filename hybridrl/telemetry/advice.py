@@ -201,9 +201,9 @@ def _time_limit(run: _History) -> str:
     judge, parts = "reward", run.setting("reward.parts") or {}
     for sample in run.run.samples:
         status, _, reason = str(sample.get("status")).partition(": ")
-        part = reason.partition(": ")[0]
-        if status == "timeout" and part in parts:
-            judge = f"reward.parts.{part}"
+        name = reason.partition(": ")[0]
+        if status == "timeout" and name in parts:
+            judge = f"reward.parts.{name}"
     asks = run.setting(f"{judge}.kind") in ("chat", "http")
     return f"{judge}.endpoint.timeout_s" if asks else f"{judge}.timeout_s"
 
