@@ -272,8 +272,8 @@ def test_nothing_outlives_its_driver(tmp_path: Path, moment: str, number: signal
     left = psutil.Process(driver.pid).children(recursive=True)
     assert len(left) == (3 if moment == "sleeping" else 2)  # a tracker of resources is among them
     (os.killpg if number == signal.SIGINT else os.kill)(driver.pid, number)
-    _, err = driver.communicate(timeout=10)
-    _, alive = psutil.wait_procs(left, timeout=10)
+    _, err = driver.communicate(timeout=60)
+    _, alive = psutil.wait_procs(left, timeout=60)
     for process in alive:
         process.kill()
     assert alive == []
