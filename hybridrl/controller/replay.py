@@ -319,7 +319,7 @@ def _prepare(request: ReplayRequest, config: Config) -> _Prepared:
     notes, batch, scores = list[str](), None, None
     try:
         if request.stage is ReplayStage.train:
-            if config.schedule.entry.may_be_stale:
+            if not config.schedule.entry.serial_batches:
                 kind = config.schedule.kind.value
                 allowed = (
                     f"no stage, or generate: the batch of schedule={kind} follows from decoding"
