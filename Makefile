@@ -168,7 +168,7 @@ $(BIN)/.curves: $(BIN)/.core
 curves: $(BIN)/.curves  ## a learning curve of every recipe, as pictures: half an hour and more
 	@$(BIN)/python scripts/curves.py $(ARGS)
 
-# Of its own, as above: the pages need mkdocs and nothing of hybridrl.
+# A separate environment, as above: the pages need mkdocs and nothing of hybridrl.
 .cache/docs/bin/.installed: pyproject.toml scripts/constraints.txt
 	@scripts/install.sh .cache/docs "$(PYTHON)" $$($(PYTHON) -c 'import tomllib; \
 		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')

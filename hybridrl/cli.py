@@ -191,13 +191,7 @@ def _job(action: str, config: Any, *more: Any) -> None:
 
         try:
             result = getattr(run, action)(config, *more)
-        except (
-            run.WorkerError,
-            run.TrainingDiverged,
-            run.BudgetSpent,
-            run.RayStartError,
-            OSError,
-        ) as error:
+        except run.RUN_ERRORS as error:
             died = isinstance(error, run.RayStartError) or getattr(error, "died", False)
             _fail(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:
@@ -328,14 +322,14 @@ def _inspect(command: str, args: list[str]) -> None:
 
     try:
         result = getattr(replay_commands, command)(args)
-    except (run.WorkerError, run.TrainingDiverged, run.RayStartError, OSError) as error:
+    except run.RUN_ERRORS as error:
         _fail(str(error), 1)
     table = Table(box=None, pad_edge=False, header_style="")
     for name in result.rows[0] if result.rows else ():
         table.add_column(name, no_wrap=True)
     for row in result.rows[1:]:
         table.add_row(*row)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)  # texts may have brackets
     console.width = max(120, console.width)  # without a terminal it takes 80
     for line in result.lines:
         console.print(line)

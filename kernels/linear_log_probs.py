@@ -48,6 +48,7 @@ def linear_log_probs(
     backend: Backend = "auto",
     bias: torch.Tensor | None = None,
     cap: float | None = None,
+    candidates: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and on request the entropy, of softmax(hidden weight^T / T).
 
@@ -64,6 +65,9 @@ def linear_log_probs(
     results.
     Results are equal on all ranks; the gradient of `hidden` is summed over the ranks already; the
     gradients of `weight` and `bias` are local.
+
+    With `candidates`, ids and their logits [tokens, k] each, the first result is [tokens, 1 + k]:
+    the target's log-probability, then theirs. See `hybridrl.kernels.token_logits`.
 
     `auto` selects Triton for bf16 and fp16 on NVIDIA GPUs since Ampere, else torch. Raises
     ValueError for a temperature or a cap that is not above 0, inputs of two dtypes, or float64 for
@@ -94,6 +98,7 @@ def linear_log_probs(
         chunk_elements,
         shard,
         backend,
+        *(candidates or (None, None)),
     )
     return log_probs, entropy if with_entropy else None
 
@@ -133,6 +138,10 @@ class _LinearLogProbs(torch.autograd.Function):
     """d log p(t) / d logit_j = [j = t] - p_j; d H / d logit_j = -p_j (log p_j + H).
 
     A cap multiplies both by 1 - tanh(x / c)^2. The bias has the sum of its column's gradients.
+
+    With candidates the first is sum_i g_i [j = i] - p_j sum_i g_i over the target and them. Both
+    terms may be a thousand times their difference (`hybridrl.algorithms.distill`), which bf16 would
+    lose. So it is taken in float32, before anything is rounded.
     """
 
     @staticmethod
@@ -148,6 +157,8 @@ class _LinearLogProbs(torch.autograd.Function):
         chunk_elements: int,
         shard: VocabShard | None,
         backend: Backend,
+        candidates: torch.Tensor | None,
+        candidate_logits: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, size = (shard.start, shard.size) if shard else (0, len(weight))
         local = targets - start
@@ -165,18 +176,28 @@ class _LinearLogProbs(torch.autograd.Function):
         if shard:
             statistics = statistics.all_reduce(shard.group)
         lse, entropy = statistics.log_sum_exp(), statistics.entropy()
-        saved: Any = (hidden, weight, bias, local, lse, entropy)  # torch takes None, too
+        log_probs, ids = statistics.target - lse, None
+        if candidates is not None and candidate_logits is not None:
+            log_probs = torch.cat([log_probs[:, None], candidate_logits - lse[:, None]], 1)
+            ids = torch.cat([targets[:, None], candidates], 1) - start
+        saved: Any = (hidden, weight, bias, local, lse, entropy, ids, log_probs)  # None, too
         ctx.save_for_backward(*saved)
         ctx.temperature, ctx.cap, ctx.with_entropy = temperature, cap, with_entropy
         ctx.chunk_elements, ctx.shard, ctx.backend = chunk_elements, shard, backend
-        return statistics.target - lse, entropy
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: _Context, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, local, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, local, lse, entropy, ids, log_probs = ctx.saved_tensors
+        if ids is not None:
+            of_entropy = grad_entropy if ctx.with_entropy else None
+            ids, of_ids = _grad_at(
+                ids, log_probs, lse, entropy, grad_log_probs, of_entropy, ctx.temperature, ctx.cap
+            )
+            grad_log_probs, local = grad_log_probs.sum(1), torch.full_like(local, -1)
         implementation = _implementation(ctx.backend, hidden)
         wide = lse.dtype
         operand = wide if implementation is linear_log_probs_torch else hidden.dtype
@@ -200,6 +221,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 None if bias is None else bias[columns],
                 ctx.cap,
             )
+            if ids is not None:
+                tokens, places = ((ids >= columns.start) & (ids < columns.stop)).nonzero(
+                    as_tuple=True
+                )
+                at = ids[tokens, places] - columns.start
+                grad[tokens, at] = of_ids[tokens, places].to(grad.dtype)
             if grad_hidden is not None:
                 grad_hidden += grad @ chunk
             if grad_weight is not None:
@@ -211,4 +238,36 @@ class _LinearLogProbs(torch.autograd.Function):
             dist.all_reduce(grad_hidden, group=ctx.shard.group)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 7
+        return grad_hidden, grad_weight, grad_bias, *[None] * 9
+
+
+def _grad_at(
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    temperature: float,
+    cap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some `ids` [tokens, n] in rising order, and the gradients of their products [tokens, n].
+
+    `log_probs` and their gradients are [tokens, n], the others [tokens]. Where an id stands more
+    than once, each place has the whole gradient.
+    """
+    scale = grad_log_probs.sum(1, keepdim=True)
+    if grad_entropy is not None:
+        scale = scale + grad_entropy[:, None] * (log_probs + entropy[:, None])
+    ids, order = ids.sort(dim=1, stable=True)
+    # The sum over the places of an id: they are neighbors now.
+    begins = torch.ones_like(ids)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    run = begins.cumsum(1) - 1
+    of_place = grad_log_probs.gather(1, order)
+    of_id = torch.zeros_like(of_place).scatter_add_(1, run, of_place).gather(1, run)
+    log_probs = log_probs.gather(1, order)
+    grad = (of_id - log_probs.exp() * scale.expand_as(ids).gather(1, order)) / temperature
+    if cap is not None:
+        grad = grad * (1 - ((log_probs + lse[:, None]) * temperature / cap).square())
+    return ids, grad

@@ -1,16 +1,14 @@
-"""Logits of a few given tokens at every position, without those of the whole vocabulary.
-
-With `linear_log_probs` of one token they give log-probabilities of others: log p(j) is
-logit_j - lse, and lse is logit_t - log p(t).
-"""
-
-from typing import Any
+"""Logits of a few given tokens at every position, without those of the whole vocabulary."""
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, VocabShard, linear_log_probs
+from hybridrl.kernels.linear_log_probs import (
+    CHUNK_ELEMENTS,
+    Backend,
+    VocabShard,
+    linear_log_probs,
+)
 from hybridrl.kernels.linear_log_probs_torch import column_chunks
 
 
@@ -22,7 +20,9 @@ def candidate_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
     shard: VocabShard | None = None,
+    backend: Backend = "auto",
     bias: torch.Tensor | None = None,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -30,16 +30,17 @@ def candidate_log_probs(
 
     The first result is [tokens, 1 + k], the target's first.
     """
-    log_probs, entropy = linear_log_probs(
-        hidden, weight, targets, temperature, with_entropy, shard=shard, bias=bias, cap=cap
-    )
-    ids = torch.cat([targets[:, None], candidates], 1)
-    logits = token_logits(hidden, weight, ids, temperature, shard=shard, bias=bias, cap=cap)
-    log_sum_exp = logits[:, 0] - log_probs
-    of_candidates = logits[:, 1:] - log_sum_exp[:, None]
-    return torch.cat([log_probs[:, None], of_candidates], 1), entropy
+    logits = token_logits(
+        hidden, weight, candidates, temperature,
+        chunk_elements=chunk_elements, shard=shard, bias=bias, cap=cap,
+    )  # fmt: skip
+    return linear_log_probs(
+        hidden, weight, targets, temperature, with_entropy, chunk_elements, shard, backend, bias,
+        cap, (candidates, logits),
+    )  # fmt: skip
 
 
+@torch.no_grad()
 def token_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -51,12 +52,27 @@ def token_logits(
     bias: torch.Tensor | None = None,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """Logits [tokens, k] of `ids` [tokens, k], differentiable in `hidden`, `weight` and `bias`.
+    """Logits [tokens, k] of `ids` [tokens, k], in float32 at least; not differentiable.
 
-    In float32 at least. Other arguments, and what a `shard` means, as for `linear_log_probs`.
+    Rows of the weight are gathered for some tokens at a time. Other arguments, and what a `shard`
+    means, as for `linear_log_probs`.
     """
-    products = _TokenProducts.apply(hidden, weight, bias, ids, chunk_elements, shard)
-    logits: torch.Tensor = products if cap is None else cap * torch.tanh(products / cap)
+    start, size = (shard.start, shard.size) if shard else (0, len(weight))
+    local = ids - start
+    inside = (local >= 0) & (local < size)
+    local = local.masked_fill(~inside, 0)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    chunk_tokens = max(1, chunk_elements // max(1, ids.shape[1] * hidden.shape[1]))
+    products = torch.zeros(ids.shape, dtype=wide, device=hidden.device)
+    for tokens in _chunks(len(ids), chunk_tokens) if size else ():
+        rows = weight[local[tokens]].to(wide)
+        products[tokens] = torch.einsum("td,tkd->tk", hidden[tokens].to(wide), rows)
+        if bias is not None:
+            products[tokens] += bias[local[tokens]].to(wide)
+    products = products.masked_fill(~inside, 0)
+    if shard:
+        dist.all_reduce(products, group=shard.group)
+    logits = products if cap is None else cap * torch.tanh(products / cap)
     return logits / temperature
 
 
@@ -111,93 +127,6 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tens
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, tensor.contiguous(), group=group)
     return tensors
-
-
-class _TokenContext(FunctionCtx):
-    """The values kept for `backward`; autograd makes it and fills in the last two."""
-
-    chunk_tokens: int
-    shard: VocabShard | None
-    saved_tensors: tuple[Any, ...]
-    needs_input_grad: tuple[bool, ...]
-
-
-class _TokenProducts(torch.autograd.Function):
-    """Products of hidden states with given rows of the weight, plus the bias.
-
-    Rows are gathered for some tokens at a time, in both directions.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _TokenContext,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        ids: torch.Tensor,
-        chunk_elements: int,
-        shard: VocabShard | None,
-    ) -> torch.Tensor:
-        start, size = (shard.start, shard.size) if shard else (0, len(weight))
-        local = ids - start
-        inside = (local >= 0) & (local < size)
-        local = local.masked_fill(~inside, 0)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        chunk_tokens = max(1, chunk_elements // max(1, ids.shape[1] * hidden.shape[1]))
-        products = torch.zeros(ids.shape, dtype=wide, device=hidden.device)
-        for tokens in _chunks(len(ids), chunk_tokens) if size else ():
-            rows = weight[local[tokens]].to(wide)
-            products[tokens] = torch.einsum("td,tkd->tk", hidden[tokens].to(wide), rows)
-            if bias is not None:
-                products[tokens] += bias[local[tokens]].to(wide)
-        products = products.masked_fill(~inside, 0)
-        if shard:
-            dist.all_reduce(products, group=shard.group)
-        saved: Any = (hidden, weight, bias, local, inside)  # torch takes None, too
-        ctx.save_for_backward(*saved)
-        ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
-        return products
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _TokenContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, local, inside = ctx.saved_tensors
-        wide = grad.dtype
-        grad = grad.masked_fill(~inside, 0)
-        size = ctx.shard.size if ctx.shard else len(weight)
-        grad_hidden = torch.zeros_like(hidden, dtype=wide) if ctx.needs_input_grad[0] else None
-        # Of the rows that some token reads, in float32: all of a head's would be gigabytes.
-        rows_read, places_read = local.unique(return_inverse=True)
-        num_read, features = len(rows_read), hidden.shape[1]
-        grad_rows = hidden.new_zeros(num_read, features, dtype=wide)
-        grad_row_bias = hidden.new_zeros(num_read, dtype=wide)
-        for tokens in _chunks(len(local), ctx.chunk_tokens) if size else ():
-            places, of_chunk = places_read[tokens].flatten(), grad[tokens]
-            if grad_hidden is not None:
-                rows = weight[local[tokens]].to(wide)
-                grad_hidden[tokens] = torch.einsum("tk,tkd->td", of_chunk, rows)
-            if ctx.needs_input_grad[1]:
-                outer = of_chunk[..., None] * hidden[tokens].to(wide)[:, None]
-                grad_rows.index_add_(0, places, outer.flatten(0, 1))
-            grad_row_bias.index_add_(0, places, of_chunk.flatten())
-        if ctx.shard and grad_hidden is not None:
-            dist.all_reduce(grad_hidden, group=ctx.shard.group)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            _at_rows(weight, rows_read, grad_rows, size) if ctx.needs_input_grad[1] else None,
-            _at_rows(bias, rows_read, grad_row_bias, size) if ctx.needs_input_grad[2] else None,
-            *[None] * 3,
-        )
-
-
-def _at_rows(
-    whole: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, size: int
-) -> torch.Tensor:
-    """Zeros like `whole` with `values` at its `rows`, if the shard has any (`size`)."""
-    gradient = torch.zeros_like(whole)
-    if size:
-        gradient[rows] = values.to(whole.dtype)
-    return gradient
 
 
 def _chunks(num: int, size: int) -> list[slice]:

@@ -44,9 +44,13 @@ class StubJudge:
         delay: Callable[[], float] = lambda: 0.0,
         trouble: Trouble = lambda text, attempt: None,
         port: int = 0,
+        key: str = "",
     ) -> None:
-        """`delay` gives the seconds of the next answer, `port` 0 takes a free one."""
-        self.delay, self.trouble, self.port = delay, trouble, port
+        """`delay` gives the seconds of the next answer, `port` 0 takes a free one.
+
+        Without the `key`, if it has one, it answers HTTP 401.
+        """
+        self.delay, self.trouble, self.port, self.key = delay, trouble, port, key
         self.asked: Counter[str] = Counter()
         self.keys: set[str] = set()
         self.bodies: list[dict[str, Any]] = []
@@ -101,6 +105,8 @@ class StubJudge:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if not self._knows(request):
+            return web.Response(status=401)
         return web.json_response({"data": [{"id": "stub"}]})
 
     async def _counts(self, request: web.Request) -> web.Response:
@@ -108,7 +114,12 @@ class StubJudge:
         times = {"seconds": self.seconds, "in_flight_s": self.in_flight_s, "busy_s": self.busy_s}
         return web.json_response({**counts, **times})
 
+    def _knows(self, request: web.Request) -> bool:
+        return not self.key or request.headers.get("Authorization") == f"Bearer {self.key}"
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if not self._knows(request):
+            return web.Response(status=401)
         body = await request.json()
         text = body["messages"][-1]["content"] if "messages" in body else str(body.get("response"))
         attempt = self.asked[text]

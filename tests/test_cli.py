@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -63,6 +64,34 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bytes.jsonl").write_bytes(bytes(range(256)))
     (tmp_path / "recipes.py").write_text(RECIPES)
     return tmp_path
+
+
+def test_what_replay_prints_is_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Responses and settings may have brackets. And a spent budget is one line, as in a run."""
+    from hybridrl.controller import replay_commands
+    from hybridrl.rewards.endpoint import BudgetSpent
+
+    rows = [["stage", "value"], ["generate", "sample 0.0: [a-z]+ and [/INST]"]]
+    lines = ["setting rollout.stop: [[bold]] and [a,b]"]
+    printed = replay_commands.Inspection(lines, rows, {"equal": True}, equal=True)
+    monkeypatch.setattr(replay_commands, "blame", lambda args: printed)
+    with pytest.raises(SystemExit) as ended:
+        cli._inspect("blame", [])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert lines[0] in out
+    assert rows[1][1] in out
+
+    def spent(args: list[str]) -> None:
+        raise BudgetSpent("budget=3: all of these requests are spent")
+
+    monkeypatch.setattr(replay_commands, "replay", spent)
+    with pytest.raises(SystemExit) as ended:
+        cli._inspect("replay", [])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "hybridrl: budget=3: all of these requests are spent\n"
 
 
 WRONG = [
@@ -406,6 +435,23 @@ OF_A_KIND = {
     "recipe=grpo recipe.normalise=token",
 }  # fmt: skip
 assert {overrides for overrides, _ in WRONG} > OF_A_KIND
+# Of cases that begin alike `make test` has the first: each composes all settings.
+ALIKE = (
+    "model=tiny_moe", "eval.sets", "+eval.sets", "rollout.", "+rollout", "telemetry.",
+    "trainer.chunk", "trainer.router", "trainer.layout", "reward=sum", "schedule", "rollout=vllm",
+    "recipe.target", "data=", "model.path", "cluster.ranks=",
+)  # fmt: skip
+
+
+def wrong_cases() -> Iterator[Any]:
+    seen = set()
+    for overrides, line in WRONG:
+        begin = next(filter(overrides.startswith, ALIKE), overrides)
+        marks = [pytest.mark.slow] * (overrides in OF_A_KIND) + [pytest.mark.layouts] * (
+            begin in seen
+        )
+        seen.add(begin)
+        yield pytest.param(overrides, line, id=overrides, marks=marks)
 
 
 def running_children() -> set[psutil.Process]:
@@ -418,13 +464,7 @@ def running_children() -> set[psutil.Process]:
     return running
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        pytest.param(*case, id=case[0], marks=[pytest.mark.slow] * (case[0] in OF_A_KIND))
-        for case in WRONG
-    ],
-)
+@pytest.mark.parametrize(("overrides", "line"), list(wrong_cases()))
 def test_one_line(
     overrides: str, line: str, files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,22 +10,30 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+_MODEL = "model/"
+"""Begins the names of parameters, before those of the optimizer's state."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
     """Two tensors of one name: the first element that differs, and the largest difference.
 
-    `most` is infinite for token ids, and where the sizes differ.
+    `most` is infinite for token ids, and where the sizes differ. `shapes` are there in place of an
+    element where the two cannot be compared: None for a tensor that is missing.
     """
 
     name: str
-    position: tuple[int, ...]
-    values: tuple[float, float]
-    differing: int
-    size: int
-    most: float
+    position: tuple[int, ...] = ()
+    values: tuple[float, float] = (math.nan, math.nan)
+    differing: int = 0
+    size: int = 0
+    most: float = math.inf
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None
 
     def __str__(self) -> str:
+        if self.shapes is not None:
+            first, second = ("missing" if x is None else str(list(x)) for x in self.shapes)
+            return f"{self.name}: {first} in the first run, {second} in the second"
         place = ", ".join(map(str, self.position))
         amount = "" if math.isinf(self.most) else f", at most by {self.most:.3g}"
         one, other = self.values
@@ -36,8 +44,13 @@ class TensorDifference:
 
 
 def difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDifference | None:
-    """The difference of two tensors, over what both have of the first dim; None for equal bits."""
+    """The difference of two tensors; None for equal bits.
+
+    Sequences of other lengths are compared over what both have; for other shapes see `shapes`.
+    """
     sizes_differ = one.shape != other.shape
+    if sizes_differ and not one.dim() == other.dim() == 1:
+        return TensorDifference(name, shapes=(tuple(one.shape), tuple(other.shape)))
     if sizes_differ:
         rows = min(len(one), len(other))
         one, other = one[:rows], other[:rows]
@@ -70,21 +83,34 @@ def _batch_tensor(folder: Path, key: str) -> torch.Tensor | None:
 
 
 def weight_difference(one: Path, other: Path) -> list[TensorDifference]:
-    """Of all parameters in two folders of a role's trained weights, one tensor at a time."""
-    sizes = FileSystemReader(one).read_metadata().state_dict_metadata
-    names = [name for name in sizes if name.startswith("model/")]
-    differences = (
-        difference(
-            name.removeprefix("model/"), *(_weights(folder, name) for folder in (one, other))
-        )
-        for name in names
-    )
-    return [x for x in differences if x is not None]
+    """Of all parameters in two folders of a role's trained weights, one tensor at a time.
+
+    With those that one of them lacks: adapters, say, or layers of another model.
+    """
+    first, second = _parameters(one), _parameters(other)
+    differences = list[TensorDifference]()
+    for name in first | second:
+        shapes = tuple(tuple(x[name].size) if name in x else None for x in (first, second))
+        if shapes[0] != shapes[1]:
+            differences.append(TensorDifference(name, shapes=(shapes[0], shapes[1])))
+            continue
+        tensors = (_weights(folder, name, first[name]) for folder in (one, other))
+        if (apart := difference(name, *tensors)) is not None:
+            differences.append(apart)
+    return differences
 
 
-def _weights(folder: Path, name: str) -> torch.Tensor:
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata[name]
-    assert isinstance(stored, TensorStorageMetadata), name
-    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)}
+def _parameters(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The parameters in a folder, by name."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(_MODEL): metadata
+        for name, metadata in stored.items()
+        if name.startswith(_MODEL) and isinstance(metadata, TensorStorageMetadata)
+    }
+
+
+def _weights(folder: Path, name: str, stored: TensorStorageMetadata) -> torch.Tensor:
+    state = {_MODEL + name: torch.empty(stored.size, dtype=stored.properties.dtype)}
     state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
-    return state[name]
+    return state[_MODEL + name]

@@ -1,4 +1,4 @@
-"""What TAB completes after `hybridrl`: commands, options, config groups, keys and their values.
+"""Completion of `hybridrl` at TAB: commands, options, config groups, keys and their values.
 
 The shell's script calls `hybridrl completion WORDS...` at each TAB. The answer comes from file
 names and from the settings' dataclasses: Hydra, which would compose the config, takes a second.
@@ -20,7 +20,7 @@ OPTIONS = {
     "watch": ("--help", "--port", "--host"),
     "compare": ("--help", "--out"),
     "replay": (
-        "--help", "--step", "--stage", "--dir", "--tolerance", "--from-start",
+        "--help", "--step", "--stage", "--batch", "--dir", "--tolerance", "--from-start",
         "--recorded-rewards", "--save", "--force",
     ),
     "blame": ("--help", "--tolerance", "--no-replay", "--from-start", "--force"),
@@ -79,7 +79,7 @@ def script(shell: str) -> str:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """What the last of `words` may become; before it are the command and its arguments."""
+    """Completions of the last of `words`, which follows the command and its arguments."""
     *before, word = words or [""]
     if not before:
         return [name for name in OPTIONS if name.startswith(word)]

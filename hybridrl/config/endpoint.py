@@ -1,4 +1,4 @@
-"""A judge behind HTTP: whom to ask, what, and how the reply is read."""
+"""A judge behind HTTP: its address, the requests and the replies."""
 
 import re
 import string
@@ -43,13 +43,14 @@ Score N: GRADE"""
 RUBRIC_RANGE = (0.0, 10.0)
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 SCORE = rf"Score(?:\s+\d+)?:\s*({NUMBER})"
+GROUP_SCORE = rf"Score(?:\s+(\d{{1,9}}))?:\s*({NUMBER})"
 SCORE_FIELDS = {False: "score", True: "scores"}
 """Of the reply of kind=http, for one response and for a group."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EndpointConfig:
-    """Whom kind=http and chat ask, and how."""
+    """The endpoint of kind=http and chat: its address, the requests and the replies."""
 
     url: str | None = None
     """kind=chat: the base, such as `https://api.openai.com/v1`; kind=http: all of it."""
@@ -61,7 +62,7 @@ class EndpointConfig:
     read, with marks of its chat template. Null: grades from 0 to 10."""
     score: str | None = None
     """How the score is read. kind=chat: a regular expression; the first group of its last match is
-    a number. Null: `Score: N`.
+    a number. Null: `Score: N`, with call=group `Score N: GRADE` once for each response.
 
     kind=http: a field of the JSON reply, dots lead inside. Null: `score`, with call=group
     `scores`."""
@@ -128,22 +129,30 @@ class EndpointConfig:
             parts = urlsplit(self.url or "")
             known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is none, an address in broken brackets
-            raise ConfigError(key, self.url, allowed) from None
+            raise ConfigError(key, _without_user(self.url or ""), allowed) from None
         if not known:
-            raise ConfigError(key, self.url or "null", allowed)
+            raise ConfigError(key, _without_user(self.url or "null"), allowed)
         if parts.username or parts.password:  # settings are written into the run directory
-            shown = f"{parts.scheme}://...@{parts.hostname}"
-            raise ConfigError(key, shown, "no user and password: endpoint.key_env names a variable")
+            variable = f"{key.removesuffix('url')}key_env"
+            allowed = f"no user and password: {variable} names the variable of a key"
+            raise ConfigError(key, _without_user(self.url or ""), allowed)
 
     def _check_template(self, key: str, whole_groups: bool) -> None:
         needed = "responses" if whole_groups else "response"
         try:
             named = template_fields(self.rubric(whole_groups))
         except ValueError as error:
-            allowed = f"a format string; a brace of its own is {{{{ or }}}} ({error})"
+            allowed = f"a format string; a literal brace is {{{{ or }}}} ({error})"
             raise ConfigError(key, self.template, allowed) from None
         if needed not in named:
             raise ConfigError(key, self.template, f"a text with {{{needed}}} in it")
+
+
+def _without_user(url: str) -> str:
+    """`url` without user and password, whatever characters these have."""
+    before, at, host = url.rpartition("@")
+    scheme, slashes, _ = before.partition("://")
+    return f"{scheme if slashes else ''}{slashes}***{at}{host}" if at else url
 
 
 def template_fields(template: str) -> set[str]:

@@ -94,7 +94,8 @@ class JudgeConfig:
     """kind=regex: the expression; `{answer}` in it becomes the escaped answer."""
     timeout_s: float = bounded(5.0, above=0, allowed="seconds above 0")
     """Seconds for one sample (with another `call` for one call); past it the sample is marked
-    `reward_timeout` and scores 0. For kind=http and chat there is `endpoint.timeout_s`."""
+    `reward_timeout` and scores 0. For kind=http and chat there is `endpoint.timeout_s`; this bounds
+    what `extract` and `endpoint.score` compute."""
     num_processes: int = bounded(1, least=1)
     """Verifier processes per rank; with call=group in the run."""
     partial_credit: bool = False

@@ -1,11 +1,14 @@
 """Where two runs first differ: `hybridrl blame`. By their records, then by replays of that step."""
 
+import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.controller.replay import ReplayReport, ReplayRequest, replay
+from hybridrl.controller.run import RUN_ERRORS
 from hybridrl.telemetry.compare import settings_of
 from hybridrl.telemetry.digests import (
     Comparison,
@@ -95,13 +98,19 @@ def blame(
     request = ReplayRequest(
         run_dir=one, step=report.step or 0, from_start=from_start, force=force, saves=True
     )
+    exact = all(record.exact for of_run in records for record in of_run.values())
     try:
-        return _by_replays(report, request, tolerance)
-    except ConfigError as error:
+        with ExitStack() as weights:
+            return _by_replays(report, request, tolerance, exact, weights)
+    except (ConfigError, *RUN_ERRORS) as error:
         return replace(report, notes=(*report.notes, f"by the records alone: {error}"))
 
 
-def _records(runs: tuple[Path, Path]) -> tuple[dict[int, StepRecord], dict[int, StepRecord]]:
+Records = tuple[dict[int, StepRecord], dict[int, StepRecord]]
+"""Of two runs, by step."""
+
+
+def _records(runs: tuple[Path, Path]) -> Records:
     """The records of both runs, of each step those that both have: digests, or the few of all."""
     exact, coarse = ([read(run) for run in runs] for read in (read_steps, coarse_steps))
     both = exact[0].keys() & exact[1].keys()
@@ -123,7 +132,7 @@ def _settings(runs: tuple[Path, Path]) -> list[tuple[str, Any, Any]]:
 
 def _first(
     report: BlameReport,
-    records: tuple[dict[int, StepRecord], dict[int, StepRecord]],
+    records: Records,
     steps: tuple[int, ...],
     tolerance: float,
 ) -> BlameReport:
@@ -136,12 +145,20 @@ def _first(
     return report
 
 
-def _by_replays(report: BlameReport, request: ReplayRequest, tolerance: float) -> BlameReport:
-    """The report of replays: without digests the weights may differ a step before the metrics."""
+def _by_replays(
+    report: BlameReport,
+    request: ReplayRequest,
+    tolerance: float,
+    exact: bool,
+    weights: ExitStack,
+) -> BlameReport:
+    """The report of replays, whose `weights` are deleted at the end.
+
+    Where records are not `exact`, the weights may differ a step before the metrics.
+    """
     assert report.step is not None
-    exact = all(record.exact for run in _records(report.runs) for record in run.values())
     earliest = report.step if exact else max(report.step - 1, report.steps[0])
-    replayed = _replays(report, replace(request, earliest=earliest))
+    replayed = _replays(report, replace(request, earliest=earliest), weights)
     records = tuple(read_steps(one.directory) for one in replayed)
     steps = tuple(sorted(records[0].keys() & records[1].keys()))
     again = _first(replace(report, first=None), (records[0], records[1]), steps, tolerance)
@@ -150,7 +167,7 @@ def _by_replays(report: BlameReport, request: ReplayRequest, tolerance: float) -
         return replace(report, notes=(*report.notes, note))
     if again.step != report.step:  # its tensors were not kept
         assert again.step is not None
-        replayed = _replays(again, replace(request, step=again.step))
+        replayed = _replays(again, replace(request, step=again.step), weights)
     notes = [
         f"a replay of {run} differs from it, in {first.name} of step {one.compared}"
         for run, one in zip(report.runs, replayed, strict=True)
@@ -160,8 +177,13 @@ def _by_replays(report: BlameReport, request: ReplayRequest, tolerance: float) -
     return replace(again, tensor=tensor, notes=(*report.notes, *notes))
 
 
-def _replays(report: BlameReport, request: ReplayRequest) -> list[ReplayReport]:
-    return [replay(replace(request, run_dir=run)) for run in report.runs]
+def _replays(report: BlameReport, request: ReplayRequest, weights: ExitStack) -> list[ReplayReport]:
+    """Replays of both runs; at the end of `weights` their weights and optimizer states are gone."""
+    replayed = []
+    for run in report.runs:
+        replayed.append(replay(replace(request, run_dir=run)))
+        weights.callback(shutil.rmtree, replayed[-1].directory / "final", ignore_errors=True)
+    return replayed
 
 
 def _tensor(first: Comparison, directories: list[Path]) -> str:
@@ -172,6 +194,8 @@ def _tensor(first: Comparison, directories: list[Path]) -> str:
     if first.role:  # the loss of a later mini-batch differs where the weights do
         role = first.role
         folders = [directory / "final" / "resume" / role for directory in (one, other)]
+        if not all(folder.is_dir() for folder in folders):  # one of the runs has no such role
+            return ""
         differences = weight_difference(*folders)
         differences.sort(key=lambda x: x.name != first.first)  # stable: the first one, then others
         if len(differences) < 2:

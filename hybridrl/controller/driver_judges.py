@@ -33,6 +33,10 @@ class DriverJudges:
             logger.info("judge %s starts on the driver's node", role)
         return self._judges[role].submit(items)
 
+    def is_full(self, role: str) -> bool:
+        """Whether what is submitted now waits until other responses are judged."""
+        return role in self._judges and self._judges[role].is_full
+
     def metrics(self) -> dict[str, float]:
         """`judge/requests`, `/retries` and `/cached` of endpoints, since the last call."""
         total: dict[str, float] = {}
@@ -41,7 +45,7 @@ class DriverJudges:
             self._recorded[role] = counts
             for name, count in counts.items():
                 key = f"judge/{name}"
-                total[key] = total.get(key, 0.0) + max(0, count - before.get(name, 0))
+                total[key] = total.get(key, 0.0) + count - before.get(name, 0)
         return total
 
     def close(self) -> None:

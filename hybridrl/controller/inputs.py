@@ -1,14 +1,16 @@
 """What a run depends on besides its settings: data, code, packages; and what has changed since."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import Config
+from hybridrl.config import Config, RewardKind
 from hybridrl.data import Data
 from hybridrl.telemetry.environment import packages
 
@@ -82,18 +84,29 @@ def _code(config: Config) -> Iterator[tuple[str, list[Path]]]:
     yield f"recipe {target}", _file_of(target)
     judges = dict.fromkeys([*config.eval_judges, *config.judges_of("cost")])
     for role in judges:
-        function = config.judge_of(role).function
-        if function:
+        judge = config.judge_of(role)
+        function = judge.function
+        if judge.kind is RewardKind.function and function:
             yield f"{role} {function}", _file_of(function)
 
 
 def _file_of(target: str) -> list[Path]:
-    """The file of `package.module:name` or `/path/file.py:name`."""
+    """The file of `package.module:name` or `/path/file.py:name`; none where there is no such file.
+
+    It is found without an import, which would run the code of the packages around it.
+    """
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
-        return [Path(module)]
-    spec = importlib.util.find_spec(module)
-    return [Path(spec.origin)] if spec is not None and spec.origin else []
+        file = Path(module)
+    else:
+        spec, names = None, module.split(".")
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(names[0])
+        for name in names[1:]:
+            folders = spec.submodule_search_locations if spec is not None else None
+            spec = PathFinder.find_spec(name, folders) if folders is not None else None
+        file = Path((spec and spec.origin) or "")
+    return [file] if file.is_file() else []
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -29,7 +29,7 @@ from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
-from hybridrl.controller.preflight_judges import check_groups, check_rows, try_judges
+from hybridrl.controller.preflight_judges import IsRecorded, check_groups, check_rows, try_judges
 from hybridrl.controller.preflight_models import (
     check_role_models,
     resolve_model_path,
@@ -56,8 +56,11 @@ class PreparedRun:
     warm_start: Graph | None
 
 
-def prepare(config: Config) -> PreparedRun:
-    """Check the config against the world, make the tiny model; raises `ConfigError`."""
+def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRun:
+    """Check the config against the world, make the tiny model; raises `ConfigError`.
+
+    `is_recorded` is for a replay: see `try_judges`.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -78,7 +81,7 @@ def prepare(config: Config) -> PreparedRun:
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     check_groups(graph)
-    try_judges(config, graph)
+    try_judges(config, graph, is_recorded)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data, eval_items = _load(config, model_path, graph)
@@ -137,7 +140,7 @@ def _check_privileged(config: Config, graph: Graph) -> None:
         reads = isinstance(stage, ComputeStage) and stage.privileged
         if reads and config.data.privileged_template is None:
             allowed = f"a text with what {stage.role} is to know, as '{{question}} ({{answer}})'"
-            raise ConfigError("data.privileged_template", None, allowed)
+            raise ConfigError("data.privileged_template", "null", allowed)
 
 
 def _check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:

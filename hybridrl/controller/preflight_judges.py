@@ -1,23 +1,35 @@
 """Checks of a run's judges before it starts a process of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridrl.config import Config, ConfigError, RewardCall, RewardKind
 from hybridrl.config.endpoint import template_fields
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import ComputeStage, SourceStage, Stage
+from hybridrl.flow.graph import ComputeStage, SourceStage, Stage, StageMethod
 
 _KNOWN = {"prompt", "question", "answer", "response", "responses"}
 """Fields of a rubric that are no columns."""
 
 
-def try_judges(config: Config, graph: Graph) -> None:
-    """Start every judge once; fills in which of them wait. Raises ConfigError."""
+IsRecorded = Callable[[Stage], bool]
+"""Whether every score of a judge's stage is recorded, so that the judge is not asked."""
+
+
+def try_judges(config: Config, graph: Graph, is_recorded: IsRecorded | None = None) -> None:
+    """Start every judge once; fills in which of them wait. Raises ConfigError.
+
+    With `is_recorded`, of a replay, only those that its steps ask: it evaluates nothing.
+    """
     from hybridrl.rewards import validate_reward
 
-    for role in judges_of(config, graph):
+    roles = judges_of(config, graph)
+    if is_recorded is not None:
+        scores = [stage for stage in graph.stages.values() if stage.method is StageMethod.SCORE]
+        asked = {stage.role for stage in scores if not is_recorded(stage)}
+        roles = [role for role in roles if role in asked]
+    for role in roles:
         judge = config.judge_of(role)
         waits = validate_reward(judge, config.sources_of(role), role)
         if judge.kind is RewardKind.function:

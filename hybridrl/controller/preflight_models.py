@@ -38,7 +38,8 @@ def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: 
     for stage in graph.stages.values():
         if isinstance(stage, ComputeStage) and stage.num_top > len(tokenizer):
             allowed = f"at most {len(tokenizer)}, the model's vocabulary"
-            raise ConfigError("recipe.top_k", stage.num_top, allowed)
+            wanted = f"the top {stage.num_top} tokens, in stage {stage.name}"
+            raise ConfigError("recipe", wanted, allowed)
 
 
 def resolve_role_paths(config: Config, graph: Graph) -> None:

@@ -263,17 +263,25 @@ class RayExecutor:
         call = self.config.judge_of(stage.role).call
         units = [[id] for id in ids] if call is RewardCall.sample else [ids]
         for unit in units:
+            queued = self.judges.is_full(stage.role)
             results = self.judges.submit(stage.role, [inputs[id] for id in unit])
-            self._rounds.begin(self._results(stage, unit, results))
+            self._rounds.begin(self._results(stage, unit, results, queued))
         return [SamplesRead(stage.name, tuple(ids))]
 
     def _results(
-        self, stage: Stage, ids: Sequence[SampleId], results: "Future[list[RewardResult]]"
+        self,
+        stage: Stage,
+        ids: Sequence[SampleId],
+        results: "Future[list[RewardResult]]",
+        queued: bool,
     ) -> EventCalls:
-        """One event for responses that are judged together."""
+        """One event for responses that are judged together.
+
+        Only those that were not `queued` behind others say what judging takes.
+        """
         start = self.clock.now()
         judged = yield from result_of(results)
-        seconds = self.clock.now() - start
+        seconds = None if queued else self.clock.now() - start
         scalars = scalars_of(stage.scalars, judged)
         return [Computed(stage.name, tuple(ids), scalars, (), seconds=seconds)]
 
@@ -502,7 +510,7 @@ def _as_one(answers: Sequence[Computed]) -> Computed:
         (some or answers)[0],
         ids=tuple(id for a in some for id in a.ids),
         scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
-        seconds=max(a.seconds for a in answers),
+        seconds=max(a.seconds or 0.0 for a in answers),
     )
 
 

@@ -4,7 +4,7 @@ Tokens follow from identities, so a replay makes them again. What comes from out
 judge behind an endpoint, a function that reads the clock. Its scores are in `digests.jsonl`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from hybridrl.config import ConfigError
 from hybridrl.controller.step_digests import SAMPLES
 from hybridrl.flow.executor import Finished
-from hybridrl.flow.graph import Stage, StageMethod
+from hybridrl.flow.graph import MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.telemetry.digests import read_steps
 from hybridrl.telemetry.records import parse
@@ -23,8 +23,9 @@ from hybridrl.workers.store import ROUTED_EXPERTS
 class RecordedSamples:
     """Recorded fields of samples by the text of their ids.
 
-    With a `folder`, that of a batch with all tensors, `samples` has the metadata and no stage of
-    scope below a barrier runs again. Without, only what judges say is taken.
+    With a `folder`, that of a batch with all tensors, `samples` has the metadata. Then forward
+    passes and judges do not run again; maps do, on the recorded fields, and so do barriers. Without
+    one, only the judges' scores are taken.
     """
 
     scalars: Mapping[str, Mapping[str, Any]]
@@ -39,11 +40,18 @@ class RecordedSamples:
                 set(stage.outputs) <= self.scalars.get(str(sample.id), {}).keys()
                 for sample in samples
             )
+        if isinstance(stage, MapStage):  # the recipe's own formula, which may be another one now
+            return False
         recorded = self.samples
         return all(
             sample.id in recorded and all(recorded[sample.id].has(x) for x in stage.outputs)
             for sample in samples
         )
+
+    def covers(self, stage: Stage) -> bool:
+        """Whether every output of a judge's stage is recorded of all samples."""
+        wanted = set(stage.outputs)
+        return bool(self.scalars) and all(wanted <= x.keys() for x in self.scalars.values())
 
     def outputs(
         self, stage: Stage, samples: Sequence[Sample]
@@ -67,22 +75,40 @@ class RecordedSamples:
         )
 
 
-def recorded_batch(run_dir: Path, step: int) -> RecordedSamples:
-    """The batch of a step, from the newest replay of it; raises ConfigError where there is none."""
-    folders = [x.parent for x in run_dir.glob(f"replays/step_{step:06d}*/batch/{SAMPLES}")]
-    if not folders:
+def newest_batch(run_dir: Path, step: int, is_runs_own: Callable[[Path], bool]) -> Path:
+    """The folder of a step's batch, of its newest replay that `is_runs_own` holds of.
+
+    Raises ConfigError where there is none.
+    """
+    files = run_dir.glob(f"replays/step_{step:06d}*/batch/{SAMPLES}")
+    newest_first = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    folder = next((f.parent for f in newest_first if is_runs_own(f.parents[1])), None)
+    if folder is None:
         allowed = f"a step with a batch: first hybridrl replay {run_dir} --step {step}"
-        raise ConfigError("--stage", "train", f"{allowed} --stage generate")
-    folder = max(folders, key=lambda x: (x / SAMPLES).stat().st_mtime)
+        allowed += " --stage generate"
+        if newest_first:
+            allowed += f"; --batch={newest_first[0].parents[1]} takes that of other settings"
+        raise ConfigError("--stage", "train", allowed)
+    return folder
+
+
+def recorded_batch(directory: Path) -> RecordedSamples:
+    """The batch that is in a directory, or in the replay there; raises ConfigError without one."""
+    folder = next((x for x in (directory / "batch", directory) if (x / SAMPLES).is_file()), None)
+    if folder is None:
+        raise ConfigError(
+            "--batch", directory, f"a replay's directory (with batch/{SAMPLES} in it)"
+        )
     lines = parse((folder / SAMPLES).read_text())["samples"]
     samples = {sample.id: sample for sample in map(Sample.from_json, lines)}
     return RecordedSamples({str(x): s.scalars for x, s in samples.items()}, folder, samples)
 
 
-def recorded_scores(run_dir: Path) -> RecordedSamples:
-    """What judges said in a run; raises ConfigError where it has not recorded it."""
-    steps = read_steps(run_dir)
-    if not steps:
+def recorded_scores(run_dir: Path, steps: Collection[int]) -> RecordedSamples:
+    """The judges' scores in these steps of a run; raises ConfigError where it records none."""
+    records = read_steps(run_dir)
+    if not records:
         allowed = f"a run with telemetry.digests=true, which {run_dir} is not"
         raise ConfigError("--recorded-rewards", "", allowed)
-    return RecordedSamples({id: x for record in steps.values() for id, x in record.samples.items()})
+    of_steps = [record.samples for step, record in records.items() if step in steps]
+    return RecordedSamples({id: scalars for samples in of_steps for id, scalars in samples.items()})

@@ -6,7 +6,8 @@ and stops after it. Then its records and the run's are compared.
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -21,6 +22,7 @@ from hybridrl.controller.inputs import changed_inputs, inputs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.recorded_samples import (
     RecordedSamples,
+    newest_batch,
     recorded_batch,
     recorded_scores,
 )
@@ -62,7 +64,7 @@ class ReplayStage(Enum):
     """The half of a step that is replayed."""
 
     generate = "generate"  # up to the batch that is trained
-    train = "train"  # on the batch of an earlier replay
+    train = "train"  # on the batch of an earlier replay, `ReplayRequest.batch`
 
 
 class Promise(Enum):
@@ -81,16 +83,18 @@ class BatchComplete(Exception):
 class ReplayRequest:
     """What is to be replayed, and how.
 
-    `directory` None is a new one in the run's. `overrides` are settings that differ. The checkpoint
-    is one before the step `earliest`, this one by default. With `from_start` a run without one
-    begins anew. With `force` changed data, code and packages pass. With `recorded_rewards` judges
-    are not asked again. With `saves` the weights after the step are written.
+    `directory` None is a new one in the run's. `batch` is the replay whose batch is trained, None
+    the newest with the run's settings. `overrides` are settings that differ. The checkpoint is one
+    before the step `earliest`, this one by default. With `from_start` a run without one begins
+    anew. With `force` changed data, code and packages pass. With `recorded_rewards` judges are not
+    asked again. With `saves` the weights after the step are written.
     """
 
     run_dir: Path
     step: int
     directory: Path | None = None
     stage: ReplayStage | None = None
+    batch: Path | None = None
     overrides: tuple[str, ...] = ()
     tolerance: float | None = None
     earliest: int | None = None
@@ -153,28 +157,29 @@ def replay(request: ReplayRequest) -> ReplayReport:
     run_dir, step = request.run_dir, request.step
     own = request.directory or new_directory(run_dir, step)
     compose.register()
+    _check_stage(request)
     stored = compose_replay(request, own, (), writes=False)
     _check_step(request, stored)
     point = starting_point(request, stored)
     if own.exists() and any(own.iterdir()):
         raise ConfigError("--dir", own, "a directory that is not there yet, or is empty")
-    config = compose_replay(request, own, request.overrides)
-    before, now = settings_of(stored), settings_of(config)
-    others = changed_settings(before, now)
     begun_after = point.state["step"] if point else 0
-    prepared, directories = _prepare(request, config), [own]
-    if others and begun_after < step - 1 - (0 if point else stored.warm_start_steps):
-        # The steps before are those of the run; the last one alone has other settings.
-        kept = tuple(x for x in request.overrides if not _touches(x, others))
-        earlier = replace(
-            request, step=step - 1, stage=None, overrides=kept, saves=True,
-            directory=own / "before",
-        )  # fmt: skip
-        of_run = compose_replay(earlier, own / "before", kept)
-        _run(earlier, of_run, _prepare(earlier, of_run), point)
-        directories.insert(0, own / "before")
-        point = folder.read(own / "before" / "final")
-    _run(request, config, prepared, point)
+    parts = list[_Prepared]()
+    with _removed_if_refused(own):
+        config = compose_replay(request, own, request.overrides)
+        before, now = settings_of(stored), settings_of(config)
+        others = changed_settings(before, now)
+        if others and begun_after < step - 1 - (0 if point else stored.warm_start_steps):
+            # The steps before are those of the run; the last one alone has other settings.
+            earlier = _replay_before(request, own / "before", others)
+            of_run = compose_replay(earlier, own / "before", earlier.overrides)
+            parts.append(_prepare(earlier, of_run, begun_after))
+        parts.append(_prepare(request, config, step - 1 if parts else begun_after))
+    for prepared in parts:
+        _run(prepared, point)
+        if prepared is not parts[-1]:
+            point = folder.read(own / "before" / "final")
+    directories = [Path(prepared.config.run.dir) for prepared in parts]
     promise = promised(before, now, others, stored.strict)
     tolerance = request.tolerance
     if tolerance is None:
@@ -189,7 +194,7 @@ def replay(request: ReplayRequest) -> ReplayReport:
         tolerance=tolerance,
         compared=compared,
         comparisons=tuple(comparisons),
-        notes=tuple(prepared.notes),
+        notes=tuple(parts[-1].notes),
     )
 
 
@@ -235,6 +240,15 @@ def compose_replay(
     return config
 
 
+def _check_stage(request: ReplayRequest) -> None:
+    """Raise for options that exclude each other."""
+    if request.saves and request.stage is ReplayStage.generate:
+        allowed = "no stage, or train: with generate there is no update, whose weights to write"
+        raise ConfigError("--save with --stage", "generate", allowed)
+    if request.batch is not None and request.stage is not ReplayStage.train:
+        raise ConfigError("--batch", request.batch, "an option of --stage train, which reads it")
+
+
 def _check_step(request: ReplayRequest, stored: Config) -> None:
     """Raise where the run has not made the step."""
     steps = coarse_steps(request.run_dir)
@@ -257,7 +271,7 @@ def starting_point(request: ReplayRequest, stored: Config) -> Point | None:
         if not wrong:
             return point
         damaged.append(wrong)
-    if earliest == stored.warm_start_steps + 1 or request.from_start:
+    if earliest <= stored.warm_start_steps + 1 or request.from_start:
         return None
     there = sorted(int(point.state["step"]) for point in points)
     allowed = f"a run with a checkpoint before it, which {request.run_dir} has not"
@@ -266,6 +280,30 @@ def starting_point(request: ReplayRequest, stored: Config) -> Point | None:
     damages = f"; damaged: {'; '.join(damaged)}" if damaged else ""
     allowed += f"; --from-start makes all {request.step} steps again{damages}"
     raise ConfigError("--step", request.step, allowed)
+
+
+@contextmanager
+def _removed_if_refused(own: Path) -> Iterator[None]:
+    """Within, a replay is checked; where it is refused, nothing of it stays."""
+    there = own.is_dir()
+    try:
+        yield
+    except ConfigError:
+        shutil.rmtree(own, ignore_errors=True)  # it holds the settings, perhaps a tiny model
+        if there:
+            own.mkdir()
+        elif own.parent.name == "replays" and own.parent.is_dir() and not any(own.parent.iterdir()):
+            own.parent.rmdir()
+        raise
+
+
+def _replay_before(request: ReplayRequest, directory: Path, others: Sequence[str]) -> ReplayRequest:
+    """The replay of the steps before the last one, without the settings `others`."""
+    kept = tuple(x for x in request.overrides if not _touches(x, others))
+    return replace(
+        request, step=request.step - 1, stage=None, batch=None, overrides=kept, saves=True,
+        directory=directory,
+    )  # fmt: skip
 
 
 def _touches(override: str, keys: Sequence[str]) -> bool:
@@ -277,14 +315,16 @@ def _touches(override: str, keys: Sequence[str]) -> bool:
 def _check_inputs(request: ReplayRequest, config: Config, prepared: PreparedRun) -> list[str]:
     """What has changed since the run; raises for it without `force`."""
     times = [line["time"] for line in step_lines(request.run_dir) if line["step"] == request.step]
-    environment = environment_at(request.run_dir, times[-1])
+    environment = environment_at(request.run_dir, times[-1]) if times else {}
     if "inputs" not in environment:
         return [f"{request.run_dir} has no digests of its data and code: they are not checked"]
     now = inputs_of(config, prepared.data)
     keys = [override.partition("=")[0] for override in request.overrides]
     changed = changed_inputs(environment, now, keys)
     if changed and not request.force:
-        allowed = f"what the run had; changed since: {'; '.join(changed)} (--force goes on)"
+        allowed = (
+            f"what the run had; changed since: {'; '.join(changed)} (--force replays nonetheless)"
+        )
         raise ConfigError("run", request.run_dir, allowed)
     return [f"changed since the run: {line}" for line in changed]
 
@@ -308,39 +348,52 @@ def promised(
 class _Prepared:
     """A replay that has been checked: the run's inputs, recorded samples, notes for the reader."""
 
+    request: ReplayRequest
+    config: Config
     run: PreparedRun
     batch: RecordedSamples | None
     scores: RecordedSamples | None
     notes: list[str]
 
 
-def _prepare(request: ReplayRequest, config: Config) -> _Prepared:
-    """Check a replay before its ranks start; where it is refused, nothing of it stays."""
-    notes, batch, scores = list[str](), None, None
-    try:
-        if request.stage is ReplayStage.train:
-            if not config.schedule.entry.serial_batches:
-                kind = config.schedule.kind.value
-                allowed = (
-                    f"no stage, or generate: the batch of schedule={kind} follows from decoding"
-                )
-                raise ConfigError("--stage", "train", allowed)
-            batch = recorded_batch(request.run_dir, request.step)
-            notes.append(f"the batch is that of {batch.folder}")
-        if request.recorded_rewards:
-            scores = recorded_scores(request.run_dir)
-        prepared = prepare(config)
-        return _Prepared(prepared, batch, scores, notes + _check_inputs(request, config, prepared))
-    except ConfigError:
-        own = Path(config.run.dir)
-        shutil.rmtree(own)  # it holds the settings alone
-        if own.parent.name == "replays" and not any(own.parent.iterdir()):
-            own.parent.rmdir()
-        raise
+def _prepare(request: ReplayRequest, config: Config, begun_after: int) -> _Prepared:
+    """Check a replay before its ranks start."""
+    notes, batch, scores, covering = list[str](), None, None, list[RecordedSamples]()
+    first = max(begun_after, config.warm_start_steps) + 1
+    if request.stage is ReplayStage.train:
+        if not config.schedule.entry.serial_batches:
+            kind = config.schedule.kind.value
+            allowed = f"no stage, or generate: the batch of schedule={kind} follows from decoding"
+            raise ConfigError("--stage", "train", allowed)
+        batch = recorded_batch(request.batch or _batch_of_run(request))
+        notes.append(f"the batch is that of {batch.folder}")
+        covering += [batch] * (first == request.step)
+    if request.recorded_rewards:
+        scores = recorded_scores(request.run_dir, range(first, request.step + 1))
+        covering.append(scores)
+    prepared = prepare(config, lambda stage: any(samples.covers(stage) for samples in covering))
+    notes += _check_inputs(request, config, prepared)
+    return _Prepared(request, config, prepared, batch, scores, notes)
 
 
-def _run(request: ReplayRequest, config: Config, prepared: _Prepared, point: Point | None) -> None:
+def _batch_of_run(request: ReplayRequest) -> Path:
+    """The newest batch of the step, of replays with the run's settings."""
+    before = settings_of(compose_replay(request, request.run_dir, (), writes=False))
+
+    def is_runs_own(directory: Path) -> bool:
+        try:
+            now = settings_of(composed_run(overrides_of(directory), writes=False))
+        except ConfigError:  # of another version
+            return False
+        others = changed_settings(before, now)
+        return promised(before, now, others, strict=True) is Promise.bits
+
+    return newest_batch(request.run_dir, request.step, is_runs_own)
+
+
+def _run(prepared: _Prepared, point: Point | None) -> None:
     """Make the steps from `point` to the last one."""
+    request, config = prepared.request, prepared.config
     graph, batch = prepared.run.graph, prepared.batch
     if point is not None:
         numbers = point.state["recipe"]  # of another recipe only those that it shares

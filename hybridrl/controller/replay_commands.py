@@ -35,6 +35,9 @@ def replay(args: Sequence[str]) -> Inspection:
     parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument("--step", type=int, required=True, help="a step of its recipe")
     parser.add_argument("--stage", help="generate: up to the batch; train: on that batch")
+    parser.add_argument(
+        "--batch", type=Path, help="with --stage train: the replay whose batch is trained"
+    )
     parser.add_argument("--dir", type=Path, help="the replay's own directory")
     parser.add_argument("--tolerance", type=float, help="how far numbers may be apart")
     parser.add_argument(
@@ -45,7 +48,7 @@ def replay(args: Sequence[str]) -> Inspection:
     )
     parser.add_argument("--save", action="store_true", help="write the weights after the step")
     parser.add_argument(
-        "--force", action="store_true", help="go on where data, code or packages have changed"
+        "--force", action="store_true", help="replay although data, code or packages have changed"
     )
     parser.error = _refuse  # type: ignore[method-assign]
     options, overrides = parser.parse_known_args(list(args))
@@ -59,6 +62,7 @@ def replay(args: Sequence[str]) -> Inspection:
             step=options.step,
             directory=options.dir,
             stage=options.stage and ReplayStage(options.stage),
+            batch=options.batch,
             overrides=tuple(overrides),
             tolerance=options.tolerance,
             from_start=options.from_start,
@@ -95,7 +99,7 @@ def blame(args: Sequence[str]) -> Inspection:
         "--from-start", action="store_true", help="without a checkpoint replay all steps"
     )
     parser.add_argument(
-        "--force", action="store_true", help="go on where data, code or packages have changed"
+        "--force", action="store_true", help="replay although data, code or packages have changed"
     )
     parser.error = _refuse  # type: ignore[method-assign]
     options = parser.parse_args(list(args))

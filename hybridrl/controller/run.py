@@ -8,12 +8,13 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridrl.checkpoint.folder import Point, forget_later, read
+from hybridrl.checkpoint.folder import Point, forget_later, read, search
 from hybridrl.config import Config, ConfigError, Device, KeptSamples
 from hybridrl.controller.checkpoints import (
     Checkpoints,
@@ -38,7 +39,7 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
-from hybridrl.rewards.endpoint import BudgetSpent
+from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
@@ -53,6 +54,7 @@ from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.trace import rank_lane
 
 __all__ = [
+    "RUN_ERRORS",
     "BudgetSpent",
     "RayStartError",
     "TrainingDiverged",
@@ -73,12 +75,17 @@ class TrainingDiverged(RuntimeError):
     """The run cannot usefully continue; the message says why."""
 
 
+RUN_ERRORS = (WorkerError, TrainingDiverged, BudgetSpent, RayStartError, OSError)
+"""The errors that end a run after its start, each with one line for the user."""
+
+
 def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns the summary that the command line prints."""
     origin = find_origin(config, reads=True)
     prepared = prepare(config)
     with _reported(config), running(config, prepared, origin) as run:
         run.warn_off_policy()
+        run.warn_unprofiled()
         sample_files.forget_after(run.run_dir, run.step)
         run.warm_start()
         run.begin_recipe()
@@ -168,8 +175,10 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["
             yield run
             run.group.close()
         finally:
-            run.executor.judges.close()
-            run.group.kill()
+            try:
+                run.executor.judges.close()
+            finally:
+                run.group.kill()
 
 
 @contextmanager
@@ -208,16 +217,21 @@ class Run:
             shown,
             current_step=lambda: self.step,
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
+            origin_of=self._origin_of,
             observe=self.prompts.observe,
             judge_metrics=lambda: self.executor.judges.metrics(),
         )
+        # digests of all items take seconds, in which the ranks come up
+        hashing = ThreadPoolExecutor(1, "inputs")
+        inputs = hashing.submit(inputs_of, config, data)
+        hashing.shutdown(wait=False)
         # ranks
         self.group = WorkerGroup(
             launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
-        telemetry.inputs(inputs_of(config, data))
+        telemetry.inputs(inputs.result())
         works = work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # held-out evaluation
@@ -277,10 +291,19 @@ class Run:
                 ", ".join(settings),
             )
 
+    def warn_unprofiled(self) -> None:
+        """Say which steps of `telemetry.profile.steps` the run does not reach."""
+        last = self.config.warm_start_steps + self.config.trainer.steps
+        if beyond := [step for step in self.config.telemetry.profile.steps if step > last]:
+            self.telemetry.note(f"telemetry.profile.steps={beyond}: the last step is {last}")
+
     def evaluate_before(self) -> dict[str, float]:
         """Held-out metrics before the recipe's first step; a resumed run has them."""
         if not self._resumes_in("rl"):
-            self.evaluation.before = self.evaluation.at(self.step)
+            try:
+                self.evaluation.before = self.evaluation.at(self.step)
+            except BudgetSpent as error:  # the step is the last of a warm start, which is saved
+                raise self._spent(error) from None
         return self.evaluation.before
 
     def run_recipe(self) -> dict[str, float]:
@@ -289,10 +312,16 @@ class Run:
         schedule = self._make_schedule(phase)
         with self._stop_deferred():
             self._run_steps(phase, schedule)
-            after = self.evaluation.at(self.step)
+            after, spent = dict[str, float](), None
+            try:
+                after = self.evaluation.at(self.step)
+            except BudgetSpent as error:  # the trained model is written nonetheless
+                spent = error
             final = self.run_dir / "final"
             self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
+        if spent is not None:
+            raise self._spent(spent)
         return after
 
     def run_recipe_to(self, last_step: int) -> None:
@@ -352,7 +381,7 @@ class Run:
         self.telemetry.phase(phase.name, phase.num_steps, phase.first_step)
         logger.info("phase %s begins, to step %d", phase.name, phase.last_step)
         if phase.first_step < self.step < phase.last_step:  # a signal may have ended the run before
-            self._evaluate_due(phase)
+            self._evaluate_due(phase, schedule)
         while self.step < phase.last_step:
             self._stop_if_requested(phase, schedule)
             before = self._state(phase, schedule) if self.config.trainer.resumes else None
@@ -360,10 +389,11 @@ class Run:
             result = self._run_step(schedule, before)
             seconds = time.time() - start
             logger.info("step %d ended after %.3f s", self.step, seconds)
-            metrics = self.records.record_step(result, seconds, self.group.texts)
             if self.config.telemetry.samples is KeptSamples.all:
+                # First: a curriculum forgets the prompts of a step that is recorded.
                 facts = sample_facts(result, self._origin_of)
                 self.group.record_samples(self.step, phase.name, facts)
+            metrics = self.records.record_step(result, seconds, self.group.texts)
             if self.config.records_digests:
                 self.telemetry.digests(self.step, step_digests(phase.graph, result, self.group))
             self._check_finite(metrics)
@@ -390,8 +420,7 @@ class Run:
             self.step -= 1
             if before is not None and self.executor.may_abandon:
                 self._save_stopped(before)
-            resumes = "; trainer.resume=auto continues with a higher one" if before else ""
-            raise BudgetSpent(f"{error}; stopped after step {self.step}{resumes}") from None
+            raise self._spent(error) from None
         finally:
             self.executor.may_abandon = False
 
@@ -426,6 +455,8 @@ class Run:
         self.bad_steps += 1
         self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
         if self.bad_steps >= self.config.trainer.max_bad_steps:
+            with contextlib.suppress(OSError):  # a full disk, say: the run ends for another reason
+                self.group.finish_records()
             raise TrainingDiverged(
                 f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
                 f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"
@@ -434,17 +465,26 @@ class Run:
 
     def _evaluate_and_save(self, phase: RunPhase, schedule: Schedule) -> None:
         """After a step of a phase that continues."""
-        accuracy, save_every = self._evaluate_due(phase), self.config.trainer.save_every
+        accuracy, save_every = self._evaluate_due(phase, schedule), self.config.trainer.save_every
         # A warm start is short, and made again unless the run is a resumed one.
         keeps = phase.name == "rl" or self.config.trainer.resumes
         if keeps and save_every and (self.step - phase.first_step) % save_every == 0:
             self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
 
-    def _evaluate_due(self, phase: RunPhase) -> float | None:
-        """Accuracy after a step of a phase that continues, where that is wanted."""
+    def _evaluate_due(self, phase: RunPhase, schedule: Schedule) -> float | None:
+        """Accuracy after a step of a phase that continues, where that is wanted.
+
+        If a budget is spent in it, the step's checkpoint is written.
+        """
         if phase.name != "rl":
             return None
-        return self.evaluation.at(self.step, self.step - phase.first_step).get("eval_accuracy")
+        try:
+            metrics = self.evaluation.at(self.step, self.step - phase.first_step)
+        except BudgetSpent as error:
+            if self.config.trainer.saves:
+                self._save_stopped(self._state(phase, schedule))
+            raise self._spent(error) from None
+        return metrics.get("eval_accuracy")
 
     def _close(self, schedule: Schedule) -> None:
         left = schedule.close()
@@ -480,6 +520,13 @@ class Run:
         begun = self.origin.point.state["step"] if self.origin.point else 0
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
+
+    def _spent(self, error: BudgetSpent) -> BudgetSpent:
+        """The error of a run that ends after the present step; it says whether that is saved."""
+        points, _ = search(self.run_dir)
+        saved = any(point.state["step"] == self.step for point in points)
+        resumes = "; trainer.resume=auto continues with a higher one" if saved else ""
+        return BudgetSpent(f"{error}; stopped after step {self.step}{resumes}")
 
     def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:
         """The driver's part of a checkpoint."""

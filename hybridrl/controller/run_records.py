@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from hybridrl.flow.ledger import DropReason
+from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.layout.weight_switch import SwitchStats
@@ -33,9 +33,9 @@ class RunRecords:
 
     `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
-    run are the parts of the mixture that it belongs to, each with metrics of its own. `observe` is
-    called with the results of each step. `judge_metrics` gives those of judges on the driver's
-    node, since its last call.
+    run are the parts of the mixture that it belongs to. Each has metrics of its own. `origin_of`
+    a position are its prompt's source and task. `observe` is called with the results of each step.
+    `judge_metrics` gives those of judges on the driver's node, since its last call.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class RunRecords:
         samples_per_step: int,
         current_step: Callable[[], int],
         kinds_of: KindsOf,
+        origin_of: OriginOf,
         observe: ObserveRewards = lambda rewards: {},
         judge_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.telemetry, self.samples_per_step = telemetry, samples_per_step
-        self.current_step, self.kinds_of, self.observe = current_step, kinds_of, observe
+        self.current_step, self.kinds_of, self.origin_of = current_step, kinds_of, origin_of
+        self.observe = observe
         self.judge_metrics = judge_metrics
         self._noted_no_training = False
 
@@ -107,12 +109,23 @@ class RunRecords:
             prompts=[sample.id.prompt for sample in result.dispatched],
             prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
         )
-        self.record_samples(result.dispatched, fetch_texts)
+        self.record_samples(result.dispatched, fetch_texts, result.dropped)
         return metrics
 
-    def record_samples(self, samples: Sequence[Sample], fetch_texts: FetchTexts) -> None:
-        """Record the texts of the step's first samples."""
-        self.telemetry.samples(self.current_step(), self._texts(samples, fetch_texts))
+    def record_samples(
+        self,
+        samples: Sequence[Sample],
+        fetch_texts: FetchTexts,
+        dropped: Mapping[SampleId, Drop] | None = None,
+    ) -> None:
+        """Record the texts of the step's first samples; without `dropped`, not whether used."""
+        texts = self._texts(samples, fetch_texts)
+        for sample, record in zip(samples, texts, strict=False):  # there are texts of the first
+            record["source"], record["task"] = self.origin_of(sample.id.prompt)
+            if dropped is not None:
+                drop = dropped.get(sample.id)
+                record["drop_reason"] = drop and drop.reason.value
+        self.telemetry.samples(self.current_step(), texts)
 
     def record_evaluated(
         self, name: str, samples: Sequence[Sample], fetch_texts: FetchTexts

@@ -300,6 +300,10 @@ class WorkerGroup:
         for rank, reference in references.items():
             self.value_of(rank, reference)
 
+    def finish_records(self) -> None:
+        """Wait until the ranks have written the samples of all steps; raises OSError."""
+        self.gather(self.home.calls.same(ActorWorker.finish_records))
+
     def digest_samples(
         self, by_rank: Mapping[int, Iterable[SampleId]]
     ) -> dict[SampleId, dict[str, ShardDigest]]:
@@ -422,7 +426,7 @@ class WorkerGroup:
     def call_update(
         self, pool: Pool, stage: UpdateStage, shares: list[UpdateShare]
     ) -> dict[Reference[dict[str, float]], int]:
-        """Start a pass over an update's mini-batches; metrics are equal on all ranks."""
+        """Start a pass over an update's mini-batches; metrics but `mfu` are equal on all ranks."""
         calls = pool.calls.per_rank(BaseWorker.update, [stage] * len(shares), shares)
         return _by_rank(pool, calls)
 

@@ -62,7 +62,7 @@ def read_messages(value: Any, place: Place) -> list[ChatMessage]:
         role = message.get("role")
         if role not in ROLES:
             raise place.refuse(f"messages with a role of {', '.join(ROLES)}, not {role!r}")
-        content = _text(message.get("content"))
+        content = content_text(message.get("content"))
         if content is None and not message.get("tool_calls"):
             raise place.refuse(f"messages whose content is text (one of {role} has none)")
         messages.append({**message, "content": content or ""})
@@ -168,7 +168,7 @@ class ChatTemplate:
                     "a chat template with {% generation %} marks, or one that renders a"
                     f" conversation turn by turn: turn {number + 1} changes the text before it"
                 )
-            head, turn = self._ids(whole[start : len(before)]), self._ids(through[len(before) :])
+            head, turn = self.ids(whole[start : len(before)]), self.ids(through[len(before) :])
             answered = turn.index(end) + 1 if end in turn else len(turn)
             ids += [*head, *turn]
             written += [False] * len(head) + [True] * answered + [False] * (len(turn) - answered)
@@ -187,7 +187,8 @@ class ChatTemplate:
             raise place.refuse("a chat template whose {% generation %} marks hold the answers")
         return Segments(tuple(encoded["input_ids"]), written)
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text of this template, which has its own special tokens."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -199,7 +200,7 @@ def _no_tools(place: Place) -> str:
     )
 
 
-def _text(content: Any) -> str | None:
+def content_text(content: Any) -> str | None:
     """A message's text; parts of text are joined, others are none."""
     if isinstance(content, str):
         return content

@@ -5,13 +5,14 @@ import logging
 import random
 import re
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
 from hybridrl.config.patterns import compiled
-from hybridrl.data.prompts import Item, make_items
+from hybridrl.data.prompts import Ids, Item, make_items
 from hybridrl.data.sources import GENERATED, rows
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def load_data(
     columns: Sequence[str] = (),
     reserved: Collection[str] = (),
 ) -> Data:
-    """Items of all sources, each prompt once, split into training and held-out items.
+    """Items of all sources, each prompt once (of conversations each whole one), split into training
+    and held-out items.
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
     both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Prompts that are
@@ -89,7 +91,7 @@ def load_eval_set(
     max_context: int,
     max_new_tokens: int,
 ) -> list[Item]:
-    """Items of an evaluation set that has its own source, each prompt once.
+    """Items of an evaluation set that has its own source, each once as in `load_data`.
 
     `config` has the templates and limits of all prompts; lengths as in `load_data`. Raises
     ConfigError, with the key to change.
@@ -158,6 +160,7 @@ class _Collector:
         self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
         self.seen: set[str] = set()
         self.skipped = 0
+        self._conversations: set[tuple[str, Ids]] = set()
 
     def collect(self, name: str, num_eval: int, num_train: int | None) -> list[Item]:
         """Items of the source `name`, the held-out ones first; `num_train` None takes all."""
@@ -165,6 +168,7 @@ class _Collector:
         items = self.load(name, f"data.sources.{name}", wanted)
         if wanted is None:  # a file may be sorted
             random.Random(f"{self.config.seed}/{name}").shuffle(items)
+        items = self._separate(name, items, num_eval)
         if len(items) <= num_eval:
             raise ConfigError(
                 "data.eval_size",
@@ -179,6 +183,25 @@ class _Collector:
                 name, len(items), num_eval, len(items) - num_eval, num_train,
             )  # fmt: skip
         return items
+
+    def _separate(self, name: str, items: list[Item], num_eval: int) -> list[Item]:
+        """The items in an order in which no prompt of the first `num_eval` comes again.
+
+        Conversations may share their first turns. Those that do not are held out first.
+        """
+        if self.config.sources[name].messages_column is None:
+            return items
+        counts = Counter(item.prompt for item in items)
+        items = sorted(items, key=lambda item: counts[item.prompt])
+        held_out, rest = items[:num_eval], items[num_eval:]
+        prompts = {item.prompt for item in held_out}
+        train = [item for item in rest if item.prompt not in prompts]
+        if len(train) < len(rest):
+            log.warning(
+                "data.sources.%s: %d conversations begin as one that is held out, and are left out",
+                name, len(rest) - len(train),
+            )  # fmt: skip
+        return held_out + train
 
     def load(self, name: str, key: str, wanted: int | None) -> list[Item]:
         """The first `wanted` items of the source `name`, whose place is `key`; None takes all."""
@@ -206,17 +229,30 @@ class _Collector:
         return items[:wanted]
 
     def _accept(self, items: list[Item]) -> list[Item]:
+        """Those that are new and short enough.
+
+        A prompt is new that no item before has. Conversations may share their first turns: new
+        prompts are those that no other source has, with a target that is new for the prompt.
+        """
         accepted = []
+        of_others = frozenset(self.seen)
         for item in items:
-            if item.prompt in self.seen or not self.keep.fullmatch(item.prompt):
+            is_conversation = self.config.sources[item.source].messages_column is not None
+            conversation = (item.prompt, item.target_ids)
+            seen = item.prompt in (of_others if is_conversation else self.seen)
+            if seen or conversation in self._conversations:
+                continue
+            if not self.keep.fullmatch(item.prompt):
                 continue
             self.seen.add(item.prompt)
+            if is_conversation:
+                self._conversations.add(conversation)
             if max(len(item.prompt_ids), len(item.privileged_ids)) > self.longest:
                 if not self.config.skip_long_prompts:
                     raise self._too_long(item)
                 self.skipped += 1
                 continue
-            if self.config.sources[item.source].messages_column and not self._fits(item):
+            if is_conversation and not self._fits(item):
                 continue
             accepted.append(item)
         return accepted

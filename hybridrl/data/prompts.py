@@ -9,6 +9,7 @@ from hybridrl.data.chat import (
     ChatMessage,
     ChatTemplate,
     Place,
+    content_text,
     has_assistant,
     read_messages,
     read_prompt,
@@ -177,13 +178,23 @@ class _ChatReader:
         whole = self.template.conversation(messages, place, tools, self.end).cut()
         start = whole.start
         mask = whole.written[start:]
+        answer = str(messages[first]["content"])
+        privileged: Ids = ()
+        if self.config.privileged_template is not None:
+            asked = _filled(
+                messages[:first], {**row, "answer": answer}, "data.privileged_template",
+                self.config.privileged_template,
+            )  # fmt: skip
+            text = self.template.text(asked, place, tools, prompt=True)
+            privileged = tuple(self.template.ids(text))
         return Item(
             self.template.text(messages[:first], place, tools, prompt=True),
             whole.ids[:start],
-            str(messages[first]["content"]),
+            answer,
             whole.ids[start:],
             self.source,
             dict(row),
+            privileged_ids=privileged,
             masks={} if all(mask) else {"": mask},
         )
 
@@ -196,16 +207,20 @@ class _ChatReader:
             if isinstance(value, str):
                 continue
             place = _place(self.source, self.config, name, number)
-            turns = read_messages(_after_prompt(value, item.item["question"]), place)
-            if turns[-1]["role"] != "assistant":
-                raise place.refuse("messages that end with the assistant's")
+            turns = _after_prompt(read_messages(value, place), item.item["question"], place)
+            if not turns or any(turns[i]["role"] != "assistant" for i in (0, -1)):
+                raise place.refuse(
+                    "messages that begin and end with the assistant's, after the row's prompt or"
+                    " without it"
+                )
             if len(turns) == 1 and not turns[0].get("tool_calls"):
                 continue
             tools = self._tools(item.item, number)
             messages = [*prompt, *turns]
             whole = self.template.conversation(messages, place, tools, self.end, len(prompt)).cut()
             start = whole.start
-            assert whole.ids[:start] == item.prompt_ids, name
+            if whole.ids[:start] != item.prompt_ids:
+                raise place.refuse("turns that the chat template renders after the prompt")
             ids, mask = whole.ids[start:], whole.written[start:]
             masks = item.masks if all(mask) else {**item.masks, name: mask}
             item = replace(item, columns={**item.columns, name: ids}, masks=masks)
@@ -227,10 +242,21 @@ def _place(source: str, config: DataConfig, setting: str, number: int) -> Place:
     return Place(key, setting, number)
 
 
-def _after_prompt(response: Sequence[Any], question: Any) -> Sequence[Any]:
-    """A response's own messages: in some datasets they begin with the prompt's."""
-    num = 0 if isinstance(question, str) else len(question)
-    return response[num:] if num and list(response[:num]) == list(question) else response
+def _after_prompt(turns: list[ChatMessage], question: Any, place: Place) -> list[ChatMessage]:
+    """A response's own messages: in some datasets they begin with the prompt's.
+
+    Those may have a system message before them, which the `question` lacks.
+    """
+    asked: list[ChatMessage] = [{"role": "user", "content": question}]
+    if not isinstance(question, str):
+        asked = read_messages(question, place)
+    before = turns[0]["role"] in ("system", "developer") and asked[0]["role"] == "user"
+    end = before + len(asked)
+    return turns[end:] if _spoken(turns[before:end]) == _spoken(asked) else turns
+
+
+def _spoken(messages: Sequence[ChatMessage]) -> list[tuple[Any, ...]]:
+    return [(m["role"], m["content"], m.get("tool_calls")) for m in messages]
 
 
 def _prompt(
@@ -243,10 +269,18 @@ def _prompt(
         if not config.chat:
             raise ConfigError("data.chat", False, f"true, since {source} has lists of messages")
         messages = read_prompt(question, _place(source, config, "prompt_column", number))
-    if messages[-1]["role"] == "user":
-        filled = {**row, "question": messages[-1]["content"]}
-        messages[-1]["content"] = _fill(key, template, filled)
-    return _with_system(config, messages)
+    return _with_system(config, _filled(messages, row, key, template))
+
+
+def _filled(
+    messages: list[ChatMessage], row: Mapping[str, Any], key: str, template: str
+) -> list[ChatMessage]:
+    """Messages with the content of the last one, where it is the user's, filled into a template."""
+    *before, last = messages
+    if last["role"] != "user":
+        return messages
+    content = _fill(key, template, {**row, "question": last["content"]})
+    return [*before, {**last, "content": content}]
 
 
 def _with_system(config: DataConfig, messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -263,7 +297,7 @@ def _response(source: str, row: Mapping[str, Any], column: str, config: DataConf
         if not config.chat and [m.get("role") for m in response].count("assistant") > 1:
             allowed = f"true, since {source} has responses of several turns ({column})"
             raise ConfigError("data.chat", False, allowed)
-        response = response[-1].get("content") or ""
+        response = content_text(response[-1].get("content") or "")
     if not isinstance(response, str):
         allowed = f"rows whose {column!r} is a response, a text or messages, as the recipe wants"
         raise ConfigError(f"data.sources.{source}", sorted(row), allowed)

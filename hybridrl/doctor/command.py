@@ -25,6 +25,7 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
+    DType,
     JailKind,
     JudgeConfig,
     RewardKind,
@@ -81,7 +82,8 @@ def examine(config: Config, directory: Path) -> Report:
             logger.debug("starting %d ranks", cluster.ranks)
             logs = Path(folder) / "logs"
             with ray_runtime(cluster, verl.environment(cluster.device), logs) as ray:
-                facts = gather(ray, cluster, Path(folder), kind)
+                dtype = config.model.compute_dtype
+                facts = gather(ray, cluster, Path(folder), kind, dtype)
         except (RayStartError, ConfigError, TimeoutError) as error:
             what, fix = "the ranks do not come up", "see the reason, and the findings below"
             why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
@@ -135,8 +137,17 @@ def _judges(config: Config) -> list[JudgeConfig]:
     return [config.judge_of(role) for role in roles]
 
 
-def gather(ray: Any, cluster: ClusterConfig, folder: Path, kind: JailKind = JailKind.auto) -> Facts:
-    """Facts of a probe in place of every rank; raises TimeoutError if they do not answer."""
+def gather(
+    ray: Any,
+    cluster: ClusterConfig,
+    folder: Path,
+    kind: JailKind = JailKind.auto,
+    dtype: DType = DType.auto,
+) -> Facts:
+    """Facts of a probe in place of every rank, which computes in `dtype`.
+
+    Raises TimeoutError if they do not answer.
+    """
 
     def answers(calls: list[Any], doing: str) -> list[Any]:
         logger.debug("%d ranks are to %s", len(calls), doing)
@@ -169,9 +180,9 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path, kind: JailKind = Jail
     disks = answers([probe.disks.remote(str(folder)) for probe in leaders], "write files")
     jails = answers([probe.jail.remote(kind) for probe in leaders], "start a jail")
     # devices
-    peaks = []
+    peaks, peak_format = [], dtype.on(cluster.device.value).value
     if not any(problem for _, problem, _ in node_facts):
-        peaks = answers([probe.peak.remote() for probe in probes], "multiply matrices")
+        peaks = answers([probe.peak.remote(peak_format) for probe in probes], "multiply matrices")
     # links between ranks
     links: list[Link] = []
     if len(probes) > 1:
@@ -191,6 +202,7 @@ def gather(ray: Any, cluster: ClusterConfig, folder: Path, kind: JailKind = Jail
         links=links,
         node_of=node_of,
         peaks=peaks,
+        peak_format=peak_format if peaks else "",
         clocks=clocks,
         jails=dict(zip(first, jails, strict=True)),
     )
@@ -311,7 +323,7 @@ def _disks(facts: Facts) -> Table:
 
 
 def _peaks(facts: Facts) -> Table:
-    table = _table("rank", "node", "products of large matrices")
+    table = _table("rank", "node", f"products of large {facts.peak_format} matrices")
     for rank, (peak, node) in enumerate(zip(facts.peaks, facts.node_of, strict=True)):
         table.add_row(str(rank), node, f"{peak / 1e12:.3g} TFLOP/s")
     return table

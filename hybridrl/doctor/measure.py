@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterConfig, ConfigError, Device, JailKind
+from hybridrl.config import ClusterConfig, ConfigError, JailKind
 from hybridrl.rewards import jail
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
@@ -169,16 +169,14 @@ class Probe:
         """What confines a model's programs on this node, and why nothing does."""
         return find_jail(kind)
 
-    def peak(self) -> float:
-        """This rank's operations a second in large products, as a run measures them."""
+    def peak(self, dtype: str) -> float:
+        """This rank's operations a second in large products of a format, as a run measures them."""
         import torch
 
         from hybridrl.system.peak_flops import measure_peak
 
         torch.set_num_threads(self.cluster.threads_per_rank or 1)
-        if self.cluster.device is Device.cuda:
-            return measure_peak(torch.device("cuda"), torch.bfloat16)
-        return measure_peak(torch.device("cpu"), torch.float32)
+        return measure_peak(torch.device(self.cluster.device.value), getattr(torch, dtype))
 
     def clock(self) -> float:
         """Unix seconds."""

@@ -181,8 +181,9 @@ class Advanced:
 class Computed:
     """A per-sample stage has run on these samples: new scalars by sample, new tensor fields.
 
-    `instance` is the one that an `infer` has kept busy; it took `seconds`. The tensors are where
-    the samples are, wherever they were made.
+    `instance` is the one that an `infer` has kept busy. `seconds` is the time of the work itself,
+    for the cost model. It is None where it is not known: the work had to wait for its turn, or
+    its results were recorded. The tensors are where the samples are, wherever they were made.
     """
 
     stage: str
@@ -190,7 +191,7 @@ class Computed:
     scalars: dict[str, tuple[float | int | str, ...]]
     tensors: tuple[str, ...]
     instance: int | None = None
-    seconds: float = 0.0
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from hybridrl.flow.executor import (
     Parked,
     Phase,
     Resume,
+    SamplesRead,
     Scope,
     Submit,
     TargetsLoaded,
@@ -103,8 +104,10 @@ class SimulatedExecutor:
     `prompt_tokens_of` those of a prompt, by position. Stages have the scope in `scopes`, else RANK:
     they run concurrently with the instance, verifiers `verifier_s` longer. Samples that move for an
     `infer` arrive at once, even from a busy instance. A stage of scope WORLD shares its tokens
-    among the instances. One of scope POOL runs in a separate pool, also one call at a time. An
-    instance decodes at most `max_running` samples at a time, the others wait.
+    among the instances. One of scope POOL runs in a separate pool, also one call at a time. One of
+    scope DRIVER judges any number of samples at a time, each alone, and keeps no instance busy:
+    `max_in_flight` is not modeled. An instance decodes at most `max_running` samples at a time, the
+    others wait.
 
     Invariants: the clock never decreases; `slices` of an instance do not overlap. A sample's
     response has its known length, whether it was parked or moved or not.
@@ -273,26 +276,30 @@ class SimulatedExecutor:
         self._push(self.clock.now(), TargetsLoaded(stage.name, tuple(targets)))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Verifiers run concurrently with instances, sharded roles on all or in their own pool."""
-        if self.scope(stage) is Scope.POOL:
-            seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
-            self._pool_free_at = max(self.clock.now(), self._pool_free_at) + seconds
+        """Judges run concurrently with instances, sharded roles on all or in their own pool."""
+        scope, now = self.scope(stage), self.clock.now()
+        tokens = sum(sample.tokens for sample in samples)
+        if scope is Scope.POOL:
+            seconds = self.costs.compute(stage.name, tokens)
+            self._pool_free_at = max(now, self._pool_free_at) + seconds
             self._push(self._pool_free_at, self._computed(stage, samples, seconds=seconds))
             return
-        if self.scope(stage) is Scope.RANK:
+        if scope is Scope.DRIVER:
+            self._push(now, SamplesRead(stage.name, tuple(sample.id for sample in samples)))
+            for sample in samples:
+                seconds = self.costs.compute(stage.name, sample.tokens)
+                self._push(now + seconds, self._computed(stage, [sample], seconds=seconds))
+            return
+        if scope is Scope.RANK:
             by_rank: dict[int, list[Sample]] = {}
             for sample in samples:
                 by_rank.setdefault(sample.rank, []).append(sample)
-            for rank_samples in by_rank.values():
-                seconds = self.costs.compute(
-                    stage.name, sum(sample.tokens for sample in rank_samples)
-                )
+            for mine in by_rank.values():
+                seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in mine))
                 if stage.method is StageMethod.SCORE:
                     seconds += self.verifier_s
-                event = self._computed(stage, rank_samples, seconds=seconds)
-                self._push(self.clock.now() + seconds, event)
+                self._push(now + seconds, self._computed(stage, mine, seconds=seconds))
             return
-        tokens = sum(sample.tokens for sample in samples)
         seconds = self.costs.compute(stage.name, tokens / self.num_instances)
         start = max([self.clock.now(), *(server.free_at for server in self._servers)])
         for instance, server in enumerate(self._servers):

@@ -16,12 +16,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardCall, RewardKind
-from hybridrl.config.endpoint import NUMBER, SCORE, SCORE_FIELDS
+from hybridrl.config.endpoint import GROUP_SCORE, NUMBER, SCORE, SCORE_FIELDS
 from hybridrl.config.patterns import compiled
+from hybridrl.rewards.cpu_limit import cpu_limit
+from hybridrl.rewards.reply_file import ReplyFile
+from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout
 from hybridrl.rewards.verifiers import RewardInput
 
 MAX_BACKOFF_S = 60.0
@@ -34,65 +39,6 @@ PASSING = frozenset({408, 409, 425, 429})
 REFUSING = frozenset({401, 403})
 SHOWN = 200
 """Characters of a reply in a message."""
-
-
-class EndpointError(RuntimeError):
-    """An endpoint gives no score; the message says why, without the key."""
-
-
-class EndpointTimeout(EndpointError):
-    """The last request had no answer in time."""
-
-
-class BudgetSpent(RuntimeError):
-    """`endpoint.budget` does not allow the request that is due."""
-
-
-class ReplyFile:
-    """The replies of an endpoint and the number of requests, kept in a file of the run directory.
-
-    Lines: `{"key": ..., "reply": ...}` where replies are kept, `{"requests": 1}` for each request
-    under a budget. `path` None keeps nothing beyond this process.
-    """
-
-    def __init__(self, path: Path | None, keeps: bool, counts: bool) -> None:
-        self.replies: dict[str, str] = {}
-        self.spent, self._keeps, self._counts = 0, keeps, counts
-        self._file = None
-        if path is not None and (keeps or counts):
-            if path.exists():
-                self._read(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")
-
-    def _read(self, path: Path) -> None:
-        text = path.read_text()
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError):  # cut off when its run was killed
-                entry = json.loads(line)
-                self.spent += entry.get("requests", 0)
-                if self._keeps and "key" in entry:
-                    self.replies[entry["key"]] = entry["reply"]
-        if text and not text.endswith("\n"):
-            with path.open("a") as file:
-                file.write("\n")
-
-    def count(self) -> None:
-        """Note a request, before it is sent."""
-        self.spent += 1
-        if self._counts:
-            self._write({"requests": 1})
-
-    def keep(self, key: str, reply: str) -> None:
-        """Note a reply with a score."""
-        if self._keeps:
-            self.replies[key] = reply
-            self._write({"key": key, "reply": reply})
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
 
 
 class Endpoint:
@@ -110,9 +56,11 @@ class Endpoint:
         self.config, self.settings = config, config.endpoint
         self._is_chat = config.kind is RewardKind.chat
         self._whole_groups = config.call is RewardCall.group
-        self._pattern = compiled("reward.endpoint.score", self.settings.score or SCORE)
+        if self._is_chat:
+            self._pattern = compiled("reward.endpoint.score", self.settings.score or SCORE)
         self._key = _key_of(config)
-        self._file = ReplyFile(replies, self.settings.cache, self.settings.budget is not None)
+        self._proxy = _proxy_of(self.url)
+        self._file = ReplyFile(replies)
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._asked: dict[str, asyncio.Future[str]] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -134,7 +82,9 @@ class Endpoint:
         url = f"{base.rstrip('/')}/models" if self._is_chat else base
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         try:
-            async with self._opened().get(url, timeout=timeout) as response:
+            async with self._opened().get(
+                url, headers=self._headers(), proxy=self._proxy, timeout=timeout
+            ) as response:
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reason = self._clean(str(error) or f"nothing within {PROBE_S:g} s")
@@ -147,7 +97,8 @@ class Endpoint:
             raise ConfigError("reward.endpoint.key_env", name or "null", allowed)
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close its connections and its file."""
+        self._file.close()
         if self._session is not None:
             await self._session.close()
 
@@ -159,8 +110,10 @@ class Endpoint:
         Raises EndpointError or BudgetSpent.
         """
         body = self._chat_body(items, texts) if self._is_chat else self._http_body(items, texts)
-        reply = await self._shared_reply(body, lambda reply: self._read(reply, len(items)))
-        return self._read(reply, len(items))
+        body |= self.settings.body
+        body = {name: value for name, value in body.items() if value is not None}
+        reply = await self._shared_reply(body, lambda reply: self.read(reply, len(items)))
+        return self.read(reply, len(items))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -177,14 +130,12 @@ class Endpoint:
             content = settings.rubric(self._whole_groups).format_map(fields)
         except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
             raise EndpointError(f"the template does not fit the row ({error})") from None
-        body = {
+        return {
             "model": settings.model,
             "messages": [{"role": "user", "content": content}],
             "temperature": settings.temperature,
             "max_tokens": settings.max_tokens,
-            **settings.body,
         }
-        return {name: value for name, value in body.items() if value is not None}
 
     def _http_body(
         self, items: Sequence[RewardInput], texts: Sequence[str | None]
@@ -195,7 +146,7 @@ class Endpoint:
             body["responses"] = [text or "" for text in texts]
         else:
             body["response"] = texts[0] or ""
-        return body | self.settings.body
+        return body
 
     async def _shared_reply(self, body: dict[str, Any], check: Callable[[str], object]) -> str:
         """The reply to a request: one that is kept, one that is being waited for, or a new one."""
@@ -203,7 +154,7 @@ class Endpoint:
         key = hashlib.sha256(f"{self.url}\n{content}".encode()).hexdigest()
         if not self.settings.cache:
             return await self._reply(content, check)
-        kept = self._file.replies.get(key)
+        kept = self._file.reply(key)
         if kept is not None:
             with contextlib.suppress(EndpointError):  # the way to read it may have changed
                 check(kept)
@@ -258,13 +209,11 @@ class Endpoint:
 
         None of them where no retry helps.
         """
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        headers = {"Content-Type": "application/json", **self._headers()}
         timeout = aiohttp.ClientTimeout(total=self.settings.timeout_s)
         try:
             async with self._opened().post(
-                self.url, data=content.encode(), headers=headers, timeout=timeout
+                self.url, data=content.encode(), headers=headers, proxy=self._proxy, timeout=timeout
             ) as response:
                 text = await response.text(errors="replace")
         except TimeoutError:
@@ -278,16 +227,18 @@ class Endpoint:
             return "", problem, _retry_after(response.headers.get("Retry-After"))
         return "", problem, None
 
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The semaphore bounds them. Proxies of the environment count.
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
+            # The semaphore bounds them. Without `trust_env`, which would send ~/.netrc's password.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._session
 
     # -- replies -------------------------------------------------------------------------------
 
-    def _read(self, reply: str, number: int) -> list[float]:
+    def read(self, reply: str, number: int) -> list[float]:
         """So many rewards from a reply; raises EndpointError for one that has not got them."""
         try:
             value = json.loads(reply)
@@ -301,7 +252,10 @@ class Endpoint:
             text = str(value["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError):
             raise EndpointError(f"no message of a chat: {str(value)[:SHOWN]}") from None
-        matches = [match.group(1) for match in self._pattern.finditer(text)]
+        if self._whole_groups and self.settings.score is None:
+            return _numbered_scores(text, number)
+        with cpu_limit(self.config.timeout_s):  # the expression is the user's
+            matches = [match.group(1) for match in self._pattern.finditer(text)]
         numbers = [str(match) for match in matches if re.fullmatch(NUMBER, str(match).strip())]
         if len(numbers) < number or (self._whole_groups and len(numbers) != number):
             raise EndpointError(f"{len(numbers)} scores for {number} responses: {text[-SHOWN:]!r}")
@@ -335,6 +289,16 @@ class Endpoint:
         return text.replace(self._key, "***") if self._key else text
 
 
+def _numbered_scores(text: str, number: int) -> list[float]:
+    """Scores of a group by the number that each line names, once each; a lone one may lack it."""
+    scores = sorted((int(m[1] or 1), float(m[2])) for m in re.finditer(GROUP_SCORE, text))
+    numbers = [index for index, _ in scores]
+    if numbers != list(range(1, number + 1)):
+        shown = f"{numbers}, wanted each of 1 to {number} once: {text[-SHOWN:]!r}"
+        raise EndpointError(f"scores of the responses {shown}")
+    return [score for _, score in scores]
+
+
 def _key_of(config: JudgeConfig) -> str:
     name = config.endpoint.key_env
     if name is None:
@@ -343,6 +307,15 @@ def _key_of(config: JudgeConfig) -> str:
     if not key:
         raise ConfigError("reward.endpoint.key_env", name, "a variable that is set, to the key")
     return key
+
+
+def _proxy_of(url: str) -> str | None:
+    """The proxy for an address, by the environment: `https_proxy`, `no_proxy` and so on."""
+    parts = urlsplit(url)
+    if proxy_bypass(parts.netloc):
+        return None
+    proxy = getproxies().get(parts.scheme)
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
 
 
 def _retry_after(value: str | None) -> float:

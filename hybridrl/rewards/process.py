@@ -35,10 +35,14 @@ class JudgeProcess:
         config: JudgeConfig,
         sources: Mapping[str, SourceConfig],
         *more: Any,
+        role: str = "reward",
         largest_answer: int = LARGEST_ANSWER,
     ) -> None:
-        """Start it; `more` follows the settings in what it is sent first."""
-        self.config, self.largest_answer = config, largest_answer
+        """Start it; `more` follows the settings in what it is sent first.
+
+        The settings are those under the key `role`, which errors name.
+        """
+        self.config, self.role, self.largest_answer = config, role, largest_answer
         self.ready, self.jail, self.waits = False, "", False
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.connection, theirs = Pipe()
@@ -62,7 +66,8 @@ class JudgeProcess:
         """Read its first answer; raises the error of a verifier that could not be built."""
         kind, *details = self.receive()
         if kind == "ConfigError":
-            raise ConfigError(*details)
+            key, value, allowed = details  # it calls its settings `reward`
+            raise ConfigError(key.replace("reward.", f"{self.role}.", 1), value, allowed)
         if kind != "ready":
             raise RuntimeError(f"a verifier process did not start: {details}")
         self.ready, self.jail, self.waits = True, str(details[0]), bool(details[1])
@@ -80,7 +85,7 @@ class JudgeProcess:
     def no_start(self) -> RuntimeError:
         """The error to raise where it is not ready in time; it is killed."""
         return RuntimeError(
-            f"a verifier process (reward.kind={self.config.kind.value}) was not ready within "
+            f"a verifier process ({self.role}.kind={self.config.kind.value}) was not ready within "
             f"{START_TIMEOUT_S:.0f} s or ended before ({self.kill()})"
         )
 

@@ -1,5 +1,6 @@
-"""The result of judging one response, and its form on the way from a judging process."""
+"""The result of judging one response, why there is none, and its form between processes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,6 +9,22 @@ JudgeAnswer = list[Any]
 """`[reward, message, text]`, as JSON; the message is null where all is well, and else the reward is
 0. A message that begins with TIMEOUT says that the judge took too long."""
 TIMEOUT = "timeout: "
+
+
+class JudgeTimeout(Exception):
+    """A judge took longer than `timeout_s`."""
+
+
+class EndpointError(RuntimeError):
+    """An endpoint gives no score; the message says why, without the key."""
+
+
+class EndpointTimeout(EndpointError):
+    """The last request had no answer in time."""
+
+
+class BudgetSpent(RuntimeError):
+    """`endpoint.budget` does not allow the request that is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,8 @@ def failure(error: BaseException | str) -> JudgeAnswer:
 def result_of(answer: JudgeAnswer) -> RewardResult:
     """The result that an answer tells; raises ValueError for garbage."""
     reward, message, text = answer
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"{reward!r} is no reward")
     if message is None:
         return RewardResult(float(reward), text=str(text))
     if str(message).startswith(TIMEOUT):

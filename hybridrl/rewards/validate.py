@@ -23,13 +23,11 @@ def validate_reward(
     if config.kind is RewardKind.model:
         return False
     program = waiting.PROGRAM if config.is_central else pool.PROGRAM
-    process = JudgeProcess(program, config, sources or {}, *([""] if config.is_central else []))
+    replies = [""] if config.is_central else []
+    process = JudgeProcess(program, config, sources or {}, *replies, role=role)
     try:
         process.wait_ready()
         return process.waits
-    except ConfigError as error:
-        key = error.key.replace("reward.", f"{role}.", 1)
-        raise ConfigError(key, error.value, error.allowed) from error
     except RuntimeError as error:
         key = f"{role}.function" if config.kind is RewardKind.function else f"{role}.kind"
         value = config.function or config.kind.value

@@ -5,9 +5,9 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import JudgeConfig, SourceConfig
-from hybridrl.rewards.endpoint import BudgetSpent
 from hybridrl.rewards.process import JudgeProcess
-from hybridrl.rewards.results import RewardResult, result_of
+from hybridrl.rewards.results import BudgetSpent, RewardResult, failure, result_of
 from hybridrl.rewards.verifiers import RewardInput
 from hybridrl.rewards.waiting_worker import BUDGET_SPENT
 
@@ -39,6 +38,20 @@ class _Unit:
     future: "Future[list[RewardResult]]" = field(default_factory=Future)
     suspect: bool = False  # it was being judged when a process died
 
+    def all(self, result: RewardResult) -> list[RewardResult]:
+        """The same result for each of its responses."""
+        return [result] * len(self.items)
+
+    def settle(self, outcome: list[RewardResult] | BaseException | None) -> None:
+        """Resolve its future, which is cancelled by None; one that is resolved stays as it is."""
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(outcome, BaseException):
+                self.future.set_exception(outcome)
+            elif outcome is not None:
+                self.future.set_result(outcome)
+            elif self.future.cancel():
+                self.future.set_running_or_notify_cancel()
+
 
 class WaitingJudge:
     """Judges units of responses, up to `max_in_flight` at a time, in any order.
@@ -47,10 +60,11 @@ class WaitingJudge:
     it has. Other functions, of whole groups, have `num_processes`, each with one unit at a time. An
     endpoint's process gets every unit at once: it bounds its requests itself.
 
-    A unit that takes longer than `timeout_s` is given up within the process. A process that dies,
-    or whose loop hangs, is replaced. If it had several units, nobody knows which is to blame. They
-    are suspects: the new process is given one after the other, each alone. One that ends a process
-    alone scores 0. Invariant: each unit's future is resolved once.
+    A unit that takes longer than `timeout_s` is given up within the process. A process is replaced
+    if it dies, or if its loop hangs. So is one that had this unit alone, since a plain function may
+    still compute. If it had several units, nobody knows which is to blame. They are suspects: the
+    new process is given one after the other, each alone. One that ends a process alone scores 0.
+    Invariant: each unit's future is resolved once.
 
     A thread owns the processes, which end with it.
     """
@@ -66,13 +80,16 @@ class WaitingJudge:
         self.config, self.sources, self.replies = config, dict(sources or {}), replies
         self.key = key
         self.counts: dict[str, int] = {}
-        """What an endpoint was asked so far: see `Endpoint`."""
-        alone = not (config.kind.asks or config.waits)
-        self._num_processes = config.num_processes if alone else 1
-        self._window: float = 1 if alone else config.max_in_flight
+        """What an endpoint was asked so far, by all processes: see `Endpoint`."""
+        self._counts_of_ended: Counter[str] = Counter()
+        self._alone = not (config.kind.asks or config.waits)
+        self._num_processes = config.num_processes if self._alone else 1
+        self._num_at_once = config.num_processes if self._alone else config.max_in_flight
+        self._window: float = 1 if self._alone else config.max_in_flight
         if config.kind.asks:
             self._window = math.inf
         self._queue: deque[_Unit] = deque()
+        self._unresolved: set[Future[list[RewardResult]]] = set()
         self._lock = threading.Lock()
         self._wake, self._waker = Pipe(duplex=False)
         self._processes: list[_Working] = []
@@ -92,8 +109,15 @@ class WaitingJudge:
                 unit.future.set_exception(self._failed or ValueError("the judge is closed"))
                 return unit.future
             self._queue.append(unit)
+            self._unresolved.add(unit.future)
+            unit.future.add_done_callback(self._unresolved.discard)
             self._waker.send_bytes(b"1")
         return unit.future
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a unit that is submitted now waits until others are judged."""
+        return len(self._unresolved) >= self._num_at_once
 
     def close(self) -> None:
         """End its processes; units that wait are cancelled. May be called twice."""
@@ -121,10 +145,7 @@ class WaitingJudge:
             for process in self._processes:
                 process.kill()
             for unit in left:
-                if self._failed is not None:
-                    unit.future.set_exception(self._failed)
-                else:
-                    unit.future.cancel()
+                unit.settle(self._failed)
 
     def _give(self, process: "_Working") -> None:
         """Send a process as many units as it may have; a suspect only to an idle one, alone."""
@@ -136,9 +157,15 @@ class WaitingJudge:
             if unit.future.cancelled():
                 continue
             self._number += 1
-            with contextlib.suppress(OSError):  # it has died, which is seen next
-                process.connection.send((self._number, unit.items))
             process.units[self._number] = unit
+            try:
+                process.connection.send((self._number, unit.items))
+            except OSError:  # it has died, which is seen next
+                pass
+            except Exception as error:  # what pickle raises for a row's values
+                del process.units[self._number]
+                unit.settle(unit.all(result_of(failure(error))))
+                continue
             if not self.config.kind.asks:
                 late = time.monotonic() + self.config.timeout_s + GRACE_S
                 process.deadlines[self._number] = late
@@ -165,18 +192,22 @@ class WaitingJudge:
                 raise process.no_start() from error
             return
         try:
-            number, answers, self.counts = process.receive()
-            unit, spent = process.units[number], answers[:1] == [BUDGET_SPENT]
-            results = [] if spent else [result_of(answer) for answer in answers]
-        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            number, answers, counts = process.receive()
+            unit, outcome = process.units[number], _outcome(answers, self.key)
+            if isinstance(outcome, list) and len(outcome) != len(unit.items):
+                raise ValueError(f"{len(outcome)} results for {len(unit.items)} responses")
+            process.counts = Counter({str(name): int(count) for name, count in counts.items()})
+        except (EOFError, OSError, ValueError, LookupError, TypeError, AttributeError):
             self._replace(process, "error", "")
             return
+        ended = self._counts_of_ended
+        self.counts = {name: count + ended[name] for name, count in process.counts.items()}
         del process.units[number]
         process.deadlines.pop(number, None)
-        if spent:
-            unit.future.set_exception(BudgetSpent(f"{self.key}.endpoint.{answers[1]}"))
-        else:
-            unit.future.set_result(results)
+        unit.settle(outcome)
+        results = outcome if isinstance(outcome, list) else []
+        if self._alone and any(result.status == "timeout" for result in results):
+            self._replace(process, "timeout", "a function that was given up may still compute")
 
     def _replace(self, process: "_Working", status: Any, message: str) -> None:
         """Replace a hung or dead process; a unit that it had alone is to blame."""
@@ -185,10 +216,12 @@ class WaitingJudge:
         ended = process.kill()
         message = message or f"the judge's process ended ({ended})"
         logger.debug("judge process %d is replaced: %s", process.popen.pid, message)
+        self._counts_of_ended.update(process.counts)
         units = list(process.units.values())
+        process.units.clear()
         if len(units) == 1:
             (unit,) = units
-            unit.future.set_result([RewardResult(0.0, status, message)] * len(unit.items))
+            unit.settle(unit.all(RewardResult(0.0, status, message)))
         else:
             for unit in reversed(units):
                 unit.suspect = True
@@ -197,7 +230,21 @@ class WaitingJudge:
 
     def _start(self) -> "_Working":
         replies = str(self.replies) if self.replies else None
-        return _Working(PROGRAM, self.config, self.sources, replies, largest_answer=LARGEST_ANSWER)
+        return _Working(
+            PROGRAM,
+            self.config,
+            self.sources,
+            replies,
+            role=self.key,
+            largest_answer=LARGEST_ANSWER,
+        )
+
+
+def _outcome(answers: list[Any], key: str) -> list[RewardResult] | BudgetSpent:
+    """The results of a unit, or why there are none; raises an error for garbage."""
+    if answers[:1] == [BUDGET_SPENT]:
+        return BudgetSpent(f"{key}.endpoint.{answers[1]}")
+    return [result_of(answer) for answer in answers]
 
 
 class _Working(JudgeProcess):
@@ -207,6 +254,7 @@ class _Working(JudgeProcess):
         super().__init__(*args, **settings)
         self.units: dict[int, _Unit] = {}
         self.deadlines: dict[int, float] = {}
+        self.counts: Counter[str] = Counter()
 
     @property
     def next_deadline(self) -> float:

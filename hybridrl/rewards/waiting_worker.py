@@ -12,12 +12,20 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards import jail
-from hybridrl.rewards.endpoint import BudgetSpent, Endpoint, EndpointError, EndpointTimeout
-from hybridrl.rewards.results import TIMEOUT, JudgeAnswer, failure
+from hybridrl.rewards.cpu_limit import cpu_limit
+from hybridrl.rewards.results import (
+    TIMEOUT,
+    BudgetSpent,
+    EndpointError,
+    EndpointTimeout,
+    JudgeAnswer,
+    JudgeTimeout,
+    failure,
+)
 from hybridrl.rewards.verifiers import (
     RewardInput,
     answer_of,
@@ -30,6 +38,9 @@ from hybridrl.rewards.verifiers import (
 )
 from hybridrl.rewards.worker import jail_of, limit_process, start_failure, waits
 
+if TYPE_CHECKING:
+    from hybridrl.rewards.endpoint import Endpoint
+
 Unit = Sequence[RewardInput]
 JudgeUnit = Callable[[Unit], Awaitable[list[JudgeAnswer]]]
 
@@ -37,12 +48,13 @@ BUDGET_SPENT = "budget"
 """Begins the answer to a unit that the budget does not allow."""
 
 
-def endpoint_judge(config: JudgeConfig, endpoint: Endpoint) -> JudgeUnit:
+def endpoint_judge(config: JudgeConfig, endpoint: "Endpoint") -> JudgeUnit:
     """Judges by an endpoint; a unit is one response, or those to one prompt."""
     select = make_selector(config)
 
     async def judge(unit: Unit) -> list[JudgeAnswer]:
-        texts = [select(item.response) for item in unit]
+        with cpu_limit(config.timeout_s):  # `extract` holds all others up
+            texts = [select(item.response) for item in unit]
         if all(text is None for text in texts):
             return [answer_of(0.0, text) for text in texts]
         scores = await endpoint.scores(unit, texts)
@@ -57,13 +69,19 @@ def function_judge(config: JudgeConfig) -> JudgeUnit:
     call = function if is_async(function) else in_thread(function)
 
     async def judge(unit: Unit) -> list[JudgeAnswer]:
-        texts = [select(item.response) for item in unit]
-        async with asyncio.timeout(config.timeout_s):
-            if config.call is not RewardCall.sample:
-                return answers_of(await call(**of_several(unit, texts)), texts)
-            (item,), (text,) = unit, texts
-            value = 0.0 if text is None else await call(**of_sample(item, text))
-            return [answer_of(value, text)]
+        with cpu_limit(config.timeout_s):
+            texts = [select(item.response) for item in unit]
+        try:
+            async with asyncio.timeout(config.timeout_s) as limit:
+                if config.call is not RewardCall.sample:
+                    return answers_of(await call(**of_several(unit, texts)), texts)
+                (item,), (text,) = unit, texts
+                value = 0.0 if text is None else await call(**of_sample(item, text))
+                return [answer_of(value, text)]
+        except TimeoutError as error:
+            if limit.expired():
+                raise JudgeTimeout from error
+            raise  # the function's own
 
     return judge
 
@@ -107,10 +125,13 @@ async def answered(judge: JudgeUnit, unit: Unit, timeout_s: float) -> list[Any]:
         answer = failure(f"{TIMEOUT}{error}")
     except EndpointError as error:
         answer = failure(str(error))
-    except TimeoutError:
+    except JudgeTimeout:
         answer = failure(f"{TIMEOUT}no reward within {timeout_s} s")
-    except asyncio.CancelledError:
-        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        answer = failure(error)  # the function's own
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
         answer = failure(error)
     return [answer] * len(unit)
@@ -154,27 +175,33 @@ async def run(
     def answer(value: object) -> None:
         connection.send_bytes(json.dumps(value).encode())
 
-    try:
-        counts: dict[str, int] = {}
-        if config.kind.asks:
-            endpoint = Endpoint(config, Path(replies) if replies else None)
-            judge, counts = endpoint_judge(config, endpoint), endpoint.counts
-            if replies == "":
-                await endpoint.probe()
-        else:
-            assert config.kind is RewardKind.function, config.kind
-            judge = function_judge(config)
-        answer(["ready", jail_of(config), waits(config)])
-    except BaseException as error:
-        answer(start_failure(error))
-        return
-    await serve(connection, judge, config, counts)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            counts: dict[str, int] = {}
+            if config.kind.asks:
+                # aiohttp takes longer to import than all the rest, which every verifier does.
+                from hybridrl.rewards.endpoint import Endpoint
+
+                endpoint = Endpoint(config, Path(replies) if replies else None)
+                stack.push_async_callback(endpoint.close)
+                judge, counts = endpoint_judge(config, endpoint), endpoint.counts
+                if replies == "":
+                    await endpoint.probe()
+            else:
+                assert config.kind is RewardKind.function, config.kind
+                judge = function_judge(config)
+            answer(["ready", jail_of(config), waits(config)])
+        except BaseException as error:
+            answer(start_failure(error))
+            return
+        await serve(connection, judge, config, counts)
 
 
 def main(descriptor: int, parent: int) -> None:
     """Serve the parent, which closes the connection to end the process."""
     limit_process(parent)
-    threading.stack_size(512 * 1024)  # of threads that a user's function may leave hanging
+    # Of threads that a user's function may leave hanging; MEMORY_LIMIT counts them whole.
+    threading.stack_size(4 << 20)
     connection = Connection(descriptor)
     config, sources, paths, replies = connection.recv()
     sys.path[:] = paths  # a user's module is found as in the parent

@@ -20,9 +20,10 @@ def measure_peak(device: "torch.device", dtype: "torch.dtype") -> float:
 
     width = _GPU_WIDTH if device.type == "cuda" else _CPU_WIDTH
     # Not the process's own random state, and no constants: these take less power on a GPU.
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(width, width, generator=generator) for _ in range(2)]
-    a, b = (matrix.to(device, dtype) for matrix in drawn)
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (
+        torch.randn(width, width, generator=generator, device=device, dtype=dtype) for _ in range(2)
+    )
     out, seconds = torch.empty_like(a), []
     for _ in range(1 + _CALLS):
         _wait(device)

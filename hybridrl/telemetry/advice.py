@@ -187,13 +187,25 @@ def _preempted(run: _History) -> Advice | None:
 
 def _judge_fails(run: _History) -> Advice | None:
     for key, what, setting in (
-        ("reward_timeout", "got no reward in time", "reward.timeout_s"),
+        ("reward_timeout", "got no reward in time", _time_limit(run)),
         ("reward_error", "raised in the reward", "reward"),
     ):
         share = _share(run, key)
         if share > 0.01:
             return Advice(f"{share:.1%} of the samples {what} and count as 0", setting)
     return None
+
+
+def _time_limit(run: _History) -> str:
+    """The key of the time limit of the judge that was late last: of a part, where there are any."""
+    judge, parts = "reward", run.setting("reward.parts") or {}
+    for sample in run.run.samples:
+        status, _, reason = str(sample.get("status")).partition(": ")
+        name = reason.partition(": ")[0]
+        if status == "timeout" and name in parts:
+            judge = f"reward.parts.{name}"
+    asks = run.setting(f"{judge}.kind") in ("chat", "http")
+    return f"{judge}.endpoint.timeout_s" if asks else f"{judge}.timeout_s"
 
 
 def _clipped(run: _History) -> Advice | None:

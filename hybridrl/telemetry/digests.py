@@ -218,7 +218,7 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two values, or two digests, are the same bits; NaN is itself."""
     if isinstance(one, list) and isinstance(other, list):
         return bool(one[0] == other[0])
-    return bool(one == other)
+    return bool(one == other or (one != one and other != other))  # only NaN is not itself
 
 
 def _difference(one: Any, other: Any) -> float:

@@ -37,12 +37,12 @@ def render(run_dir: Path, run: RunData | None = None) -> Path:
     return report
 
 
-def fill_page(name: str, script: str, data: Mapping[str, Any]) -> str:
-    """The page whose `script` draws `data`; it needs nothing but itself."""
+def fill_page(name: str, program: str, data: Mapping[str, Any]) -> str:
+    """The page whose `program`, in JavaScript, draws `data`; it needs nothing but itself."""
     return string.Template(_page_file("page.html")).substitute(
         title=_escape(f"{name} · hybridrl"),
         style=_page_file("page.css"),
-        script=script,
+        script=program,
         # `<` never appears in the embedded JSON, so no text of a model can end the script element.
         data=dump(data).replace("<", "\\u003c"),
     )

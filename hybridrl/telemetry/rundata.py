@@ -130,7 +130,10 @@ def load(run_dir: Path) -> RunData:
 
 
 def environment_at(run_dir: Path, when: float) -> dict[str, Any]:
-    """The environment of the process that worked on a run at `when` (Unix seconds)."""
+    """The environment of the process that worked on a run at `when` (Unix seconds).
+
+    Empty where none was recorded.
+    """
     files = [*run_dir.glob("earlier-*-environment.json"), run_dir / "environment.json"]
     records = sorted((_read_json(file) for file in files), key=lambda x: float(x.get("time", 0)))
     begun = [record for record in records if float(record.get("time", 0)) <= when]

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.telemetry.records import named
+from hybridrl.telemetry.records import encodable, named
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "samples"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
+_ROW_GROUP = 64  # samples, of which a reader of one sample decodes all
+_ORDER = ("prompt_position", "branch", "k", "attempt")
+UNREADABLE = (OSError, ValueError, KeyError)
+"""What reading raises of a file that is gone, is damaged, or lacks a column."""
 
 
 def schema() -> "pa.Schema":
@@ -47,23 +51,30 @@ def schema() -> "pa.Schema":
 def write(run_dir: Path, step: int, rank: int, columns: dict[str, Any]) -> Path:
     """Write the samples of one rank and step, in one piece, and return the file's path.
 
-    A file of the same step and rank is replaced. Raises OSError with the path when the disk is
-    full.
+    A file of the same step and rank is replaced. A lone surrogate becomes a question mark: it has
+    no UTF-8 form. Raises OSError with the path when the disk is full.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = run_dir / FOLDER / f"step-{step:06d}-rank-{rank:04d}.parquet"
+    path = path_of(run_dir, step, rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    table = pa.table(columns, schema=schema())
+    table = pa.table(_encodable(columns), schema=schema())
     try:
-        with named(path):
-            pq.write_table(table, partial, compression="zstd")
+        with named(path), partial.open("wb") as file:
+            pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def path_of(run_dir: Path, step: int, rank: int) -> Path:
+    """The file of a step's samples on one rank."""
+    return run_dir / FOLDER / f"step-{step:06d}-rank-{rank:04d}.parquet"
 
 
 def files_by_step(run_dir: Path) -> dict[int, list[Path]]:
@@ -86,11 +97,52 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 def read(paths: Sequence[Path], columns: Sequence[str]) -> "pa.Table":
     """Columns of the samples in `paths`, in the order of prompts, as a table."""
-    import pyarrow as pa
+    return in_order([read_file(path, columns) for path in paths])
+
+
+def read_file(path: Path, columns: Sequence[str]) -> "pa.Table":
+    """Columns of the samples in one file, and those that `in_order` needs.
+
+    Raises one of `UNREADABLE` for a file that is gone, is damaged, or lacks a column.
+    """
     import pyarrow.parquet as pq
 
-    order = ("prompt_position", "branch", "k", "attempt")
-    wanted = list(dict.fromkeys((*order, *columns)))
+    wanted = list(dict.fromkeys((*_ORDER, *columns)))
     # Not read_table, which takes the folders of a path for columns: `a=b/` is one.
-    tables = [pq.ParquetFile(path).read(columns=wanted) for path in paths]
-    return pa.concat_tables(tables).sort_by([(name, "ascending") for name in order])
+    with pq.ParquetFile(path) as file:
+        return file.read(columns=wanted).select(wanted)
+
+
+def in_order(tables: Sequence["pa.Table"]) -> "pa.Table":
+    """Tables of `read_file` as one, in the order of prompts."""
+    import pyarrow as pa
+
+    return pa.concat_tables(tables).sort_by([(name, "ascending") for name in _ORDER])
+
+
+def read_sample(path: Path, id: str) -> dict[str, Any] | None:
+    """One sample with all of its columns; None if the file has not got it. Raises as `read_file`.
+
+    No more of the file is read than ids, and the row group of that sample.
+    """
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            ids = file.read_row_group(group, columns=["id"])["id"].to_pylist()
+            if id in ids:
+                row = file.read_row_group(group).slice(ids.index(id), 1)
+                (sample,) = row.select(schema().names).to_pylist()
+                return dict(sample)
+    return None
+
+
+def _encodable(value: Any) -> Any:
+    """Columns whose texts have a UTF-8 form."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return value

@@ -4,9 +4,12 @@ Where the run keeps every sample, those of steps come from RUN/samples/*.parquet
 from samples.jsonl, which has the first of each step. Those of evaluations are there in any case.
 """
 
+import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.rundata import RunData, finite, is_number
 
 PAGE = 50
-_MOST_SECONDS = 2.0  # of one search; the next one goes on from there
+_MOST_SECONDS = 2.0  # of one search; the next one continues from there
 _MAX_TEXT = 300  # characters of a prompt or response in a list
 _LISTED = (
     *("step", "phase", "id", "source", "task", "prompt", "response", "prompt_tokens"),
@@ -66,10 +69,11 @@ class SamplePosition:
 
 @dataclass(frozen=True, slots=True)
 class SampleList:
-    """Rows, and where the list continues; None at its end."""
+    """Rows, and where the list continues; None at its end. `skipped` are files that are damaged."""
 
     rows: list[dict[str, Any]]
     more: SamplePosition | None
+    skipped: tuple[str, ...] = ()
 
 
 class SampleSearch:
@@ -91,46 +95,69 @@ class SampleSearch:
         return bool(self._files)
 
     def page(self, query: SampleQuery, begin: SamplePosition | None = None) -> SampleList:
-        """The next samples that pass, at most 50 of them, in at most about two seconds."""
-        until = time.monotonic() + _MOST_SECONDS
+        """The next samples that pass, at most 50 of them, in at most about two seconds.
+
+        Of a step's samples all are read, or none; a search that begins at a step reads it.
+        """
+        end = time.monotonic() + _MOST_SECONDS
         listed: list[dict[str, Any]] = []
+        skipped: list[str] = []
+        until = math.inf  # of the first step, whose files may take longer than all there is
         for step in sorted({*self._files, *self._lines}, reverse=True):
             if (begin and step > begin.step) or query.step not in (None, step):
                 continue
-            if time.monotonic() > until:
-                return SampleList(listed, SamplePosition(step))
+            rows = self._rows(step, until, skipped) if time.monotonic() <= end else None
+            if rows is None:
+                return SampleList(listed, SamplePosition(step), tuple(skipped))
+            until = end
             skip = begin.skip if begin and begin.step == step else 0
-            for number, row in enumerate(self._rows(step)):
+            for number, row in enumerate(rows):
                 if number < skip or not query.passes(row):
                     continue
                 if len(listed) == PAGE:
-                    return SampleList(listed, SamplePosition(step, number))
+                    return SampleList(listed, SamplePosition(step, number), tuple(skipped))
                 listed.append(_shortened(row))
-        return SampleList(listed, None)
+        return SampleList(listed, None, tuple(skipped))
 
     def sample(self, step: int, key: str) -> dict[str, Any] | None:
-        """One sample with its tokens and all that is known of each; None if it is not there."""
-        import pyarrow.compute as pc
+        """One sample with its tokens and all that is known of each; None if it is not there.
 
-        if step in self._files:
-            table = sample_files.read(self._files[step], sample_files.schema().names)
-            for row in table.filter(pc.equal(table["id"], key)).to_pylist():
-                return _with_tokens(row)
-        return self._lines.get(step, {}).get(key)
+        A page may know it by its line, where the step's files have come since.
+        """
+        if line := self._lines.get(step, {}).get(key):
+            return line
+        if key.startswith("evaluation "):  # samples of evaluations are in no file
+            return None
+        id = key.rpartition(" ")[2]
+        for path in self._files.get(step, ()):
+            with contextlib.suppress(*sample_files.UNREADABLE):
+                if row := sample_files.read_sample(path, id):
+                    return _with_tokens(row)
+        return None
 
-    def _rows(self, step: int) -> Iterator[dict[str, Any]]:
-        if step in self._files:
-            for row in sample_files.read(self._files[step], _LISTED).to_pylist():
-                yield {"key": row["id"], "at": step, **row}
-        yield from self._lines.get(step, {}).values()
+    def _rows(self, step: int, until: float, skipped: list[str]) -> Iterable[dict[str, Any]] | None:
+        """All samples of a step, or None at the time `until`; adds files that are damaged."""
+        tables, damaged = [], []
+        for path in self._files.get(step, ()):
+            if time.monotonic() > until:
+                return None
+            try:
+                tables.append(sample_files.read_file(path, _LISTED))
+            except sample_files.UNREADABLE:
+                damaged.append(path.name)
+        skipped += damaged
+        rows = sample_files.in_order(tables).to_pylist() if tables else []
+        of_files = ({"key": row["id"], "at": step, **row} for row in rows)
+        return chain(of_files, self._lines.get(step, {}).values())
 
 
 def _of_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line of samples.jsonl, whose `status` is the verifier's, as a row of a list."""
     phase, id = str(line.get("phase") or "rl"), str(line.get("id"))
-    known = {
-        name: value for name, value in line.items() if name in ("prompt", "response", "reward")
-    }
+    copied = ("prompt", "response", "reward", "source", "task", "drop_reason")
+    known = {name: value for name, value in line.items() if name in copied}
+    if "drop_reason" in line:
+        known["status"] = "dropped" if line["drop_reason"] else "used"
     return {
         "key": f"{phase} {line.get('set', '')} {id}",
         "step": line.get("step"),

@@ -26,13 +26,18 @@ def timelines(run: RunData) -> list[dict[str, Any]]:
         picks = {name: key for name, key in picks.items() if name != "median"}
     if len(chosen) < 2:
         picks = {"only": chosen[0]}
-    return [_timeline(label, key, ranked[key]) for label, key in picks.items()]
+    return [
+        _timeline(f"{label}: step {key.step}", key, ranked[key]) for label, key in picks.items()
+    ]
 
 
 def last_timelines(run: RunData, count: int) -> list[dict[str, Any]]:
     """The last steps, of any phase, the newest first."""
     ranked = _steps_on_ranks(run)
-    return [_timeline("", key, ranked[key]) for key in sorted(ranked, reverse=True)[:count]]
+    return [
+        _timeline(f"step {key.step}", key, ranked[key])
+        for key in sorted(ranked, reverse=True)[:count]
+    ]
 
 
 def _steps_on_ranks(run: RunData) -> dict[StepKey, list[TraceSpan]]:
@@ -115,7 +120,7 @@ def _timeline(label: str, key: StepKey, spans: list[TraceSpan]) -> dict[str, Any
     # Outer spans first, so that nested ones are drawn over them.
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))[:_MAX_SLICES]
     return {
-        "label": f"{label}: step {key.step}".removeprefix(": "),
+        "label": label,
         "step": key.step,
         "seconds": end - start,
         "stages": list(dict.fromkeys(span.name for span in ordered)),

@@ -7,7 +7,7 @@ them relative to the first event.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,16 @@ class TraceFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pids: dict[str, int] = {}
         self._tids: dict[str, int] = {}
-        events = read_trace(path)
-        for event in events:
+        lines = []
+        for line, event in _whole_lines(path):
             self._remember(event)
-        # Rewritten from the events read: a full disk may have cut the last write short.
+            lines.append(line)
+        # Rewritten from the whole lines: a full disk may have cut the last write short.
         os.ftruncate(self._fd, 0)
         with named(path):
             write_all(self._fd, b"[" + _CLOSE, 0)
         self._end = 1
-        self._append(events)
+        self._append(lines)
 
     def span(self, span: TraceSpan) -> None:
         """Add one slice. Raises `ValueError` if it ends before it starts."""
@@ -121,7 +122,7 @@ class TraceFile:
             "ph": "X", "name": span.name, "cat": "stage", "pid": pid, "tid": tid,
             "ts": start, "dur": end - start, "args": {"step": span.step, **span.args},
         }  # fmt: skip
-        self._append([*events, slice_])
+        self._append(map(dump, [*events, slice_]))
 
     def profile(self, lane: str, slices: Iterable[ThreadSlice], step: int) -> None:
         """Add the operations of a lane's process, on lanes of its threads, in one write."""
@@ -134,7 +135,7 @@ class TraceFile:
                 "ts": start, "dur": end - start, "args": {"step": step},
             }  # fmt: skip
             events += [*names, slice_]
-        self._append(events)
+        self._append(map(dump, events))
 
     def counter(self, counter: Counter) -> None:
         """Add one point to each of the curves that `counter.values` names."""
@@ -143,7 +144,7 @@ class TraceFile:
             "ph": "C", "name": counter.name, "pid": pid, "tid": 0, "ts": _micros(counter.when),
             "args": dict(counter.values),
         }  # fmt: skip
-        self._append([*events, point])
+        self._append(map(dump, [*events, point]))
 
     def close(self) -> None:
         """Close the file, which is already whole."""
@@ -180,11 +181,12 @@ class TraceFile:
             process = next(p for p, pid in self._pids.items() if pid == event["pid"])
             self._tids[process if name == process else f"{process}/{name}"] = event["tid"]
 
-    def _append(self, events: Iterable[Mapping[str, Any]]) -> None:
-        data = b""
-        for event in events:
-            comma = b"" if self._end == 1 and not data else b","
-            data += comma + b"\n" + dump(event).encode("utf-8", "replace")
+    def _append(self, lines: Iterable[str]) -> None:
+        """Add events, each as its JSON text, in one write."""
+        text = ",\n".join(lines)
+        if not text:
+            return
+        data = ((",\n" if self._end > 1 else "\n") + text).encode("utf-8", "replace")
         with named(self.path):
             write_all(self._fd, data + _CLOSE, self._end)
         self._end += len(data)
@@ -192,11 +194,16 @@ class TraceFile:
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """The whole events of a trace file in order; none if it is missing."""
-    if not path.is_file():
-        return []
-    lines = path.read_text("utf-8", "replace").split("\n")
-    events = (parse(line.strip().rstrip(",")) for line in lines)
-    return [event for event in events if isinstance(event, dict)]
+    return [event for _, event in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON text of each whole event of a trace file, and the event."""
+    for line in path.read_text("utf-8", "replace").split("\n") if path.is_file() else ():
+        text = line.strip().rstrip(",")
+        event = parse(text)
+        if isinstance(event, dict):
+            yield text, event
 
 
 def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:

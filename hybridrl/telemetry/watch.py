@@ -37,7 +37,12 @@ def listen(host: str, port: int) -> socket.socket:
             "--host", host, f"an address of this machine ({error.strerror})"
         ) from None
     try:
-        return socket.create_server(address[:2], family=family)
+        both = family == socket.AF_INET6 and _is_unspecified(
+            str(address[0])
+        )  # names are IPv4's, too
+        return socket.create_server(
+            address[:2], family=family, dualstack_ipv6=both and socket.has_dualstack_ipv6()
+        )
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("--host", host, "an address of this machine") from None
@@ -75,7 +80,12 @@ def serve(run_dir: Path, host: str, port: int, started: Callable[[str], None]) -
 
 def _reachable(host: str) -> str:
     """The name for others' browsers of an address that may stand for all of this machine's."""
+    return socket.gethostname() if _is_unspecified(host) else host
+
+
+def _is_unspecified(host: str) -> bool:
+    """Whether `host` stands for all addresses of this machine."""
     try:
-        return socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
+        return ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        return host
+        return False

@@ -44,7 +44,7 @@ def make_app(run: WatchedRun, token: str | None, hosts: Sequence[str]) -> Starle
     """The application; with a `token` it answers only to those who have it.
 
     `hosts` are the names by which a browser may call it. Others are refused, so that no site's page
-    can read the answers under a name of its own (DNS rebinding).
+    can read the answers under its name (DNS rebinding).
     """
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
@@ -90,10 +90,9 @@ class _Answers:
         return _json(data)
 
     def samples(self, request: Request) -> Response:
-        """A page of the samples that are wanted, and where the next one begins."""
+        """A page of the samples that are wanted, where the next one begins, damaged files."""
         query, begin = parse_query(request.query_params)
-        listed = self.run.search.page(query, begin)
-        return _json({"rows": listed.rows, "more": listed.more and asdict(listed.more)})
+        return _json(asdict(self.run.search.page(query, begin)))
 
     def sample(self, request: Request) -> Response:
         """One sample with its tokens."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ class WatchedRun:
             raise ConfigError("run", run_dir, "a run directory (one that holds run.json)")
         self._lock = threading.Lock()
         self._stamp: object = None
+        self._checked: int | None = None  # when the folder of samples that was checked had changed
         self._not_before = 0.0
         self.read()
 
@@ -37,7 +39,11 @@ class WatchedRun:
         """Take up what has changed, unless that was done a moment ago."""
         with self._lock:
             begun = time.monotonic()
-            if begun < self._not_before or (stamp := self._stamp_now()) == self._stamp:
+            if begun < self._not_before:
+                return
+            stamp = self._stamp_now()
+            if stamp == self._stamp:
+                self._wait_since(begun)
                 return
             run = load(self.run_dir)
             search = SampleSearch(self.run_dir, run)
@@ -52,12 +58,16 @@ class WatchedRun:
             # One after the other, each whole: requests read them meanwhile.
             self.search, self.page_data = search, gather(run) | shown
             self._stamp = stamp
-            self._not_before = begun + (time.monotonic() - begun) / _SHARE
+            self._wait_since(begun)
+
+    def _wait_since(self, begun: float) -> None:
+        """Read nothing for a time in which this work is the share that it may take."""
+        self._not_before = begun + (time.monotonic() - begun) / _SHARE
 
     def _stamp_now(self) -> object:
         """What changes with the files and with the run's process."""
         folder = self.run_dir / sample_files.FOLDER
-        for path in (self.run_dir / ".hydra", folder, *folder.glob("*.parquet")):
+        for path in (self.run_dir / ".hydra", folder):
             _check_inside(path, self.run_dir)
         stats = []
         for name in RECORD_FILES:
@@ -65,9 +75,19 @@ class WatchedRun:
             with contextlib.suppress(OSError):
                 stat = (self.run_dir / name).stat()
                 stats.append((name, stat.st_size, stat.st_mtime_ns))
-        with contextlib.suppress(OSError):
-            stats.append((sample_files.FOLDER, 0, folder.stat().st_mtime_ns))
+        with contextlib.suppress(FileNotFoundError):
+            changed = folder.stat().st_mtime_ns
+            stats.append((sample_files.FOLDER, 0, changed))
+            if changed != self._checked:  # a new link changes the folder
+                self._check_links(folder)
+                self._checked = changed
         return state_of(self.run_dir), stats
+
+    def _check_links(self, folder: Path) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_symlink():  # told by the folder, without a look at the file
+                    _check_inside(Path(entry), self.run_dir)
 
 
 def _check_inside(path: Path, run_dir: Path) -> None:

@@ -343,13 +343,20 @@ class ActorWorker(BaseWorker):
     def record_samples(
         self, step: int, phase: str, samples: tuple[SampleFacts, ...]
     ) -> Reply[None]:
-        """Have samples that live here written to the run's Parquet files, while the rank goes on.
+        """Have samples that live here written to the run's Parquet files, while the rank works.
 
         They may be released at once. Raises OSError where those of an earlier step did not fit.
         """
         assert self.writer is not None, "telemetry.samples says that none are written"
         with self._span("record", len(samples)):
             self.writer.put(step, phase, [(facts, self.store[facts.id]) for facts in samples])
+        return self._reply(None)
+
+    @dispatch(Dispatch.SAME)
+    def finish_records(self) -> Reply[None]:
+        """Wait until the samples of all steps are in their files; raises OSError."""
+        with self._span("record"):
+            self._finish_records()
         return self._reply(None)
 
     def _finish_records(self) -> None:

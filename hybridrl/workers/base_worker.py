@@ -278,7 +278,10 @@ class BaseWorker:
 
     @dispatch(Dispatch.PER_RANK)
     def update(self, stage: UpdateStage, share: UpdateShare) -> Reply[dict[str, float]]:
-        """Train on this rank's share of every mini-batch; metrics are the same on all ranks."""
+        """Train on this rank's share of every mini-batch.
+
+        Metrics are the same on all ranks, but for `mfu`, which is over this rank's own time.
+        """
         self._fetch(share.parcels, share.ids)
         assert stage.role is not None
         with self._span("update", len(share.ids)):

@@ -1,6 +1,7 @@
 """Digests of a rank's samples and weights, and files of its samples' tensors."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,18 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.workers.store import SampleStore, StoredSample
 
+_CHUNK = 4_000_000  # elements squared at a time, in double precision: 64 MB
+
 
 def digest(tensor: torch.Tensor) -> ShardDigest:
     """The digest of a tensor's bytes, which come to the host for it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach().cpu().contiguous()
-    data: Any = local.reshape(-1).view(torch.uint8).numpy()
-    square = float(local.double().square().sum()) if local.is_floating_point() else None
+    flat = local.reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy()
+    square = None
+    if local.is_floating_point():
+        square = math.fsum(float(chunk.double().square().sum()) for chunk in flat.split(_CHUNK))
     return ShardDigest(hashlib.blake2b(data, digest_size=8).hexdigest(), square, local.numel())
 
 

@@ -31,7 +31,9 @@ class StepProfile:
         self._profiler.stop()
         if self._on_gpu:
             snapshot.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+            partial = snapshot.with_name(f".{snapshot.name}")
+            torch.cuda.memory._dump_snapshot(str(partial))
+            partial.replace(snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
         assert self._profiler.profiler is not None
         results = self._profiler.profiler.kineto_results

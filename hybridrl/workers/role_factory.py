@@ -139,6 +139,7 @@ class ActorRoleFactory(RoleFactory):
             key=key,
             deterministic=strict,
             weights=weights,
+            num_likeliest=actor.train_engine.model.config.vocab_size,
         )
         scorer.offload()
         return scorer

@@ -1,4 +1,4 @@
-"""Writes the samples of a rank to Parquet files, in a thread beside the rank's work."""
+"""Writes the samples of a rank to Parquet files, in a thread while the rank works."""
 
 import importlib
 from collections import deque
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.telemetry import sample_files
+from hybridrl.telemetry.records import encodable
 from hybridrl.workers.store import StoredSample
 
 if TYPE_CHECKING:
@@ -39,11 +40,16 @@ class SampleFacts:
     drop: Drop | None
 
 
+_Waiting = tuple[SampleFacts, int, Mapping[str, torch.Tensor]]
+"""A sample with its response tokens and tensors."""
+
+
 class SampleWriter:
     """Writes one file a step. At most two steps wait, then `put` waits for the oldest.
 
-    What goes wrong in the thread is raised by a later `put`, or by `flush`. No tensor of a sample
-    is written in place, so it may be read here while the rank does other work.
+    What goes wrong in the thread is raised by a later `put`, or by `flush`: an OSError, or a
+    RuntimeError that names file and step. No tensor of a sample is written in place, so it may be
+    read here while the rank does other work.
     """
 
     def __init__(self, run_dir: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -57,7 +63,7 @@ class SampleWriter:
     def put(
         self, step: int, phase: str, samples: Sequence[tuple[SampleFacts, StoredSample]]
     ) -> None:
-        """Have the samples of a step written soon; raises OSError for an earlier step."""
+        """Have the samples of a step written soon; raises what went wrong in an earlier step."""
         while len(self._waiting) >= _MOST_WAITING:
             self._waiting.popleft().result()
         # The store adds tensors to a sample's dict: this is what there is now.
@@ -65,7 +71,7 @@ class SampleWriter:
         self._waiting.append(self._thread.submit(self._write, step, phase, now))
 
     def flush(self) -> None:
-        """Wait until all is written; raises OSError if something was not."""
+        """Wait until all is written; raises what went wrong."""
         while self._waiting:
             self._waiting.popleft().result()
 
@@ -76,12 +82,17 @@ class SampleWriter:
         finally:
             self._thread.shutdown()
 
-    def _write(
-        self,
-        step: int,
-        phase: str,
-        samples: Sequence[tuple[SampleFacts, int, Mapping[str, torch.Tensor]]],
-    ) -> None:
+    def _write(self, step: int, phase: str, samples: Sequence[_Waiting]) -> None:
+        try:
+            sample_files.write(self.run_dir, step, self.rank, self._columns(step, phase, samples))
+        except OSError:  # has the file's name
+            raise
+        except Exception as error:
+            path = sample_files.path_of(self.run_dir, step, self.rank)
+            message = f"{path}: samples of step {step}: {type(error).__name__}: {error}"
+            raise RuntimeError(message) from error
+
+    def _columns(self, step: int, phase: str, samples: Sequence[_Waiting]) -> dict[str, Any]:
         facts = [facts for facts, _, _ in samples]
         tensors = [tensors for _, _, tensors in samples]
         prompts, responses = [], []
@@ -90,7 +101,7 @@ class SampleWriter:
             num_prompt = len(tokens) - num_response
             prompts.append(tokens[:num_prompt])
             responses.append(tokens[num_prompt:])
-        columns = {
+        return {
             "step": [step] * len(facts),
             "phase": [phase] * len(facts),
             **_fact_columns(facts),
@@ -105,7 +116,6 @@ class SampleWriter:
             "advantages": _lists([t.get("advantages") for t in tensors], torch.float32),
             "fields": [_other_tensors(of_sample) for of_sample in tensors],
         }
-        sample_files.write(self.run_dir, step, self.rank, columns)
 
 
 class TextColumns:
@@ -140,7 +150,7 @@ class TextColumns:
         return pa.ListArray.from_arrays(_offsets(responses), texts.take(pa.array(places)))
 
     def _text_of(self, token: int) -> str:
-        text = self.tokenizer.decode([token])
+        text = encodable(self.tokenizer.decode([token]))
         piece = self.tokenizer.convert_ids_to_tokens(token)
         # SentencePiece drops the space of a text's first word, and here each token is a text.
         starts_word = isinstance(piece, str) and piece.startswith("▁")
@@ -186,7 +196,7 @@ def _plain(span: TokenSpan) -> dict[str, Any]:
 
 
 def _other_tensors(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Fields without a column of their own, a value a token; not the experts of a token."""
+    """Fields that have no column, a value a token; not the experts of a token."""
     return [
         {"name": name, "values": tensor.detach().float().numpy()}
         for name, tensor in tensors.items()

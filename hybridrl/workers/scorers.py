@@ -69,13 +69,17 @@ class InstanceScorer:
         return scores[before : before + len(ids)]
 
     def _read(self, sample: StoredSample, privileged: bool) -> tuple[TrainSequence, str]:
-        """A sample's tokens, and its source."""
+        """A sample's tokens, and its source where that matters."""
         sequence = sequence_of(sample, replays=self.replays)
         if privileged:
-            prompt = torch.tensor(sample.item.privileged_ids)
+            prompt = torch.tensor(sample.item.privileged_ids, dtype=torch.long)
             ids = torch.cat([prompt, sample.response_ids])
             sequence = TrainSequence(ids, sample.response_tokens)
-        return sequence, getattr(sample.item, "source", "")
+        return sequence, self._source(sample)
+
+    def _source(self, sample: StoredSample) -> str:
+        """Empty: copies of samples in another pool come without their items."""
+        return ""
 
     def _of_instance(
         self, sequences: Sequence[tuple[TrainSequence, str]], score: Score[T]
@@ -118,8 +122,9 @@ class ReferenceScorer(InstanceScorer):
         key: str = "model.path",
         deterministic: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
+        num_likeliest: int | None = None,
     ) -> None:
-        """Read this rank's shard of the weights; see `ScoreEngine` for `deterministic`.
+        """Read this rank's shard of the weights; see `ScoreEngine` for the last settings.
 
         Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
@@ -129,6 +134,7 @@ class ReferenceScorer(InstanceScorer):
             dtype=TORCH_DTYPES[config.model.compute_dtype],
             device=device,
             temperature=config.rollout.temperature or 1.0,
+            num_likeliest=num_likeliest,
             **_passes(config, deterministic),
         )
         if weights is None:
@@ -172,6 +178,10 @@ class TeachersBySource(ReferenceScorer):
 
     def onload(self) -> None:
         """Each comes when it scores."""
+
+    def _source(self, sample: StoredSample) -> str:
+        source: str = sample.item.source
+        return source
 
     def _of_instance(
         self, sequences: Sequence[tuple[TrainSequence, str]], score: Score[T]

@@ -2,7 +2,7 @@
 
     make bench-judges
 
-A stub server in a process of its own takes 0.5 to 1.5 x `--delay` for each request. To a share of
+A stub server in a separate process takes 0.5 to 1.5 x `--delay` for each request. To a share of
 them it answers with HTTP 429, HTTP 500 or nonsense, or drops the connection. The bound is N
 requests in flight over the mean seconds of a request. All requests count. Sides:
 `pool` is the judge alone, all responses there at once. `serial` and `fused` are steps of a run with

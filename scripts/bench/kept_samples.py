@@ -37,7 +37,7 @@ def stored(row: dict[str, Any]) -> tuple[SampleFacts, StoredSample]:
     )
     tensors = {
         "tokens": torch.tensor(row["prompt_ids"] + row["response_ids"]),
-        "log_probs": torch.tensor(row["log_probs"]),
+        **{x: torch.tensor(row[x]) for x in ("log_probs", "advantages") if row[x] is not None},
         **{field["name"]: torch.tensor(field["values"]) for field in row["fields"]},
     }
     return facts, StoredSample(row["response_tokens"], None, tensors)
@@ -53,7 +53,10 @@ def main() -> None:
     run = load(arguments.run)
     steps = {at.step: seconds for at, seconds in run.series("step_s") if at.phase == "rl"}
     files = sample_files.files_by_step(arguments.run)
-    file = max((path for step in steps for path in files[step]), key=lambda p: p.stat().st_size)
+    paths = [path for step in steps for path in files.get(step, ())]
+    if not paths:
+        parser.error(f"RUN={arguments.run}: wanted a run with telemetry.samples=all")
+    file = max(paths, key=lambda path: path.stat().st_size)
     table = sample_files.read([file], sample_files.schema().names)
     samples = [stored(row) for row in table.to_pylist()]
     tokenizer = AutoTokenizer.from_pretrained(arguments.run / "final")

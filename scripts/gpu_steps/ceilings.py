@@ -11,7 +11,7 @@ from gpu_steps.timing import median_seconds
 
 _COPIES = ("copy_h2d_pinned", "copy_h2d_pageable", "copy_d2h_pinned", "copy_d2h_pageable")
 _CPU_BYTES, _GPU_BYTES = 2**26, 2**30
-_CPU_WIDTH, _GPU_WIDTH = 512, 8192
+_CPU_WIDTH, _GPU_WIDTH = 128, 8192  # many CPUs have no unit for bfloat16
 
 
 def bandwidth(settings: Settings, figures: Figures) -> None:

@@ -39,6 +39,9 @@ def test_another_learning_rate(run: Path, make_run: Callable[..., Path], tmp_pat
     largest = float(report.tensor.rpartition("the largest difference is ")[2].split(",")[0])
     assert largest == pytest.approx(0.01, rel=0.05)
     assert report.notes == ()
+    for each in (run, other):  # the weights, which only the comparison needs
+        assert list(each.glob("replays/*/batch"))
+        assert not list(each.glob("replays/*/final"))
     done = subprocess.run(
         [sys.executable, "-m", "hybridrl.cli", "blame", "--no-replay", str(run), str(other)],
         capture_output=True, text=True, check=False,

@@ -11,6 +11,7 @@ import pytest
 from hybridrl.config import ConfigError
 from hybridrl.controller.preflight import prepare
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.sample_files import files_by_step, read
 
 REWARD = """
 def score(prompt, response, answer, item):
@@ -55,9 +56,12 @@ def test_pools_become_what_the_reward_makes_of_them(
 ) -> None:
     """Under `serial` and `fused` alike; a resumed run goes on with them."""
     serial = train_here(tmp_path / "serial", *settings)
-    fused = train_here(tmp_path / "fused", *settings, "schedule=fused")
+    fused = train_here(tmp_path / "fused", *settings, "schedule=fused", "telemetry.samples=all")
     by_step = prompts(serial)
     assert by_step == prompts(fused)
+    # The files have the prompts that the stream then forgets.
+    files = [file for of_step in files_by_step(fused.dir).values() for file in of_step]
+    assert set(read(files, ["source"])["source"].to_pylist()) == {"spell", "letters"}
     # Pools, each once all prompts have been drawn.
     words = {prompt for drawn in by_step.values() for prompt in drawn}
     last = read_lines(serial.dir / "metrics.jsonl")[-2]

@@ -228,7 +228,7 @@ def test_the_policy_that_has_read_the_answer(
 
 def test_without_a_privileged_prompt(make_config: Callable[..., Any], tmp_path: Path) -> None:
     settings = ["recipe=self_distill", "data=spell_backward", f"run.dir={tmp_path / 'run'}"]
-    message = r"^data\.privileged_template=None: wanted a text with what actor_ewma is to know"
+    message = r"^data\.privileged_template=null: wanted a text with what actor_ewma is to know"
     with pytest.raises(ConfigError, match=message):
         prepare(make_config(*settings, "data.privileged_template=null"))
 
@@ -237,7 +237,9 @@ def test_more_tokens_than_the_vocabulary_has(
     make_config: Callable[..., Any], tmp_path: Path
 ) -> None:
     settings = ["recipe=distill_topk", "recipe.top_k=1000", f"run.dir={tmp_path / 'run'}"]
-    with pytest.raises(ConfigError, match=r"^recipe\.top_k=1000: wanted at most 79, the model's"):
+    with pytest.raises(
+        ConfigError, match=r"^recipe=the top 1000 tokens, in stage \w+: wanted at most 79,"
+    ):
         prepare(make_config(*settings, "data.size=20", "data.eval_size=4"))
 
 

@@ -11,6 +11,7 @@ from stubs import StubJudge, grade
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import check, register
 from hybridrl.controller.preflight import prepare
+from hybridrl.controller.run import BudgetSpent, train
 from hybridrl.telemetry.records import read_lines
 
 KEY = "sk-verysecret123"
@@ -165,6 +166,39 @@ def test_a_spent_budget_ends_the_run_which_resumes(
     assert any(path.parent.name == "judges" for path in files)
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
     assert KEY not in out + error + more_out + more_error
+
+
+@pytest.mark.layouts
+def test_a_budget_that_an_evaluation_spends(
+    make_config: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Before the first step, between two steps, after the last: no step is lost."""
+    run = tmp_path / "run"
+    with StubJudge() as stub:
+        settings = [
+            *without_reward(tiny_run), *chat(stub.url), *FEW, f"run.dir={run}",
+            "cluster=processes", "cluster.ranks=1", "trainer.resume=auto",
+            "eval.sets.main.every=1", "reward.endpoint.cache=false",
+        ]  # fmt: skip
+
+        def spend(budget: int) -> str:
+            with pytest.raises(BudgetSpent) as error:
+                train(make_config(*settings, f"reward.endpoint.budget={budget}"))
+            return str(error.value)
+
+        # Two requests an evaluation, sixteen a step.
+        assert spend(1).endswith("stopped after step 0")
+        assert spend(1 + 2 + 16 + 1).endswith("after step 1; trainer.resume=auto continues with a"
+                                              " higher one")  # fmt: skip
+        assert (run / "checkpoints" / "step_000001" / "resume").is_dir()
+        assert not (run / "final").exists()
+        spent_at_end = spend(20 + 2 + 16 + 1)
+        assert "stopped after step 2; trainer.resume=auto continues" in spent_at_end
+        assert (run / "final" / "model.safetensors").is_file()
+        assert "accuracy_after" in train(make_config(*settings, "reward.endpoint.budget=99"))
+        steps = [x["step"] for x in read_lines(run / "metrics.jsonl") if "loss" in x]
+        assert steps == [1, 2]
+        assert sum(stub.asked.values()) <= 39 + 2
 
 
 URL = "http://127.0.0.1:1/v1"

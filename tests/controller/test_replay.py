@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,31 @@ def test_generate_then_train(run: Path) -> None:
 
 
 @pytest.mark.layouts
+def test_the_recipes_formulas_run_again_on_a_batch(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """PPO's token rewards and advantages are maps: with other settings they are others."""
+    run = make_run(tmp_path / "run", "cluster.ranks=1", "recipe=ppo", "trainer.steps=2",
+                   "trainer.save_every=1", "~recipe.group_size")  # fmt: skip
+    batch = replay(ReplayRequest(run_dir=run, step=2, stage=ReplayStage.generate))
+    train = ReplayRequest(run_dir=run, step=2, stage=ReplayStage.train)
+    assert differing(replay(train)) == []
+    other = replay(replace(train, overrides=("recipe.lam=0.1", "recipe.kl_coef=0.5")))
+    names = {c.name: c for c in other.comparisons}
+    for same in ("tokens", "log_probs", "reward", "values"):
+        assert not names[same].differing, same
+    for changed in ("token_rewards", "advantages", "loss"):
+        assert names[changed].differing, changed
+    # Its batch, which is the newest, is not the run's.
+    again = replay(train)
+    assert differing(again) == []
+    assert str(other.directory) not in "".join(again.notes)
+    named = replay(replace(train, batch=other.directory))
+    assert any(str(other.directory / "batch") in note for note in named.notes)
+    assert batch.as_promised
+
+
+@pytest.mark.layouts
 def test_another_layout_is_equal_up_to_the_order_of_floats(run: Path) -> None:
     """From the checkpoint of step 2, through two steps."""
     layout = ("cluster.ranks=2", "trainer.layout.tp=2", "rollout.layout.tp=2")
@@ -174,6 +200,11 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
     # The step before, on the way, is not made either.
     assert "trainer.mini_batches=2: wanted 1" in (refused(run, step=4, overrides=("recipe=rloo",)))
     assert "--dir=" in refused(run, step=3, directory=run)
+    # The user's own directory stays.
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(run, step=4, directory=empty, overrides=("recipe=rloo",))
+    assert list(empty.iterdir()) == []
 
 
 @pytest.mark.layouts
@@ -190,7 +221,7 @@ def edit_environment(run: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_what_has_changed_since_is_named(run: Path, tmp_path: Path) -> None:
-    """Data, recipe, reward and packages, each by its name; `force` goes on and says so."""
+    """Data, recipe, reward and packages, each by its name; with `force` it replays and says so."""
     copy = tmp_path / "copy"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("replays"))
 
@@ -209,7 +240,7 @@ def test_what_has_changed_since_is_named(run: Path, tmp_path: Path) -> None:
         "recipe hybridrl.recipes.grpo:grpo",
         "rewards.py:score",
         "torch (1.0, now ",
-        "(--force goes on)",
+        "(--force replays nonetheless)",
     ):
         assert name in line
     assert "hybridrl/models" not in line

@@ -1,18 +1,20 @@
 """What runs leave behind besides checkpoints: the metrics that docs/telemetry.md lists, the log."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stubs import StubJudge
 
-from hybridrl.controller.run_records import step_metrics
+from hybridrl.config.run import TelemetryConfig
+from hybridrl.controller.run_records import RunRecords, step_metrics
 from hybridrl.flow.ledger import Drop, DropReason
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import read_timeline, read_trace
 
 KINDS = {
@@ -106,6 +108,38 @@ def test_dropped_is_the_sum_over_all_reasons(
     assert line["samples/used"] + line["dropped"] == len(step.dispatched)
 
 
+def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
+    tmp_path: Path,
+) -> None:
+    samples = [Sample(id=SampleId(position), rank=0) for position in (4, 5, 6)]
+    dropped = {SampleId(5): Drop(DropReason.FILTER, "no spread")}
+
+    def texts(by_rank: Mapping[int, list[SampleId]]) -> dict[SampleId, tuple[str, str]]:
+        return dict.fromkeys(by_rank[0], ("2 + 2", "4"))
+
+    with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
+        records = RunRecords(
+            telemetry,
+            2,
+            current_step=lambda: 1,
+            kinds_of=lambda position: (),
+            origin_of=lambda position: ("sums", f"task {position}"),
+        )
+        records.record_samples(samples, texts, dropped)
+        records.record_samples(samples, texts)
+        records.record_evaluated("main", samples, texts)
+    columns = ("id", "source", "task", "drop_reason")
+    lines = [{x: r[x] for x in columns if x in r} for r in read_lines(tmp_path / "samples.jsonl")]
+    assert lines == [
+        {"id": "4.0", "source": "sums", "task": "task 4", "drop_reason": None},
+        {"id": "5.0", "source": "sums", "task": "task 5", "drop_reason": "filter"},
+        {"id": "4.0", "source": "sums", "task": "task 4"},
+        {"id": "5.0", "source": "sums", "task": "task 5"},
+        {"id": "4.0"},
+        {"id": "5.0"},
+    ]
+
+
 def test_every_reason_to_drop_has_a_metric() -> None:
     """But for a run's end, which is an event, and a failed step, which has no metrics."""
     reasons = [r for r in DropReason if r not in (DropReason.RUN_ENDED, DropReason.STEP_FAILED)]
@@ -126,7 +160,7 @@ def test_a_profile_is_on_the_time_axis_of_the_stages(
     """Of the step and the rank that are asked for alone."""
     kind = (
         "cluster.ranks=2 recipe=distill trainer.steps=2 warm_start.steps=0"
-        " telemetry.profile.steps=[2] telemetry.profile.ranks=[1]"
+        " telemetry.profile.steps=[2,9] telemetry.profile.ranks=[1]"
     )
     run = train_here(tmp_path / "run", *settings, *kind.split()).dir
     events = read_trace(run / "trace.json")
@@ -143,6 +177,7 @@ def test_a_profile_is_on_the_time_axis_of_the_stages(
     assert all(update.start - 1e-3 <= when <= update.end + 1e-3 for when in backward)
     notes = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "note"]
     assert sum("no snapshot of memory" in note["text"] for note in notes) == 1
+    assert "telemetry.profile.steps=[9]: the last step is 2" in [note["text"] for note in notes]
 
 
 @pytest.mark.layouts

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.controller import run as controller_run
 from hybridrl.flow.schedules import StepResult
 from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
+from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.records import read_lines
 
 
@@ -145,9 +147,21 @@ def test_layouts_reproduce_one_rank(in_layout: Callable[[str], Any], name: str) 
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(
-    run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
+    run_here: Callable[..., list[StepResult]],
+    user_code: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With all samples of its last step, however slow the disk is."""
+    write = sample_files.write
+
+    def write_slowly(*args: Any) -> Path:
+        time.sleep(0.5)
+        return write(*args)
+
+    monkeypatch.setattr(sample_files, "write", write_slowly)  # rank 0 is this process
     settings = [f"recipe={{target: '{user_code}:poison'}}", "trainer.save_every=1"]
+    settings.append("telemetry.samples=all")
     with pytest.raises(
         controller_run.TrainingDiverged, match=r"2 steps in a row .*max_bad_steps=2"
     ):
@@ -164,6 +178,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     status = json.loads((run_dir / "run.json").read_text())
     assert status["state"] == "failed"
     assert "not finite" in status["reason"]
+    assert list(sample_files.files_by_step(run_dir)) == [1, 2]
 
 
 @pytest.mark.layouts

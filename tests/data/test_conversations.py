@@ -175,6 +175,78 @@ def test_preferences_in_turns(load: Load, jsonl: Any) -> None:
         assert (tokenizer.decode(ids), all(mask)) == (f"No.{END}", True)
 
 
+@pytest.mark.parametrize("asked", ["text", "messages"])
+def test_preferences_that_repeat_the_prompt(load: Load, jsonl: Any, asked: str) -> None:
+    """As in UltraFeedback, whose prompt is a text; a system message before it is left out."""
+    tokenizer = tokenizer_of(BARE)
+
+    def row(n: int) -> dict[str, Any]:
+        user = {"role": "user", "content": f"{n}+1?"}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": f"It is {n + 1}."}]}
+        system = {"role": "system", "content": "Be brief."}
+        turns = [answer, {"role": "user", "content": "Sure?"}, answer]
+        chosen = [[user, answer], [system, user, answer], [user, *turns], [system, user, *turns]]
+        prompt = user["content"] if asked == "text" else [user]
+        return {"prompt": prompt, "chosen": chosen[n % 4], "answer": str(n)}
+
+    data = load(
+        source(jsonl([row(n) for n in range(14)]), messages_column=None, tools_column=None),
+        tokenizer=tokenizer, chat=True, eval_size=2, columns=("chosen",),
+    )  # fmt: skip
+    for item in data.train:
+        n = int(item.answer)
+        turn = f"It is {n + 1}.{END}"
+        again = f"\n<user>Sure?{END}\n<assistant>{turn}"
+        assert item.prompt == f"<user>{n}+1?{END}\n<assistant>"
+        assert tokenizer.decode(item.response("chosen")[0]) == turn + again * (n % 4 > 1)
+
+
+def test_a_response_that_another_begins(load: Load, jsonl: Any) -> None:
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    of_another = [{"prompt": f"{n}?", "chosen": turns, "answer": ""} for n in range(4)]
+    message = r"sources\.s=chosen: wanted messages that begin and end with the assistant's.*row 1"
+    with pytest.raises(ConfigError, match=message):
+        load(
+            source(jsonl(of_another), messages_column=None, tools_column=None),
+            tokenizer=tokenizer_of(BARE), chat=True, eval_size=1, columns=("chosen",),
+        )  # fmt: skip
+
+
+def test_conversations_that_begin_alike_are_all_there(
+    load: Load, jsonl: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no prompt is both held out and trained on."""
+    hello = [{"role": "user", "content": "Hello"}]
+    said = [[*hello, {"role": "assistant", "content": f"I am {n}."}] for n in range(8)]
+    alike = [{"messages": turns} for turns in [*said, said[0]]]
+    own = [{"messages": conversation(n)} for n in range(3)]
+    settings: dict[str, Any] = {"tokenizer": tokenizer_of(BARE), "chat": True}
+    rows_of_both = source(jsonl([*alike, *own]), tools_column=None)
+    data = load(rows_of_both, eval_size=2, **settings)
+    assert {item.answer for item in data.train} >= {f"I am {n}." for n in range(8)}
+    assert (len(data.train), len(data.eval)) == (9, 2)
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match=r"eval_size=4: wanted fewer held-out items"):
+        load(rows_of_both, eval_size=4, **settings)
+    reserved = load(
+        rows_of_both, eval_size=1, reserved=["<user>Hello<eos>\n<assistant>"], **settings
+    )
+    assert len(reserved.train) == 2
+
+
+def test_a_privileged_prompt_of_a_conversation(load: Load, jsonl: Any) -> None:
+    """The template fills the user's last message before the first answer."""
+    tokenizer = tokenizer_of(BARE)
+    data = load(
+        source(jsonl([{"messages": conversation(n)[4:6], "n": n} for n in range(3)][:1] + rows(3)),
+               tools_column=None),
+        tokenizer=tokenizer, chat=True, eval_size=1, privileged_template="{question} ({answer})",
+    )  # fmt: skip
+    told = {item.prompt: tokenizer.decode(item.privileged_ids) for item in data.train + data.eval}
+    assert told[f"<user>Thanks{END}\n<assistant>"] == f"<user>Thanks (Any time.){END}\n<assistant>"
+    assert told[f"<user>1+1?{END}\n<assistant>"] == f"<user>1+1? (){END}\n<assistant>"
+
+
 REWRITES = BARE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
 NO_TOOLS = BARE.partition("{% endif %}")[2]
 
@@ -210,6 +282,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         r"a chat template with \{% generation %\} marks, or one that renders a conversation turn by"
         r" turn: turn 2 changes the text before it \(row 1\)",
     ),
+    "privileged": (
+        {}, BARE, r"privileged_template=\{nothing\}: wanted fields among answer, messages",
+    ),
     "raises": (
         {}, "{{ raise_exception('only user and assistant') }}",
         r"messages that the chat template takes: only user and assistant",
@@ -226,6 +301,7 @@ def test_wrong_rows(load: Load, jsonl: Any, name: str) -> None:
             tokenizer=tokenizer_of(template),
             chat=True,
             eval_size=1,
+            privileged_template="{nothing}" if name == "privileged" else None,
         )
 
 

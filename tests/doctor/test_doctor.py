@@ -280,6 +280,8 @@ def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (sent,) = [link for link in report.facts.links if link.kind == "send"]
     assert sent.ranks == (0, 1)
     assert all(1e-7 < link.seconds < 10 for link in report.facts.links)
+    assert len(report.facts.peaks) == 2
+    assert report.facts.peak_format == "float32"
     assert report.facts.jails.keys() == {here.node}
     assert list(tmp_path.iterdir()) == []
     assert json.loads(json.dumps(report.record()))["works"]

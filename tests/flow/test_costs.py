@@ -9,6 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.flow.costs import UNLIMITED, CostMeter, Costs
+from hybridrl.flow.executor import Computed
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.schedules.base import learn
 
 TRUE = Costs(
     step_s=4e-3,
@@ -233,3 +236,11 @@ def test_short_prompts_do_not_make_recomputing_seem_dear() -> None:
     assert learned is not None
     assert learned.prefill_token_s == pytest.approx(1e-4, rel=0.1)
     assert learned.admit_s == pytest.approx(5e-4, rel=0.3)
+
+
+def test_work_that_waited_for_its_turn_teaches_nothing() -> None:
+    meter, id = CostMeter(), SampleId(0)
+    learn(meter, Computed("judge", (id,), {}, ()), [Sample(id=id)])
+    assert meter.state_dict() == {}
+    learn(meter, Computed("judge", (id,), {}, (), seconds=2.0), [Sample(id=id)])
+    assert meter.state_dict() == {"compute:judge": [[2.0, 0.0, 1.0]]}

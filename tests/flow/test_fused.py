@@ -287,7 +287,7 @@ def test_nothing_starts_on_a_sample_that_is_on_its_way(virtual_executor):
 def test_a_judge_on_the_driver_s_node_lets_samples_move(virtual_executor, whole_groups):
     """The batch is that of serial; a group is judged once, with all its samples."""
     moved = 0
-    for seed in range(40):
+    for seed in range(12):
         steps = {}
         for fused in (False, True):
             graph = all_kinds.build({"k": 4, "reference_first": True})
@@ -305,7 +305,7 @@ def test_a_judge_on_the_driver_s_node_lets_samples_move(virtual_executor, whole_
             assert len({id for unit in executor.judged for id in unit}) == 30
         assert steps[False] == steps[True]
         moved += executor.num_moved
-    assert moved > 20
+    assert moved > 5
 
 
 def test_score_starts_before_the_last_sample_has_finished(virtual_executor):

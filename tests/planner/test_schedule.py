@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hybridrl.flow.executor import (
     Park,
     Phase,
     Resume,
+    SamplesRead,
     Sampling,
     Scope,
     Submit,
@@ -188,6 +190,25 @@ def test_verifiers_run_beside_the_instance() -> None:
     assert simulated.clock.now() == 3 + 2
 
 
+def test_a_judge_on_the_drivers_node_keeps_no_instance_busy() -> None:
+    """Each sample alone, all at a time; they may move as soon as they are read."""
+    costs = Costs(step_s=1.0, token_s={"judge": 0.1}, stage_call_s={"judge": 2.0})
+    simulated = executor(costs, scopes={"judge": Scope.DRIVER})
+    simulated.advance(0, [submit(C)], 9)  # until 9
+    samples = [Sample(id=A, rank=0, prompt_tokens=10), Sample(id=B, rank=0, prompt_tokens=20)]
+    simulated.compute(SCORE, samples)
+    assert simulated.wait() == [SamplesRead("judge", (A, B))]
+    assert simulated.clock.now() == 0
+    for sample, end in zip(samples, (3.0, 4.0), strict=True):
+        (event,) = simulated.wait()
+        assert isinstance(event, Computed)
+        assert (event.ids, event.seconds) == ((sample.id,), pytest.approx(end))
+        assert simulated.clock.now() == pytest.approx(end)
+    advanced(simulated)
+    assert simulated.clock.now() == 9
+    assert [(s.instance, s.name) for s in simulated.slices] == [(0, "generate")]
+
+
 def test_a_sharded_role_takes_all_instances() -> None:
     costs = Costs(step_s=1.0, token_s={"critic": 0.1})
     simulated = executor(costs, scopes={"critic": Scope.WORLD})
@@ -299,6 +320,16 @@ def test_no_schedule_beats_the_bound(
     assert min(serial.front_s, fused.front_s) >= bound * (1 - 1e-9)
     assert serial.off_policy == fused.off_policy == 0
     assert 0 <= fused.bubbles < 1
+
+
+@pytest.mark.parametrize("config", [SerialScheduleConfig(), FusedScheduleConfig()])
+def test_a_judge_on_the_drivers_node_in_whole_steps(config: ScheduleConfig) -> None:
+    """After the last response it takes its latency once, not that of all samples together."""
+    free = replace(COSTS, token_s={}, stage_call_s={})
+    costs = replace(free, token_s={"reward": 0.0}, stage_call_s={"reward": 1.0})
+    without = replay(setting(costs=free), config)
+    judged = replay(setting(costs=costs, scopes={"reward": Scope.DRIVER}), config)
+    assert judged.front_s - without.front_s == pytest.approx(1.0)
 
 
 def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:

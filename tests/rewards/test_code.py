@@ -35,8 +35,12 @@ METHOD = (
 
 
 def config(**settings: Any) -> JudgeConfig:
-    """Without a jail: what is judged does not depend on it, and every machine can."""
-    return JudgeConfig(**{"kind": RewardKind.code, "jail": JailKind.off, **settings})
+    """Without a jail: what is judged does not depend on it, and every machine can.
+
+    With time: on a loaded machine a Python takes seconds to start.
+    """
+    times = {"timeout_s": 60.0, "limits": JailLimits(seconds=20.0)}
+    return JudgeConfig(**{"kind": RewardKind.code, "jail": JailKind.off, **times, **settings})
 
 
 def share(program: str, answer: Any, **row: Any) -> float:
@@ -195,7 +199,7 @@ def test_the_pool_judges_programs_and_says_where_they_run(
     caplog.set_level("INFO", "hybridrl.rewards")
     row = {"answer": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}
     responses = [f"```python\n{ADD}```", ADD, "print(4)", "words", "while True: pass"]
-    settings = config(limits=JailLimits(seconds=0.3), timeout_s=5.0)
+    settings = config(limits=JailLimits(seconds=2.0), timeout_s=30.0)
     with RewardPool(settings) as pool:
         results = pool.score([RewardInput("", text, "", row) for text in responses])
         assert [result.reward for result in results] == [1.0, 1.0, 0.0, 0.0, 0.0]

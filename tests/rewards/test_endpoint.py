@@ -1,5 +1,7 @@
 """Judges behind HTTP against a real server that delays, fails and talks nonsense."""
 
+import asyncio
+import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,8 +13,10 @@ from stubs import StubJudge, grade
 
 from hybridrl.config import ConfigError, EndpointConfig, RewardCall, RewardConfig, RewardKind
 from hybridrl.rewards import RewardInput, RewardResult, validate_reward
-from hybridrl.rewards.endpoint import BudgetSpent
+from hybridrl.rewards.endpoint import Endpoint
+from hybridrl.rewards.results import BudgetSpent, EndpointError, result_of
 from hybridrl.rewards.waiting import WaitingJudge
+from hybridrl.rewards.waiting_worker import BUDGET_SPENT, answered, endpoint_judge
 
 KEY = "sk-verysecret123"
 
@@ -36,12 +40,24 @@ def config_of(stub: Any, kind: str = "chat", call: str = "sample", **settings: A
 def judged(
     config: RewardConfig, units: Sequence[Sequence[str]], replies: Path | None = None
 ) -> list[list[RewardResult]]:
-    with closing(WaitingJudge(config, replies=replies)) as judge:
-        futures = [
-            judge.submit([RewardInput("P", r, "A", {"question": "Q"}) for r in unit])
-            for unit in units
-        ]
-        return [future.result(60) for future in futures]
+    """As the process of a judge does it, in this one."""
+
+    async def judge_all() -> list[list[Any]]:
+        endpoint = Endpoint(config, replies)
+        judge = endpoint_judge(config, endpoint)
+        inputs = [[RewardInput("P", r, "A", {"question": "Q"}) for r in unit] for unit in units]
+        try:
+            return await asyncio.gather(
+                *(answered(judge, unit, config.timeout_s) for unit in inputs)
+            )
+        finally:
+            await endpoint.close()
+
+    by_unit = asyncio.run(judge_all())
+    for answers in by_unit:
+        if answers[0] == BUDGET_SPENT:
+            raise BudgetSpent(answers[1])
+    return [[result_of(answer) for answer in answers] for answers in by_unit]
 
 
 def rewards(config: RewardConfig, responses: Sequence[str], **more: Any) -> list[float]:
@@ -75,7 +91,7 @@ def test_every_sample_gets_its_own_reward_through_every_trouble() -> None:
 def test_one_that_hangs_holds_no_other_up() -> None:
     """The last of many is judged while the first still hangs."""
     with StubJudge(trouble=lambda text, attempt: "hang" if text == "slow" else None) as stub:
-        config = config_of(stub, timeout_s=2.0, retries=0, max_in_flight=2)
+        config = config_of(stub, timeout_s=1.0, retries=0, max_in_flight=2)
         with closing(WaitingJudge(config)) as judge:
             slow = judge.submit([RewardInput("", "slow", "")])
             others = [judge.submit([RewardInput("", str(i), "")]) for i in range(50)]
@@ -83,7 +99,7 @@ def test_one_that_hangs_holds_no_other_up() -> None:
                 assert future.result(60)[0].reward == grade(str(i)) / 10
             assert not slow.done()
             (result,) = slow.result(60)
-        assert (result.status, result.message) == ("timeout", "no reply within 2 s")
+        assert (result.status, result.message) == ("timeout", "no reply within 1 s")
 
 
 FAILS = {
@@ -101,6 +117,9 @@ def test_what_fails_for_good_scores_zero_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password mine\n")
+    monkeypatch.setenv("NETRC", str(netrc))
     with StubJudge(trouble=lambda text, attempt: text if text in FAILS else None) as stub:
         config = config_of(stub, retries=2, key_env="JUDGE_KEY")
         results = judged(config, [[text] for text in [*FAILS, "fine"]], tmp_path / "replies")
@@ -114,6 +133,19 @@ def test_what_fails_for_good_scores_zero_with_the_reason(
     assert results[-1][0].reward == grade("fine") / 10
     assert keys == {f"Bearer {KEY}"}
     assert KEY not in (tmp_path / "replies").read_text()
+
+
+def test_the_environments_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub takes requests as a proxy does; `no_proxy` names who is asked without one."""
+    with StubJudge() as stub:
+        config = config_of(stub, retries=0)
+        config.endpoint.url = "http://judge.invalid/v1"
+        monkeypatch.setenv("http_proxy", f"me:mine@127.0.0.1:{stub.port}")
+        assert rewards(config, ["a"]) == [grade("a") / 10]
+        assert stub.keys == {""}
+        monkeypatch.setenv("no_proxy", "judge.invalid")
+        ((result,),) = judged(config, [["b"]])
+    assert result.message.startswith("ClientConnector")
 
 
 def test_retry_after_is_kept_to() -> None:
@@ -153,6 +185,12 @@ def test_replies_are_kept_and_shared(tmp_path: Path) -> None:
                 futures = [judge.submit([RewardInput("", "same", "")]) for _ in range(5)]
                 assert {f.result(60)[0].reward for f in futures} == {grade("same") / 10}
             assert judge.counts == {"requests": 1, "retries": 0, "cached": 9}
+            (process,) = judge._processes
+            process.popen.kill()
+            while judge._processes == [process]:
+                time.sleep(0.01)  # the next one counts on
+            assert judge.submit([RewardInput("", "same", "")]).result(60)[0].status == "ok"
+            assert judge.counts == {"requests": 1, "retries": 0, "cached": 10}
         with file.open("a") as open_file:
             open_file.write('{"key": "cut o')  # a run that was killed
         assert rewards(config, ["same", "new"], replies=file) == [
@@ -183,17 +221,21 @@ def test_a_reply_that_another_expression_reads_is_not_asked_for_again(tmp_path: 
 def test_the_budget_holds_over_resumed_runs(tmp_path: Path) -> None:
     file = tmp_path / "replies"
     with StubJudge(delay=lambda: 0.01) as stub:
+        unbounded = config_of(stub, cache=False)
+        assert len(rewards(unbounded, ["0", "0"], replies=file)) == 2
         config = config_of(stub, budget=20)
-        assert len(rewards(config, [str(i) for i in range(12)], replies=file)) == 12
-        with pytest.raises(BudgetSpent, match=r"^reward\.endpoint\.budget=20: all of these"):
-            rewards(config, [str(i) for i in range(40)], replies=file)
+        assert len(rewards(config, [str(i) for i in range(10)], replies=file)) == 10
+        with closing(WaitingJudge(config, replies=file)) as judge:
+            futures = [judge.submit([RewardInput("", str(i), "")]) for i in range(40)]
+            with pytest.raises(BudgetSpent, match=r"^reward\.endpoint\.budget=20: all of these"):
+                [future.result(60) for future in futures]
         assert sum(stub.asked.values()) == 20
-        assert rewards(config, ["0", "11"], replies=file) == [grade("0") / 10, grade("11") / 10]
+        assert rewards(config, ["0", "9"], replies=file) == [grade("0") / 10, grade("9") / 10]
         with pytest.raises(BudgetSpent):
             rewards(config, ["more"], replies=file)
         more = config_of(stub, budget=60)
         assert len(rewards(more, [str(i) for i in range(40)], replies=file)) == 40
-        assert sum(stub.asked.values()) == 40
+        assert sum(stub.asked.values()) == 42
 
 
 def test_retries_count_in_the_budget() -> None:
@@ -228,18 +270,51 @@ def test_a_group_is_one_request(kind: str) -> None:
     assert [[r.reward for r in group] for group in results] == wanted
 
 
+REPLIES: dict[str, tuple[str, list[float] | None]] = {
+    "in order": ("Score 1: 2\nScore 2: 4.5", [0.2, 0.45]),
+    "not in order": ("Score 2: 4.5\nScore 1: 2", [0.2, 0.45]),
+    "of others": ("Score 3: 9\nScore 1: 5", None),
+    "one twice": ("Score 1: 9\nScore 1: 5", None),
+    "too many": ("Score 1: 9\nScore 2: 5\nScore 3: 5", None),
+    "without numbers": ("Score: 9\nScore: 5", None),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_scores_of_a_group_by_their_number(name: str) -> None:
+    text, wanted = REPLIES[name]
+    reply = json.dumps({"choices": [{"message": {"content": text}}]})
+    endpoint = Endpoint(group_config())
+    if wanted is not None:
+        assert endpoint.read(reply, 2) == wanted
+        return
+    with pytest.raises(EndpointError, match=r"wanted each of 1 to 2 once"):
+        endpoint.read(reply, 2)
+
+
+def test_a_lone_response_needs_no_number() -> None:
+    reply = json.dumps({"choices": [{"message": {"content": "It is fine.\nScore: 7"}}]})
+    assert Endpoint(group_config()).read(reply, 1) == [0.7]
+
+
+def group_config() -> RewardConfig:
+    endpoint = EndpointConfig(url="http://127.0.0.1:1/v1", model="m")
+    return RewardConfig(kind=RewardKind.chat, call=RewardCall.group, endpoint=endpoint)
+
+
 def test_http_sends_the_row_and_reads_a_field() -> None:
     with StubJudge() as stub:
-        assert rewards(config_of(stub, "http", body={"style": "x"}), ["a", "b"]) == [
+        http = config_of(stub, "http", body={"style": "x", "answer": None})
+        assert rewards(http, ["a", "b"]) == [
             grade("a"),
             grade("b"),
         ]
         body = sorted(stub.bodies, key=lambda body: str(body["response"]))[0]
         assert body == {
-            "prompt": "P", "answer": "A", "item": {"question": "Q"}, "response": "a", "style": "x",
+            "prompt": "P", "item": {"question": "Q"}, "response": "a", "style": "x",
         }  # fmt: skip
-        ((result,),) = judged(config_of(stub, "http", score="a.b", retries=0), [["a"]])
-        assert result.message.startswith("a.b is not a number: {'score':")
+        ((result,),) = judged(config_of(stub, "http", score="a.b[", retries=0), [["a"]])
+        assert result.message.startswith("a.b[ is not a number: {'score':")
 
 
 def test_only_the_extracted_text_is_judged() -> None:
@@ -250,13 +325,25 @@ def test_only_the_extracted_text_is_judged() -> None:
     assert [(r.reward, r.text) for (r,) in results] == [(grade("yes") / 10, "yes"), (0, "")]
 
 
+@pytest.mark.parametrize("where", ["extract", "score"])
+def test_an_expression_that_backtracks_for_ever_ends(where: str) -> None:
+    """The user's expression on a model's text, which would hold up the loop, and so the run."""
+    endless = "x" * 64 + "!"
+    with StubJudge(trouble=lambda text, attempt: endless if text == "bad" else None) as stub:
+        config = config_of(stub, **{where: r"((?:\w+)+)$"})
+        config.timeout_s = 0.3
+        results = judged(config, [["good"], ["bad" if where == "score" else endless]])
+    assert results[0][0].reward == grade("good") / 10
+    assert results[1][0].recorded_status == "timeout: no reward within 0.3 s"
+
+
 # -- before a run ----------------------------------------------------------------------------------
 
 
 def test_an_endpoint_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with StubJudge() as stub:
         assert not validate_reward(config_of(stub))
-        assert not validate_reward(config_of(stub, "http"))  # its 405 is an answer, too
+        assert asyncio.run(probed(config_of(stub, "http")))  # its 405 is an answer, too
         with pytest.raises(
             ConfigError, match=r"^cost\.endpoint\.key_env=NO_KEY: wanted a variable"
         ):
@@ -265,14 +352,37 @@ def test_an_endpoint_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         ConfigError, match=r"^reward\.endpoint\.url=http://127.*wanted an endpoint t"
     ):
-        validate_reward(config_of(stub))
+        asyncio.run(probed(config_of(stub)))
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with StubJudge(key=KEY) as stub:
+        assert asyncio.run(probed(config_of(stub, key_env="JUDGE_KEY")))
+        with pytest.raises(ConfigError, match=r"^reward\.endpoint\.key_env=null: .*HTTP 401"):
+            asyncio.run(probed(config_of(stub)))
+
+
+async def probed(config: RewardConfig) -> bool:
+    endpoint = Endpoint(config)
+    try:
+        await endpoint.probe()
+    finally:
+        await endpoint.close()
+    return True
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no address": ({"url": None}, r"url=null: wanted an address that begins with http"),
     "no http": ({"url": "ftp://a/b"}, r"url=ftp://a/b: wanted an address that begins with http"),
     "a port": ({"url": "http://a:b/v1"}, r"url=http://a:b/v1: wanted an address"),
-    "a password": ({"url": "http://me:pass@a/v1"}, r"url=http://...@a: wanted no user and"),
+    "a password": (
+        {"url": "http://me:pass@a/v1"},
+        r"url=http://\*\*\*@a/v1: wanted no user and password: reward\.endpoint\.key_env names",
+    ),
+    "a password, a port": (
+        {"url": "http://me:pass@a:99999/"},
+        r"url=http://\*\*\*@a:99999/: wanted an address",
+    ),
+    "a password, no http": ({"url": "ftp://me:pa@ss/pass@a/"}, r"url=ftp://\*\*\*@a/: wanted an"),
+    "a password alone": ({"url": "me:pass@a"}, r"url=\*\*\*@a: wanted an address"),
     "a key": ({"key_env": KEY}, r"key_env=\*\*\*: wanted the name of an environment variable"),
     "no model": ({"model": None}, r"model=null: wanted the judge's model"),
     "no response": ({"template": "{prompt}"}, r"template={prompt}: wanted a text with {response}"),

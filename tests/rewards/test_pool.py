@@ -14,6 +14,7 @@ import pytest
 
 from hybridrl.config import ConfigError, RewardConfig, RewardKind, SourceConfig
 from hybridrl.rewards import RewardInput, RewardPool, RewardResult, process, validate_reward
+from hybridrl.rewards.results import result_of
 
 FUNCTIONS = """
 import os, subprocess, sys, time
@@ -289,6 +290,12 @@ def test_other_settings_that_cannot_work_are_named(config: RewardConfig, key: st
     with pytest.raises(ConfigError) as caught:
         validate_reward(config)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("answer", [[None, None, ""], ["1", None, ""], [float("nan"), None, ""]])
+def test_a_reward_that_is_none_is_no_answer(answer: list[object]) -> None:
+    with pytest.raises(ValueError, match="is no reward"):
+        result_of(answer)
 
 
 def alive(pid: int) -> bool:

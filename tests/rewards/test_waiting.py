@@ -1,6 +1,5 @@
 """Functions that wait, with real processes: many at a time, and who is guilty is marked."""
 
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -10,9 +9,10 @@ import pytest
 from hybridrl.config import ConfigError, RewardCall, RewardConfig, RewardKind
 from hybridrl.rewards import RewardInput, RewardPool, RewardResult, validate_reward, waiting
 from hybridrl.rewards.waiting import WaitingJudge
+from hybridrl.rewards.worker import waits
 
 FUNCTIONS = """
-import asyncio, os, time
+import asyncio, os, threading, time
 
 running = most = 0
 
@@ -30,6 +30,10 @@ async def score(prompt, response, answer, item):
             await asyncio.sleep(100)
         if response == "raise":
             raise ValueError("no such word")
+        if response == "late":
+            raise TimeoutError("of its own")
+        if response == "cancel":
+            raise asyncio.CancelledError
         await asyncio.sleep(0.05)
         return most if response == "most" else len(response)
     finally:
@@ -48,6 +52,10 @@ def ranks(prompts, responses, answers, items):
         os._exit(3)
     if "slow" in responses:
         time.sleep(100)
+    while "spin" in responses:
+        pass
+    if "threads" in responses:
+        return [threading.active_count()] * len(responses)
     if "few" in responses:
         return [1.0]
     if "nan" in responses:
@@ -92,23 +100,38 @@ def test_many_wait_at_a_time_and_never_more(make: Make) -> None:
     assert results[-1][0].reward == 7
 
 
+def test_it_is_full_while_so_many_are_judged(make: Make) -> None:
+    """So a further one would have to wait."""
+    with closing(WaitingJudge(make("blocking", waits=True, max_in_flight=2))) as judge:
+        full, futures = [], []
+        for _ in range(3):
+            full.append(judge.is_full)
+            futures.append(judge.submit(unit("a")))
+        assert full == [False, False, True]
+        assert [future.result(60)[0].reward for future in futures] == [1.0] * 3
+        assert not judge.is_full
+
+
 def test_who_is_guilty_is_marked_and_the_others_get_their_reward(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "GRACE_S", 0.5)
-    responses = ["a", "die", "bb", "slow", "raise", "block", *["ccc"] * 10, "die", "dddd"]
+    bad = ["die", "late", "cancel", "slow", "raise", "block"]
+    responses = ["a", *bad, *["ccc"] * 10, "die", "dddd"]
     results = judged(make("score", waits=True), *(unit(response) for response in responses))
-    status = {"slow": "timeout", "block": "timeout", "die": "error", "raise": "error"}
+    status = {**dict.fromkeys(bad, "error"), "slow": "timeout", "block": "timeout"}
     for response, (result,) in zip(responses, results, strict=True):
         assert result.status == status.get(response, "ok")
         assert result.reward == (0 if response in status else len(response))
     assert results[1][0].message == "the judge's process ended (exit code 3)"
-    assert results[3][0].message == "no reward within 1.0 s"
-    assert results[4][0].message == "ValueError: no such word"
+    assert results[2][0].message == "TimeoutError: of its own"
+    assert results[3][0].message.startswith("CancelledError")
+    assert results[4][0].message == "no reward within 1.0 s"
+    assert results[5][0].message == "ValueError: no such word"
 
 
 def test_a_plain_function_waits_in_threads_and_hanging_ones_take_no_place(make: Make) -> None:
-    config = make("blocking", waits=True, max_in_flight=4, timeout_s=3.0)
+    config = make("blocking", waits=True, max_in_flight=4, timeout_s=1.5)
     results = judged(config, *[unit("slow")] * 4, *[unit("abc")] * 20)
     assert [r.status for (r,) in results] == ["timeout"] * 4 + ["ok"] * 20
     assert {r.reward for (r,) in results[4:]} == {3.0}
@@ -126,7 +149,7 @@ def test_a_group_that_fails_is_marked_as_a_whole(
 ) -> None:
     monkeypatch.setattr(waiting, "GRACE_S", 0.5)
     config = make("ranks", call=RewardCall.group)
-    names = ("raise", "die", "slow", "few", "nan")
+    names = ("raise", "die", "spin", "few", "nan")
     results = judged(config, *(unit("a", name) for name in names), unit("b", "a"))
     messages = [[r.message for r in group] for group in results]
     assert messages[:4] == [
@@ -137,6 +160,14 @@ def test_a_group_that_fails_is_marked_as_a_whole(
     ]
     assert messages[4] == ["ValueError: the reward is nan, wanted a finite number", ""]
     assert [r.reward for r in results[5]] == [1, 0]
+
+
+def test_a_group_that_was_given_up_computes_no_more(make: Make) -> None:
+    config = make("ranks", call=RewardCall.group)
+    groups = [unit("threads"), unit("spin"), unit("threads")]
+    (before,), (late,), (after,) = judged(config, *groups)
+    assert late.recorded_status == "timeout: no reward within 1.0 s"
+    assert after == before
 
 
 def test_a_response_without_a_match_scores_zero_in_its_group(make: Make) -> None:
@@ -163,23 +194,29 @@ def test_a_batch_function_on_a_rank(make: Make) -> None:
 
 def test_which_functions_wait_is_found_out(make: Make) -> None:
     assert validate_reward(make("score"))
-    assert validate_reward(make("blocking", waits=True))
-    assert not validate_reward(make("blocking"))
+    assert waits(make("blocking", waits=True))
+    assert not waits(make("blocking"))
     assert not validate_reward(make("ranks", call=RewardCall.group))
     with pytest.raises(ConfigError, match=r"^cost\.waits=False: wanted true or null: .* is async"):
         validate_reward(make("score", waits=False), role="cost")
-    with pytest.raises(ConfigError, match=r"^reward\.function=.*: wanted a function that can be"):
-        validate_reward(make("nothing", waits=True))
 
 
 def test_a_closed_judge_resolves_what_it_has(make: Make) -> None:
     judge = WaitingJudge(make("score", waits=True, timeout_s=100.0))
-    future = judge.submit(unit("slow"))
-    time.sleep(0.2)
+    cancelled, future, other = (judge.submit(unit(response)) for response in ("a", "slow", "bb"))
+    assert cancelled.cancel()
+    assert other.result(60)[0].reward == 2
     judge.close()
     assert future.cancelled()
     with pytest.raises(ValueError, match="closed"):
         judge.submit(unit("a")).result()
+
+
+def test_a_row_that_cannot_be_sent(make: Make) -> None:
+    no_pickle = [RewardInput("", "a", "", {"call": lambda: 0})]
+    (bad,), (good,) = judged(make("score", waits=True), no_pickle, unit("a"))
+    assert (bad.status, good.reward) == ("error", 1)
+    assert "pickle" in bad.message
 
 
 def test_a_judge_that_cannot_start_says_why(make: Make) -> None:

@@ -83,6 +83,32 @@ def test_one_thing_that_is_wrong(name: str, tmp_path: Path) -> None:
     assert advice.key == key
 
 
+@pytest.mark.parametrize(
+    ("reward", "status", "key"),
+    [
+        ({"kind": "chat"}, "timeout: no reply within 60 s", "reward.endpoint.timeout_s"),
+        (
+            {"kind": "sum", "parts": {"polite": {"kind": "http"}, "exact": {"kind": "exact"}}},
+            "timeout: polite: no reply within 60 s",
+            "reward.parts.polite.endpoint.timeout_s",
+        ),
+        (
+            {"kind": "sum", "parts": {"polite": {"kind": "http"}, "mine": {"kind": "function"}}},
+            "timeout: mine: no reward within 5 s",
+            "reward.parts.mine.timeout_s",
+        ),
+    ],
+)
+def test_the_time_limit_of_the_judge_that_was_late(
+    reward: dict[str, Any], status: str, key: str, tmp_path: Path
+) -> None:
+    run = run_with(tmp_path, reward_timeout=12.8)
+    run.config = yaml.safe_dump(SETTINGS | {"reward": reward})
+    run.samples[-1]["status"] = status
+    (advice,) = advise(run)
+    assert advice.key == key
+
+
 def test_a_short_run_and_one_without_settings_get_none(tmp_path: Path) -> None:
     run = run_with(tmp_path, grad_norm=40.0)
     run.config = ""

@@ -101,6 +101,8 @@ def test_what_is_not_finite_is_itself() -> None:
     numbers = {"actor": {"loss": "NaN", "grad_norm": 4.0}}
     assert compare_steps(record(numbers=numbers), record(numbers=numbers))[4].verdict == "equal"
     assert [x[1] for x in differing(record(numbers=numbers))] == ["loss"]
+    floats = {"actor": {"loss": math.nan, "grad_norm": 4.0}}  # as metrics are read back
+    assert compare_steps(record(numbers=floats), record(numbers=floats))[4].verdict == "equal"
 
 
 def test_shards_are_joined_in_rank_order() -> None:

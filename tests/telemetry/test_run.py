@@ -159,7 +159,7 @@ def test_a_full_disk_is_reported_and_what_was_written_can_be_read(tmp_path: Path
         from pathlib import Path
         from hybridrl.config.run import TelemetryConfig
         from hybridrl.telemetry.run import Telemetry
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
         config = TelemetryConfig(loggers=[], progress=False)
         try:
             with Telemetry(Path(sys.argv[1]), config, 10) as telemetry:

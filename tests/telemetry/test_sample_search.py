@@ -1,9 +1,12 @@
 """Samples are found by text, reward, length, kind, step and status, page by page."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.telemetry import sample_files, sample_search
@@ -84,6 +87,74 @@ def test_one_sample_has_a_value_for_each_token(search: SampleSearch) -> None:
     assert evaluated is not None
     assert "tokens" not in evaluated
     assert search.sample(2, "99.0") is search.sample(99, "9.1") is None
+
+
+def test_one_sample_is_read_from_its_row_group(
+    new_sampled_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two files with several groups of rows."""
+    monkeypatch.setattr(sample_files, "_ROW_GROUP", 2)
+    with new_sampled_run(tmp_path) as run:
+        run.step(2)
+    search = SampleSearch(tmp_path, load(tmp_path))
+    for key in ("8.0", "8.1", "9.0", "9.1", "10.0", "10.1"):
+        sample = search.sample(2, key)
+        assert sample is not None
+        assert (sample["id"], sample["prompt"]) == (key, f"prompt {key.partition('.')[0]} -> ")
+
+
+def test_a_damaged_file_is_left_out_and_named(sampled_run: Path, tmp_path: Path) -> None:
+    """Cut off by a copy, emptied, deleted since, or of another program."""
+    shutil.copytree(sampled_run, tmp_path / "run")
+    search = SampleSearch(tmp_path / "run", load(tmp_path / "run"))
+    files = sorted((tmp_path / "run" / "samples").iterdir())
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    files[2].write_bytes(b"")
+    files[3].unlink()
+    pq.write_table(pa.table({"id": ["14.0"]}), files[5])
+    listed = search.page(SampleQuery())
+    assert [row["key"] for row in listed.rows] == ["13.0", "13.1", "14.0", "14.1", "5.0", "5.1",
+        "evaluation main 0.0"]  # fmt: skip
+    assert set(listed.skipped) == {files[number].name for number in (0, 2, 3, 5)}
+    assert search.sample(1, "5.0") is not None
+    assert search.sample(1, "3.0") is None
+    assert search.sample(3, "15.0") is None
+
+
+def test_a_row_of_a_line_is_there_once_its_file_is(sampled_run: Path) -> None:
+    """A page that has listed the line asks by its key."""
+    search = SampleSearch(sampled_run, load(sampled_run))
+    sample = search.sample(2, "rl  9.1")
+    assert sample is not None
+    assert sample["key"] == sample["id"] == "9.1"
+    assert search.sample(2, "evaluation main 9.1") is None
+
+
+def test_lines_have_kind_and_status(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text(
+        '{"step": 1, "id": "0.0", "source": "sums", "task": "long", "drop_reason": null}\n'
+        '{"step": 1, "id": "0.1", "source": "sums", "task": "", "drop_reason": "filter"}\n'
+        '{"step": 1, "id": "0.2"}\n'  # of an older run
+    )
+    search = SampleSearch(tmp_path, load(tmp_path))
+    assert keys(search, kind="task/long") == ["rl  0.0"]
+    assert keys(search, kind="source/sums") == ["rl  0.0", "rl  0.1"]
+    assert keys(search, status="used") == ["rl  0.0"]
+    assert keys(search, status="dropped") == ["rl  0.1"]
+
+
+def test_a_search_that_is_out_of_time_gives_up_within_a_step(
+    sampled_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here within the second; the next search begins there."""
+    search, ticks = SampleSearch(sampled_run, load(sampled_run)), iter(range(100))
+    monkeypatch.setattr(sample_search.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(sample_search, "_MOST_SECONDS", 5.0)
+    page = search.page(SampleQuery())
+    assert [row["at"] for row in page.rows] == [3] * 6
+    assert page.more == sample_search.SamplePosition(2)
+    monkeypatch.setattr(sample_search.time, "monotonic", lambda: 0.0)
+    assert [row["at"] for row in search.page(SampleQuery(), page.more).rows] == [2] * 6 + [1] * 7
 
 
 def test_a_run_without_files_has_the_samples_of_its_lines(run_dir: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hybridrl.telemetry.trace import (
     Counter,
+    ThreadSlice,
     TraceFile,
     TraceSpan,
     bubble_share,
@@ -75,6 +76,19 @@ def test_a_trace_that_was_cut_is_continued_on_the_same_lanes(tmp_path: Path, cut
     assert sorted(names) == sorted(["driver", "rank 1", "rank 0", "reward"])
     kept = 4 if cut < 40 else 3  # the last slice is lost with its line
     assert [s.lane for s in read_timeline(path)[0]][kept:] == ["rank 0/reward"]
+
+
+def test_a_whole_trace_is_continued_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceFile(path)
+    trace.span(TraceSpan("naïve", 1, 2, lane="rank 0", step=1, args={"text": '",'}))
+    slices = [ThreadSlice(f"aten::{i}", 1 + i, 2 + i, thread="thread 7") for i in range(3)]
+    trace.profile("rank 0", slices, 1)
+    trace.close()
+    whole = path.read_bytes()
+    assert len(json.loads(whole)) == 3 + 1 + 1 + 3  # names, the span, the thread's name, slices
+    TraceFile(path).close()
+    assert path.read_bytes() == whole
 
 
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:

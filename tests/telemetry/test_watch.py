@@ -1,6 +1,7 @@
 """`hybridrl watch`: the live page and the samples in a real browser, and who may ask for them."""
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from starlette.testclient import TestClient
 
 from hybridrl import cli
 from hybridrl.config import ConfigError
-from hybridrl.telemetry import sample_files, watch
+from hybridrl.telemetry import sample_files, watch, watched_run
 from hybridrl.telemetry.records import JsonLines
 from hybridrl.telemetry.sample_search import SampleList, SamplePosition, SampleQuery, SampleSearch
 from hybridrl.telemetry.watch import listen
@@ -333,6 +334,40 @@ def test_nothing_outside_of_the_run_is_read(sampled_run: Path, tmp_path: Path) -
         WatchedRun(run)
 
 
+def test_links_among_samples_are_looked_for_when_there_are_new_files(
+    sampled_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, secret = tmp_path / "run", tmp_path / "secret.parquet"
+    shutil.copytree(sampled_run, run)
+    watched, looks = WatchedRun(run), []
+    check = watched._check_links
+    monkeypatch.setattr(watched, "_check_links", lambda folder: (looks.append(1), check(folder)))
+    monkeypatch.setattr(watched_run, "_SHARE", math.inf)  # it waits no time
+    watched._not_before = 0.0
+    watched.read()
+    assert not looks
+    shutil.copy(run / "samples" / "step-000001-rank-0000.parquet", secret)
+    (run / "samples" / "step-000004-rank-0000.parquet").symlink_to(secret)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="without links to files outside of it"):
+            watched.read()
+    assert len(looks) == 2
+    assert 4 not in watched.search._files
+
+
+def test_a_look_that_finds_nothing_new_counts_as_reading(
+    sampled_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of many ranks on a slow disk take time, too."""
+    watched = WatchedRun(sampled_run)
+    now, stamp = watched._not_before + 1, watched._stamp
+    ticks = iter((now, now + 2))
+    monkeypatch.setattr(watched_run.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(watched, "_stamp_now", lambda: stamp)
+    watched.read()
+    assert watched._not_before == pytest.approx(now + 20)
+
+
 def test_links_to_the_run_and_within_it_are_fine(sampled_run: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(sampled_run)
     assert client(tmp_path / "latest").get("/").status_code == 200
@@ -342,6 +377,17 @@ def test_other_methods_and_hosts_are_refused(sampled_run: Path) -> None:
     asks = client(sampled_run)
     assert asks.post("/data").status_code == asks.delete("/").status_code == 405
     assert asks.get("/data", headers={"host": "evil.example"}).status_code == 400
+    asks = TestClient(make_app(WatchedRun(sampled_run), None, ["[::1]"]))
+    assert asks.get("/data", headers={"host": "[::1]:6007"}).status_code == 200
+    assert asks.get("/data", headers={"host": "[::2]:6007"}).status_code == 400
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket listens on IPv6 and IPv4")
+def test_all_addresses_are_those_of_ipv4_too() -> None:
+    with listen("::", 0) as listening:
+        port = listening.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), timeout=30).close()
 
 
 def test_a_token_is_asked_for_once(sampled_run: Path) -> None:

@@ -2,6 +2,7 @@
 
 import operator
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,33 @@ def test_a_sample_may_be_released_and_moved_while_it_waits(tmp_path: Path) -> No
     writer.flush()
     (paths,) = sample_files.files_by_step(tmp_path).values()
     assert sample_files.read(paths, ["response"])["response"].to_pylist() == ["de"]
+
+
+def test_texts_that_have_no_utf8_form_are_written(tmp_path: Path) -> None:
+    """A verifier's status may quote a model's broken output."""
+    facts, stored = sample("abc", "de", drop=Drop(DropReason.FILTER, "a \udc80"))
+    status = {"reward_status": "error: \ud800", "finish": "\udfff", "\ud800": 1.0}
+    writer = SampleWriter(tmp_path, 0, TOKENIZER)
+    broken = replace(facts, source="\ud800", task="\udc80", scalars=status)
+    writer.put(1, "rl", [(broken, stored)])
+    writer.close()
+    columns = ["task", "finish", "drop_text", "scalars"]
+    (row,) = sample_files.read(sample_files.files_by_step(tmp_path)[1], columns).to_pylist()
+    assert [row[name] for name in columns[:3]] == ["?", "?", "a ?"]
+    assert row["scalars"] == [
+        {"name": "reward_status", "value": None, "text": "error: ?"},
+        {"name": "?", "value": 1.0, "text": None},
+    ]
+
+
+def test_an_error_of_the_thread_names_file_and_step(tmp_path: Path) -> None:
+    facts, stored = sample("abc", "de")
+    del stored.tensors["tokens"]
+    writer = SampleWriter(tmp_path, 3, TOKENIZER)
+    writer.put(12, "rl", [(facts, stored)])
+    with pytest.raises(RuntimeError, match=r"step-000012-rank-0003\.parquet: .*step 12: KeyError"):
+        writer.flush()
+    writer.close()
 
 
 def test_tokens_that_begin_a_word_keep_their_space() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from hybridrl.models.shard import GenParallel
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.workers.scorers import (
+    InstanceScorer,
     NeuralReward,
     OldPolicyScorer,
     ReferenceScorer,
+    TeachersBySource,
     instance_gather,
 )
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -84,6 +87,16 @@ def expected(paths: tuple[str, str]) -> dict[int, tuple[list[float], float]]:
         log_probs = logits.log_softmax(-1).gather(-1, ids[len(ids) - response :, None])[:, 0]
         by_index[index] = log_probs.tolist(), reward(ids[None]).logits.item()
     return by_index
+
+
+def test_a_teacher_of_a_source_needs_the_samples_item() -> None:
+    """Others do not: in another pool a copy of a sample has none."""
+    lost = StoredSample(1, None)
+    assert InstanceScorer._source(object.__new__(ReferenceScorer), lost) == ""
+    teachers = object.__new__(TeachersBySource)
+    assert teachers._source(StoredSample(1, SimpleNamespace(source="sums"))) == "sums"
+    with pytest.raises(AttributeError, match="source"):
+        teachers._source(lost)
 
 
 def config_of(paths: tuple[str, str]) -> Config:

@@ -8,6 +8,7 @@ among the instance's `pp` x `tp` ranks.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 
@@ -73,15 +74,18 @@ class ScoreEngine:
         max_tokens_per_micro_batch: int = 8192,
         deterministic: bool = False,
         classifier: bool = False,
+        num_likeliest: int | None = None,
     ) -> None:
         """The rank's part of `model_config`, or an engine over `model`, which `local_model` made.
 
         `classifier` is for a reward model (a sequence classifier). `temperature` divides the
         logits. A row has at most `max_tokens_per_micro_batch` tokens, or one sequence. With
         `deterministic` it is always one sequence: a result is the same bit for bit whatever else is
-        scored. It costs one pass a sequence. Raises ValueError for a temperature that is not above
-        0, a bound below 1 or a model that is not supported. Raises ConfigError for a layout that
-        the model cannot take.
+        scored. It costs one pass a sequence. `top_log_probs` is a distribution over the first
+        `num_likeliest` tokens, those of a smaller student; None takes all.
+
+        Raises ValueError for a temperature that is not above 0, a bound below 1 or a model that is
+        not supported. Raises ConfigError for a layout that the model cannot take.
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: wanted a number above 0")
@@ -97,6 +101,7 @@ class ScoreEngine:
         self.attention = choose_attention(attention, device, dtype, shape)
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
         self.classifier = classifier
+        self._num_likeliest = min(num_likeliest or model_config.vocab_size, model_config.vocab_size)
         self._link = StageLink(parallel)
 
         # It scores with another engine's module, or with its own weights.
@@ -300,12 +305,16 @@ class ScoreEngine:
     ) -> torch.Tensor:
         """Ids, then log-probabilities, [scored, 2k]: float32 has whole numbers up to 2^24."""
         head = self.model.get_output_embeddings()
+        num, shard = self._num_likeliest, self._shard(head.weight)
+        if shard:
+            shard = replace(shard, size=max(0, min(shard.size, num - shard.start)))
+            num = len(head.weight)
         ids, log_probs = top_log_probs(
             hidden.index_select(0, batch.predicting),
-            head.weight,
+            head.weight[:num],
             k,
-            shard=self._shard(head.weight),
-            bias=head.bias,
+            shard=shard,
+            bias=None if head.bias is None else head.bias[:num],
             **self._transform,
         )
         assert self.config.vocab_size <= 2**24, self.config.vocab_size

@@ -449,7 +449,9 @@ def schedule_class(config: ScheduleConfig) -> type[Schedule]:
 def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample] = ()) -> None:
     """Let the meter learn from a call; `samples` are those of a `Computed`."""
     if isinstance(event, Computed):
-        meter.saw_compute(event.stage, event.seconds, sum(sample.tokens for sample in samples))
+        if event.seconds is not None:
+            tokens = sum(sample.tokens for sample in samples)
+            meter.saw_compute(event.stage, event.seconds, tokens)
         return
     work = event.work
     meter.num_preempted += work.preempted

@@ -1,6 +1,6 @@
 // The samples of a run to search, and one of them token by token. The server finds them.
 const PAGE = 50;
-const viewer = { list: null, form: null, lead: null, note: null, more: null, next: null, asked: 0, extended: false };
+const viewer = { list: null, form: null, lead: null, note: null, more: null, next: null, asked: 0, extended: false, skipped: new Set() };
 
 const field = (label, ...inputs) => make("label", {}, make("span", {}, label), ...inputs);
 const bound = (name, label, step) => make("input", { type: "number", name, step, "aria-label": label, placeholder: label.split(" ")[0] });
@@ -61,16 +61,24 @@ async function search(from = null, missing = PAGE) {
     return; // the page says that the server is gone
   }
   if (mine !== viewer.asked) return;
-  const { rows, more } = answer.ok ? JSON.parse(text) : { rows: [], more: null };
-  if (!from) [viewer.extended, viewer.list.textContent] = [false, ""];
+  const { rows, more, skipped } = answer.ok ? JSON.parse(text) : { rows: [], more: null, skipped: [] };
+  if (!from) [viewer.extended, viewer.list.textContent, viewer.skipped] = [false, "", new Set()];
+  skipped.forEach((name) => viewer.skipped.add(name));
   viewer.list.append(...rows.map(sampleRow));
   viewer.next = more;
   const left = more ? missing - rows.length : 0;
   viewer.more.hidden = !more || left > 0;
   const listed = viewer.list.children.length;
-  viewer.note.textContent = !answer.ok ? text : left > 0 ? `Searching before step ${more.step + 1} ...` : listed ? "" : "None.";
+  const note = !answer.ok ? text : left > 0 ? `Searching before step ${more.step + 1} ...` : listed ? "" : "None.";
+  viewer.note.textContent = [note, unread()].filter(Boolean).join(" ");
   viewer.list.ariaBusy = String(left > 0);
   if (left > 0) await search(more, left);
+}
+
+// The files whose samples are missing from the list.
+function unread() {
+  const [first, ...others] = viewer.skipped;
+  return first ? `Cannot be read: ${first}${others.length ? ` and ${others.length} more` : ""}.` : "";
 }
 
 function rewardPill(sample) {
@@ -106,7 +114,7 @@ async function toggle(article, head, sample) {
 function sampleDetail(sample) {
   const facts = Object.entries({
     source: sample.source, task: sample.task, phase: sample.phase, "prompt tokens": sample.prompt_tokens, "response tokens": sample.response_tokens,
-    finish: sample.finish, status: sample.status, dropped: sample.drop_text, advantage: sample.advantage,
+    finish: sample.finish, status: sample.status, dropped: sample.drop_text || sample.drop_reason, advantage: sample.advantage,
     ...Object.fromEntries((sample.scalars || []).map((s) => [s.name, s.text ?? s.value])),
   }).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const shown = (value) => (typeof value === "number" && !Number.isInteger(value) ? number(value) : String(value));
@@ -116,6 +124,9 @@ function sampleDetail(sample) {
     make("h3", {}, "response"),
     ...(sample.tokens ? tokenView(sample) : [make("pre", { class: "response" }, sample.response ?? "")]));
 }
+
+// The least and the largest; no spread, whose arguments a long response has too many of.
+const bounds = (values) => values.reduce(([least, most], v) => [Math.min(least, v), Math.max(most, v)], [Infinity, -Infinity]);
 
 // Values of every token by name, and how each of them is colored.
 function colorings(sample) {
@@ -128,15 +139,18 @@ function colorings(sample) {
   for (const [name, raw] of Object.entries(sample.values)) {
     if (name === "advantages") continue;
     const values = numbers(raw);
-    const finite = values.filter(Number.isFinite);
-    const [least, most] = [Math.min(...finite), Math.max(...finite)];
     const title = name === "log_probs" ? "log-probability" : name.replaceAll("_", " ");
-    out[title] = name.endsWith("log_probs") ? likely(values) : { values, colors: scaled(values, least, most, "rl"), legend: gradient(number(least), number(most), mix("rl", 0), mix("rl", 0.75)) };
+    if (name.endsWith("log_probs")) {
+      out[title] = likely(values);
+      continue;
+    }
+    const [least, most] = bounds(values.filter(Number.isFinite));
+    out[title] = { values, colors: scaled(values, least, most, "rl"), legend: gradient(number(least), number(most), mix("rl", 0), mix("rl", 0.75)) };
   }
   const whole = sample.advantage === null || sample.advantage === undefined ? null : Number(sample.advantage);
   const advantages = sample.values.advantages ? numbers(sample.values.advantages) : whole === null ? null : sample.tokens.map(() => whole);
   if (advantages) {
-    const top = Math.max(...advantages.map(Math.abs)) || 1;
+    const top = bounds(advantages.map(Math.abs))[1] || 1;
     const least = sample.values.advantages ? 0 : 0.3; // one advantage for all: its sign is what there is to see
     out.advantage = {
       values: advantages,

@@ -51,6 +51,22 @@ def test_log_probs_equal_transformers(
         assert {value.dtype for value in got} == {torch.float32}
 
 
+@pytest.mark.parametrize("num", [7, 20, None])
+def test_the_likeliest_of_a_students_tokens(
+    tiny: Tiny, sequences: list[TrainSequence], num: int | None
+) -> None:
+    """A teacher's head may have more rows, for padding, than its student's."""
+    got = make_engine(tiny(), num_likeliest=num).top_log_probs(sequences, 5)
+    model = AutoModelForCausalLM.from_pretrained(tiny())
+    for sequence, (ids, log_probs) in zip(sequences, got, strict=True):
+        count = sequence.response_tokens
+        logits = model(sequence.ids[None]).logits[0, -count - 1 : -1] if count else None
+        if logits is not None:
+            wanted = logits[:, :num].log_softmax(-1).topk(5)
+            assert torch.equal(ids, wanted.indices)
+            torch.testing.assert_close(log_probs, wanted.values, **CLOSE)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_equal_transformers(
     tiny: Tiny, sequences: list[TrainSequence], values_oracle: Oracle, family: str

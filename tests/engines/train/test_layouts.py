@@ -182,7 +182,8 @@ def check(results, want, path):
         for name, gradient in want_gradients.items():
             got = gradients[name][: len(gradient)].double()
             assert not gradients[name][len(gradient) :].any(), f"{name}: padding has a gradient"
-            assert (got - gradient).abs().max() < 1e-5, name
+            rounding = 1e-5 * (1 + gradient.abs().max())  # CPUs add float32 in their own orders
+            assert (got - gradient).abs().max() < rounding, name
         norm = torch.stack([g.norm() for g in want_gradients.values()]).norm().item()
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
         shapes = AutoModelForCausalLM.from_pretrained(path).state_dict()
