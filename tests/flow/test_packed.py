@@ -321,18 +321,20 @@ def test_new_draws_would_make_long_responses_rarer(virtual_executor, anew):
 
 # -- by hand ---------------------------------------------------------------------------------------
 
-LENGTHS = {0: 4, 1: 30, 2: 3, 3: 5, 4: 4, 5: 6}
+LENGTHS = {0: 4, 1: 30, 2: 3, 3: 5, 4: 4, 5: 28}
 
 
 def test_the_example_of_the_docs(virtual_executor):
     """Six prompts in three steps of two, limit 10: prompt 1 is put off, and comes last."""
     executor = virtual_executor(2, 0, lambda id: LENGTHS[id.prompt], cuts=True)
-    schedule = make(executor, {"k": 1}, prompts=2, wait=2, limit=10, num_prompts=6)
+    schedule = make(executor, {"k": 1}, prompts=2, wait=2, limit=10, num_prompts=6, decode_steps=1)
     results = [schedule.run_step(step) for step in range(3)]
     trained = [[s.id.prompt for s in result.samples] for result in results]
     assert trained == [[0, 2], [3, 4], [1, 5]]
     put_off = [result.metrics["samples/put_off"] for result in results]
     assert put_off == [1, 0, 0]
+    discarded = [result.metrics["samples/discarded_tokens"] for result in results]
+    assert discarded == [10, 5, 0]
     assert [result.metrics["samples/limit_tokens"] for result in results] == [10, 10, 0]
     spans = {s.id.prompt: s.spans for result in results for s in result.samples}
     assert [(span.start, span.stop, span.version) for span in spans[1]] == [(0, 30, 2)]
