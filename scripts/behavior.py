@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 SHORT = ["trainer.steps=3", "warm_start.steps=100", "trainer.prompts_per_step=8"]
 SHORT += ["eval.sets.main.num_prompts=64", "telemetry.report=false", "telemetry.loggers=[]"]
 REFERENCE = ["recipe=grpo", "recipe.kl_coef=0.01"]
-SCHEDULES = {name: [f"schedule={name}", *REFERENCE] for name in ("serial", "fused", "partial")}
+NAMES = ("serial", "fused", "partial", "packed")
+SCHEDULES = {name: [f"schedule={name}", *REFERENCE] for name in NAMES}
 # Decided by the clock, or by measured costs.
 TIMES = ("time", "_s", "bubble_share", "_per_s", "migrated", "_bytes")
 

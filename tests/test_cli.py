@@ -147,7 +147,7 @@ WRONG = [
         "data.sources.main.answer_column=answer: wanted a column with a value in every row (row 1",
     ),
     ("data=jsonl data.sources.main.name=bytes.jsonl", "data.sources.main.name=bytes.jsonl: wanted"),
-    ("schedule=none", "schedule=none: wanted one of fused, partial, serial"),
+    ("schedule=none", "schedule=none: wanted one of fused, packed, partial, serial"),
     ("trainer.steps=1,2", "trainer.steps=1,2: wanted one value, a list [a,b], or -m"),
     ("trainer.steps", "trainer.steps=: wanted key=value"),
     ("trainer.steps=[1", "trainer.steps=[1: wanted key=value, quoted as Hydra wants it"),
@@ -339,7 +339,7 @@ WRONG = [
     ),
     (
         "schedule.length_ranker=learned",
-        "schedule.length_ranker=learned: wanted schedule=fused or partial with it",
+        "schedule.length_ranker=learned: wanted schedule=fused or partial or packed with it",
     ),
     (
         "schedule=fused schedule.x=1",
@@ -349,6 +349,26 @@ WRONG = [
     (
         "schedule=partial schedule.over_provision=3",
         "schedule.over_provision=3.0: wanted 1 to 1 + schedule.max_staleness, which is 2",
+    ),
+    (
+        "schedule=packed schedule.max_wait_steps=0",
+        "schedule.max_wait_steps=0: wanted 1 or more",
+    ),
+    (
+        "schedule=packed schedule.limit_tokens=9 rollout.min_new_tokens=9",
+        "schedule.limit_tokens=9: wanted null, or above 9 and below",
+    ),
+    (
+        "schedule=packed schedule.limit_tokens=16 rollout.max_new_tokens=16",
+        "schedule.limit_tokens=16: wanted null, or above 0 and below 16",
+    ),
+    (
+        "schedule=packed schedule.limit_tokens=9 rollout.ignore_eos=true rollout.max_new_tokens=16",
+        "schedule.limit_tokens=9: wanted null: every response has 16 tokens",
+    ),
+    (
+        "schedule=packed recipe=dapo",
+        "schedule=packed: wanted a recipe without take (stage 'take' asks for prompts",
     ),
     (
         "schedule=fused schedule.migration_threshold=-1",

@@ -16,6 +16,7 @@ WAYS = {
     "serial": [],
     "fused": ["schedule=fused"],
     "partial": ["schedule=partial"],
+    "packed": ["schedule=packed"],
     "vllm": ["rollout=vllm"],
 }
 
@@ -39,7 +40,7 @@ def accuracy(run_dir: Path, way: str, seed: int) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize(
-    "ways", [("fused", "partial"), pytest.param(("vllm",), marks=pytest.mark.vllm)]
+    "ways", [("fused", "partial", "packed"), pytest.param(("vllm",), marks=pytest.mark.vllm)]
 )
 def test_all_learn_as_serial_and_native_do(tmp_path: Path, ways: tuple[str, ...]) -> None:
     """Means over the seeds agree within three standard errors of their difference.

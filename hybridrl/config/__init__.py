@@ -51,6 +51,7 @@ from hybridrl.config.run import (
 from hybridrl.config.schedule import (
     FusedScheduleConfig,
     Migration,
+    PackedScheduleConfig,
     ParkedKV,
     PartialScheduleConfig,
     Ranker,
@@ -206,6 +207,8 @@ class Config:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using)
+        least, most = self.rollout.min_new_tokens, self.rollout.max_new_tokens
+        self.schedule.check_lengths(most if self.rollout.ignore_eos else least, most)
 
     def check_experts(self) -> None:
         """Raise ConfigError for settings of experts that the rollout engine or model lacks."""
@@ -415,6 +418,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "OptimName",
+    "PackedScheduleConfig",
     "ParkedKV",
     "PartialScheduleConfig",
     "PipelineSchedule",

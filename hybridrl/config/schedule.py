@@ -14,6 +14,7 @@ class ScheduleKind(Enum):
     serial = "serial"  # every stage waits for the whole batch
     fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
     partial = "partial"  # more prompts than a step needs; unfinished samples continue in the next
+    packed = "packed"  # the prompts of several steps, so that long responses share steps
 
 
 class Migration(Enum):
@@ -40,7 +41,7 @@ class ParkedKV(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """Settings of every schedule; chosen by `schedule=serial`, `fused` or `partial`."""
+    """Settings of every schedule; chosen by `schedule=serial`, `fused`, `partial` or `packed`."""
 
     kind: ScheduleKind
     """Which schedule; choose it by `schedule=NAME`, which brings its settings along."""
@@ -60,6 +61,12 @@ class ScheduleConfig:
         """Raise ConfigError for a setting that needs keys and values of an engine without them.
 
         `allowed` says which engine that is.
+        """
+
+    def check_lengths(self, least: int, most: int) -> None:
+        """Raise ConfigError for a limit in tokens that responses of `least` to `most` never meet.
+
+        Or never pass: then it has no effect.
         """
 
     @property
@@ -141,6 +148,32 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
             raise ConfigError("schedule.parked_kv", "keep", f"recompute {allowed}")
 
 
+@dataclass(kw_only=True, slots=True)
+class PackedScheduleConfig(OverlappedScheduleConfig):
+    """The prompts of several steps in another order, so that long responses share steps."""
+
+    kind: ScheduleKind = ScheduleKind.packed
+    """This schedule."""
+    max_wait_steps: int = bounded(3, least=1)
+    """The most steps that a prompt waits. The prompts of one step more are ordered together."""
+    limit_tokens: int | None = bounded(None, least=1)
+    """A prompt whose response is longer is put off. Null takes the length that the share
+    `max_wait_steps` / (`max_wait_steps` + 1) of the last prompts have kept to."""
+    draw_anew: bool = False
+    """Whether a prompt that was put off draws new responses. Then long ones become fewer than
+    under `serial`. False has the same random numbers again."""
+
+    def check_lengths(self, least: int, most: int) -> None:
+        """Raise ConfigError for a limit that no response keeps to, or every one."""
+        limit = self.limit_tokens
+        if limit is None or least < limit < most:
+            return
+        allowed = f"null, or above {least} and below {most}, the lengths of all responses"
+        if least + 1 >= most:
+            allowed = f"null: every response has {most} tokens"
+        raise ConfigError("schedule.limit_tokens", limit, allowed)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleEntry:
     """Properties of a schedule: callers ask for these, not for its name."""
@@ -155,6 +188,8 @@ class ScheduleEntry:
     """Whether the last samples are gathered on few instances, at a threshold."""
     may_be_stale: bool = False
     """Whether it may train on samples that older weights made."""
+    serial_batches: bool = True
+    """Whether a step trains on the batch that it has under `serial`."""
 
 
 SCHEDULES = {
@@ -173,6 +208,13 @@ SCHEDULES = {
         schedule="hybridrl.flow.schedules.partial:PartialSchedule",
         moves_samples=True,
         may_be_stale=True,
+        serial_batches=False,
+    ),
+    ScheduleKind.packed: ScheduleEntry(
+        settings=PackedScheduleConfig,
+        schedule="hybridrl.flow.schedules.packed:PackedSchedule",
+        moves_samples=True,
+        serial_batches=False,
     ),
 }
 """Every schedule: its line here, its dataclass above, `conf/schedule/NAME.yaml`, its class."""

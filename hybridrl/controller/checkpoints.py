@@ -177,9 +177,8 @@ def stored_settings(point: Point, now: Mapping[str, Any]) -> dict[str, Any]:
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings that differ, of those that a resumed run must not change."""
     kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
-    stale = any(SCHEDULES[kind].may_be_stale for kind in kinds)
-    # The schedules that are never stale train on the same batches.
-    may_change = MAY_CHANGE if stale else (*MAY_CHANGE, "schedule.kind")
+    same_batches = all(SCHEDULES[kind].serial_batches for kind in kinds)
+    may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
     return [
         key
         for key in now.keys() & before.keys()

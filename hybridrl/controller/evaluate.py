@@ -141,7 +141,7 @@ def evaluate(
     settings = config.eval.sets[name]
     longest = settings.max_new_tokens or config.rollout.max_new_tokens
     sampling = Sampling.of(settings, longest, settings.drawn_at)
-    kind = FusedScheduleConfig() if config.schedule.entry.may_be_stale else config.schedule
+    kind = config.schedule if config.schedule.entry.serial_batches else FusedScheduleConfig()
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples
     record(name, [sample for sample in samples if sample.id.k == 0])

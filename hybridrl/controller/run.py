@@ -362,6 +362,7 @@ class Run:
             self.prompts,
             sampling,
             phase.prompts_per_step,
+            phase.num_steps,
         )
         if point := self._resumes_in(phase.name):
             graph.load_state_dict(point.state["recipe"])

@@ -26,8 +26,9 @@ def make_schedule(
     prompts: Iterator[Prompt],
     sampling: Sampling,
     prompts_per_step: int,
+    num_steps: int | None = None,
 ) -> Schedule:
-    """The `schedule` over `graph`, which need not be that of `config`."""
+    """The `schedule` over `graph`, which need not be that of `config`; `num_steps` in all."""
     rollout = config.rollout
     parts = ScheduleParts(
         graph=graph,
@@ -40,6 +41,7 @@ def make_schedule(
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
         key_of=key_of,
         exports_kv=rollout.features.exports_kv,
+        num_steps=num_steps,
     )
     return schedule_class(schedule).build(parts, schedule)
 

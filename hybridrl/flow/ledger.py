@@ -95,6 +95,9 @@ class Ledger:
     | finished | queued   | its rank died                                                  |
     | used     | queued   | its rank died, and a later stage of the step may still read it |
 
+    A queued, parked or finished sample that is withdrawn has no record any more: its prompt begins
+    again in a later step.
+
     Leaving a stream does not change the status, since another stream may hold the sample. `leave`
     notes the reason, and `settle` drops samples that nothing has used by then. Which stage may
     start on a sample follows from its fields, not from its status.
@@ -113,7 +116,7 @@ class Ledger:
         self._in_order_of_use: dict[SampleId, Sample] = {}
         self._num_unfinished = 0
         self.num_dispatched = 0
-        """Samples that `dispatch` has been given so far, whatever became of them."""
+        """Samples that `dispatch` has been given so far, less those withdrawn."""
         self.num_step_failed = 0
         """Samples that steps have left by failing, so far."""
 
@@ -173,6 +176,18 @@ class Ledger:
         sample = self._records[id].sample
         sample.rank, sample.spans = NO_RANK, ()
         sample.tensors.clear()
+
+    def withdraw(self, ids: Iterable[SampleId]) -> None:
+        """These are as if they had never been dispatched: a later step begins their prompts again.
+
+        Nothing has read them, and no instance decodes them.
+        """
+        for id in ids:
+            status = self.status(id)
+            assert status in (_Q, _P, _F), f"sample {id} cannot begin again: {status.value}"
+            del self._records[id]
+            self.num_dispatched -= 1
+            self._num_unfinished -= status in _UNFINISHED
 
     def use(self, samples: Iterable[Sample]) -> None:
         """An update or a collect has read these; actor and critic may read the same."""
@@ -314,10 +329,18 @@ def wanted(
     return {position: int(counts.get(position, 0)) for position in positions}
 
 
-def new_samples(stage: SourceStage, numbers: Mapping[int, int]) -> list[list[Sample]]:
-    """The samples that a stage makes: one list per prompt, in order of k."""
+def new_samples(
+    stage: SourceStage, numbers: Mapping[int, int], attempts: Mapping[int, int]
+) -> list[list[Sample]]:
+    """The samples that a stage makes: one list per prompt, in order of k.
+
+    `attempts` are those of prompts whose samples have been drawn before.
+    """
     return [
-        [Sample(id=SampleId(position, stage.branch, k)) for k in range(number)]
+        [
+            Sample(id=SampleId(position, stage.branch, k, attempts.get(position, 0)))
+            for k in range(number)
+        ]
         for position, number in numbers.items()
     ]
 

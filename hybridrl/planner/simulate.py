@@ -39,6 +39,7 @@ class _Row:
     id: SampleId
     prompt: int
     left: int
+    finish: str = "stop"
     prefill: int = 0
     restore: int = 0
     spans: list[TokenSpan] = field(default_factory=list)
@@ -185,7 +186,7 @@ class SimulatedExecutor:
         )
         running = len(server.running) + len(server.waiting)
         done = tuple(
-            Finished(row.id, instance, row.prompt, row.num_generated, "stop", tuple(row.spans))
+            Finished(row.id, instance, row.prompt, row.num_generated, row.finish, tuple(row.spans))
             for row in finished
         )
         self._serve(
@@ -199,10 +200,13 @@ class SimulatedExecutor:
         match command:
             case Submit(ids=ids, sampling=sampling):
                 for i, id in enumerate(ids):
-                    length = max(1, min(self.length_of(id), sampling.max_new_tokens))
+                    length, most = self.length_of(id), sampling.max_new_tokens
+                    finish = "length" if length > most else "stop"
                     prompt = self.prompt_tokens_of(id.prompt)
                     # Samples of one prompt share its cache.
-                    server.waiting.append(_Row(id, prompt, length, prefill=0 if i else prompt))
+                    prefill = 0 if i else prompt
+                    row = _Row(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
+                    server.waiting.append(row)
             case Park(ids=ids, with_kv=with_kv):
                 return self._park(server, ids, with_kv, tally)
             case Resume(ids=ids, parked=parked, stale_kv=stale_kv):

@@ -25,6 +25,7 @@ STRICT = [
 # As users train: AdamW divides by gradients near zero, so a last bit somewhere reaches everything.
 ADAM = ["trainer.optim.eps=1e-8", "trainer.optim.clip_grad_norm=1.0", "trainer.mini_batches=2"]
 PARTIAL = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
+PACKED = ["schedule=packed", "schedule.limit_tokens=24"]
 PPO = ["recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=4", "critic.optim.lr=1e-2"]
 ADAPTERS = [
     "actor.lora.rank=2", "actor.lora.dropout=0.1", "critic.lora.rank=2", "warm_start.steps=2",
@@ -163,13 +164,14 @@ def test_going_back_holds(
     [
         ["schedule=fused", "schedule.migration_threshold=12"],
         PARTIAL,
+        PACKED,
         PPO,
         [*PPO, "cluster.placement=split"],
         SAFE,
         ["averaged"],
         [*PPO, *ADAPTERS],
     ],
-    ids=["fused", "partial", "ppo", "split", "safe_rlhf", "averaged", "adapters"],
+    ids=["fused", "partial", "packed", "ppo", "split", "safe_rlhf", "averaged", "adapters"],
 )
 def test_so_does_every_kind_of_run(
     train: Callable[..., Any],

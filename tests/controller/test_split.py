@@ -61,7 +61,7 @@ def test_pools_are_the_first_and_the_last_ranks(
             "cluster.pools=2 + 1: wanted actor + critic = cluster.ranks=4, each 1 or more",
         ),
         ([*SPLIT, "cluster.ranks=1"], "cluster.pools=? + ?: wanted actor + critic = cl"),
-        ([*SPLIT, "schedule=partial"], "schedule=partial: wanted serial or fused with cluster."),
+        ([*SPLIT, "schedule=partial"], "schedule=partial: wanted serial or fused or packed with"),
         (
             [*SPLIT, "rollout.layout.tp=2"],
             "rollout.layout=1 x 2: wanted pp x tp that divides cluster.pools.actor=1",

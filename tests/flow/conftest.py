@@ -40,7 +40,8 @@ class VirtualExecutor:
     tokens, `reward_of` (reward, status), `finish_of` how it ends. `deaths` maps the number of a
     `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
     together. `outputs_of` gives the fields that the engine and the roles make, by id and name, in
-    place of drawn ones. `map` computes with them for real.
+    place of drawn ones. `map` computes with them for real. With `cuts` a response ends at its
+    `max_new_tokens`, and `length_of` may change with `version`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class VirtualExecutor:
         deaths: dict[int, int] | None = None,
         scopes: dict[str, Scope] | None = None,
         outputs_of: Callable[[SampleId, str], Any] | None = None,
+        cuts: bool = False,
     ) -> None:
         self.clock = VirtualClock()
         self.num_instances = num_instances
@@ -66,6 +68,8 @@ class VirtualExecutor:
         self.deaths = deaths or {}
         self.scopes = scopes or {}  # by role, where it is not the method's
         self.outputs_of = outputs_of
+        self.cuts = cuts
+        self._lengths: dict[SampleId, tuple[int, bool]] = {}  # tokens, and whether cut
         self.tensors: dict[SampleId, dict[str, Any]] = {}
         self.prompts: dict[SampleId, Any] = {}
         self.submits: list[tuple[int, Submit]] = []
@@ -150,12 +154,12 @@ class VirtualExecutor:
                     self.prompts[id] = command.prompt
                     self.parked.discard(id)  # made anew: its keeper died before it arrived
                     self._spans[id] = []
-                    left[id] = self.length_of(id)
+                    left[id] = self._draw_length(id, command.sampling.max_new_tokens)
             case Park(ids=ids, with_kv=with_kv):
                 self.parks_with_kv.append(with_kv)
                 state = {id: left.pop(id) for id in ids if id in left}
                 self.parked |= state.keys()
-                tokens = tuple(3 + self.length_of(id) - n for id, n in state.items())
+                tokens = tuple(3 + self._lengths[id][0] - n for id, n in state.items())
                 parked.append(Parked(tuple(state), tokens, self.version, (instance, state)))
             case Resume(ids=ids, parked=before):
                 owner, state = before.state
@@ -184,9 +188,8 @@ class VirtualExecutor:
         for i, rank in enumerate(ranks):
             mine = ids[i :: len(ranks)]
             for id in mine:
-                self._spans[id] = (
-                    [TokenSpan(0, self.length_of(id), -1)] if self.length_of(id) else []
-                )
+                length = self._draw_length(id)
+                self._spans[id] = [TokenSpan(0, length, -1)] if length else []
             if mine:
                 self._push(TargetsLoaded(stage.name, tuple(self._finish(id, rank) for id in mine)))
 
@@ -330,7 +333,7 @@ class VirtualExecutor:
         heapq.heappush(self._pending, (when, self._num_calls, event))
 
     def _finish(self, id: SampleId, rank: int) -> Finished:
-        length = self.length_of(id)
+        length, is_cut = self._lengths[id]
         draw = random.Random(f"{id} tokens")
         self._where[id] = rank
         self.tensors[id] = {
@@ -339,7 +342,14 @@ class VirtualExecutor:
         }
         if self.outputs_of:
             self.tensors[id] = {name: self.outputs_of(id, name) for name in self.tensors[id]}
-        return Finished(id, rank, 3, length, self.finish_of(id), tuple(self._spans[id]))
+        finish = "length" if is_cut else self.finish_of(id)
+        return Finished(id, rank, 3, length, finish, tuple(self._spans[id]))
+
+    def _draw_length(self, id: SampleId, most: int | None = None) -> int:
+        length = self.length_of(id)
+        is_cut = self.cuts and most is not None and length > most
+        self._lengths[id] = most if is_cut else length, is_cut
+        return self._lengths[id][0]
 
     def _field(self, sample: Sample, name: str) -> Any:
         if name in sample.scalars:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hybridrl.config import (
     ConfigError,
     FusedScheduleConfig,
+    PackedScheduleConfig,
     PartialScheduleConfig,
     ScheduleConfig,
     SerialScheduleConfig,
@@ -271,6 +272,7 @@ def test_serial_takes_the_sum_of_its_parts() -> None:
         SerialScheduleConfig(),
         FusedScheduleConfig(migration_threshold=12),
         PartialScheduleConfig(),
+        PackedScheduleConfig(),
     ],
     ids=lambda config: config.kind.value,
 )
@@ -337,6 +339,15 @@ def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:
     assert 0 < partial.off_policy < 1
 
 
+def test_packed_steps_are_shorter_and_on_policy() -> None:
+    """Where a decode step costs as much for few samples as for many, and groups differ."""
+    costs = Costs(step_s=1.0, train_token_s=1e-6)
+    case = setting(LogNormal(40, 0.9, 600), costs, steps=12, group_size=1)
+    serial, packed = replay(case, SerialScheduleConfig()), replay(case, PackedScheduleConfig())
+    assert packed.front_s < 0.9 * serial.front_s
+    assert packed.off_policy == 0
+
+
 def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
     """So simulating with measured costs is simulating with those that were there."""
     from hybridrl.planner.schedule import _parts
@@ -371,7 +382,7 @@ def test_what_if_tries_every_schedule(caplog: pytest.LogCaptureFixture) -> None:
     outcomes = what_if(setting(), lambda done, of: progress.append((done, of)))
     assert [outcome.schedule.split(",")[0] for outcome in outcomes] == ["serial"] + [
         "fused"
-    ] * 3 + ["partial"]
+    ] * 3 + ["partial", "packed"]
     never, chosen, best = outcomes[1:4]
     assert best.front_s <= min(never.front_s, outcomes[0].front_s) + 1e-9
     assert never.threshold == 0
@@ -580,7 +591,7 @@ def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
     measured = [{"step": s, "phase": "rl", "step_s": 1.0 + (s == 1)} for s in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, measured)))
     lines, remarks, record = run([f"--lengths={tmp_path}"], lambda done, of: None)
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert len({len(line) for line in lines}) == 1
     assert "2 prompts x 2 samples a step on 2 instances" in remarks[0]
     assert remarks[-1] == "the run took 1 s a step, the median of 3"

@@ -75,6 +75,7 @@ class ScheduleParts:
     An instance is given at most `max_held` samples at a time, and one call of a forward pass
     `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
     without their keys and values where the engine does not hand them out (`exports_kv`).
+    `num_steps` is the number of steps that the run is to have, where that is known.
     """
 
     graph: Graph
@@ -85,6 +86,7 @@ class ScheduleParts:
     chunk_tokens: int
     key_of: Callable[[Any], PromptKey]
     exports_kv: bool = True
+    num_steps: int | None = None
 
     @property
     def step(self) -> tuple[Graph, Executor, Iterator[Prompt], StepSettings]:
@@ -326,11 +328,15 @@ class Schedule(ABC):
         """Dispatch the samples that a stage makes: prompts with one or more each."""
         (upstream,) = stage.upstream
         numbers = wanted(stage, (position for position, _ in pulled), batch[upstream])
-        dispatched = new_samples(stage, numbers)
+        dispatched = new_samples(stage, numbers, self._attempts())
         self._ledger.dispatch(sample for group in dispatched for sample in group)
         num_samples = sum(map(len, dispatched))
         logger.debug("stage %s: %d samples of %d prompts", stage.name, num_samples, len(pulled))
         return [(prompt, group) for prompt, group in zip(pulled, dispatched, strict=True) if group]
+
+    def _attempts(self) -> Mapping[int, int]:
+        """By prompt, how often its samples have drawn other tokens before; 0 where it is absent."""
+        return {}
 
     def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
         """Those that the engine has finished; aborted ones leave."""

@@ -82,6 +82,8 @@ class GenerationRound:
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
 
+    `may_start` says whether stages may start on the finished samples of a prompt yet.
+
     Invariants: an instance has one call in flight, if any; `inbox` are the commands of its next
     call. A queued or parked sample waits in the driver's queue, or in the inbox of the instance
     that holds it. A sample that decodes is held by one instance (`Ledger` has the statuses).
@@ -97,10 +99,12 @@ class GenerationRound:
         limits: RoundLimits,
         decode_steps: int,
         migration_plan: MigrationPlan,
+        may_start: Callable[[int], bool] = lambda prompt: True,
     ) -> None:
         self.stages, self.executor, self.meter = stages, stages.executor, stages.meter
         self.ledger = stages.tracker.ledger
         self.limits, self.decode_steps, self.migration_plan = limits, decode_steps, migration_plan
+        self.may_start = may_start
         self.num_migrated = self.num_restarted = 0
         self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
         self._alive = list(self.executor.instances)
@@ -293,7 +297,7 @@ class GenerationRound:
                     touched |= self.stages.read(event)
                 case WorkerDied():
                     self._died(event.instance)
-        return touched
+        return [prompt for prompt in touched if self.may_start(prompt)]
 
     def _use_spare(self) -> None:
         """Let every instance that holds no sample run forward passes that wait."""

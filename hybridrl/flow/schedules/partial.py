@@ -20,7 +20,7 @@ from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
-from hybridrl.flow.schedules.streaming import StreamingSchedule
+from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
 
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
 
@@ -324,20 +324,8 @@ class PartialSchedule(StreamingSchedule):
 
 def check_partial(graph: Graph) -> None:
     """Raise `ValueError`, with what is allowed, for a recipe whose samples cannot be parked."""
+    check_generates_once(graph)
     updates = [stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)]
-    order = list(graph.stages)
-    for stage in graph.stages.values():
-        late = [u.name for u in updates if order.index(u.name) < order.index(stage.name)]
-        if stage.makes_more:
-            raise ValueError(
-                f"a recipe that generates once a step (stage {stage.name!r} makes more samples of "
-                "some prompts)"
-            )
-        if isinstance(stage, SourceStage) and late:
-            raise ValueError(
-                f"a recipe that generates before its first update (stage {stage.name!r} comes "
-                f"after {late[0]!r})"
-            )
     single = {
         field: stage.name
         for stage in graph.stages.values()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.flow.executor import Executor, Phase, Sampling
-from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage
+from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage, UpdateStage
 from hybridrl.flow.ledger import phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.migration import MigrationPlan
@@ -120,10 +120,15 @@ class StreamingSchedule(Schedule):
             return None
         return sampling_of(stage, self.settings.sampling)
 
-    def _new_round(self, tracker: ReadyTracker, migration_plan: MigrationPlan) -> GenerationRound:
-        chunk = self.limits.chunk_tokens
-        stages = StreamedStages(self.executor, tracker, self.meter, chunk)
-        return GenerationRound(stages, self.limits, self.settings.decode_steps, migration_plan)
+    def _new_round(
+        self,
+        tracker: ReadyTracker,
+        migration_plan: MigrationPlan,
+        may_start: Callable[[int], bool] = lambda prompt: True,
+    ) -> GenerationRound:
+        stages = StreamedStages(self.executor, tracker, self.meter, self.limits.chunk_tokens)
+        decode_steps = self.settings.decode_steps
+        return GenerationRound(stages, self.limits, decode_steps, migration_plan, may_start)
 
     def _submit(self, generation_round: GenerationRound, tasks: Sequence[GenerationTask]) -> None:
         generation_round.make([task for task in tasks if task.sampling is not None])
@@ -148,11 +153,14 @@ class StreamingSchedule(Schedule):
         waiting = tracker.open_stages(positions)
         assert not waiting, f"{waiting} still wait"
         self._step_tasks += tasks
+        self._record_round(generation_round)
+        self._learn_lengths([task.sample for task in tasks])
+        return self._streamed(tracker, positions)
+
+    def _record_round(self, generation_round: GenerationRound) -> None:
         self._spans += generation_round.stages.spans
         self._metrics["samples/migrated"] += generation_round.num_migrated
         self._metrics["samples/restarted"] += generation_round.num_restarted
-        self._learn_lengths([task.sample for task in tasks])
-        return self._streamed(tracker, positions)
 
     def _learn_lengths(self, samples: Sequence[Sample]) -> None:
         by_prompt: dict[int, list[int]] = {}
@@ -175,3 +183,21 @@ class StreamingSchedule(Schedule):
         ]
         self._whole(aborted)
         return batch
+
+
+def check_generates_once(graph: Graph) -> None:
+    """Raise `ValueError` for a recipe whose prompts have samples of several rounds of a step."""
+    updates: list[str] = []
+    for stage in graph.stages.values():
+        if stage.makes_more:
+            raise ValueError(
+                f"a recipe that generates once a step (stage {stage.name!r} makes more samples of "
+                "some prompts)"
+            )
+        if isinstance(stage, SourceStage) and updates:
+            raise ValueError(
+                f"a recipe that generates before its first update (stage {stage.name!r} comes "
+                f"after {updates[0]!r})"
+            )
+        if isinstance(stage, UpdateStage):
+            updates.append(stage.name)

@@ -1,0 +1,365 @@
+"""The packed schedule: the prompts of several steps by length, so that long ones share a step.
+
+Tail batching (RollPacker, arXiv 2509.21009, section 3), made deterministic.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, Self
+
+from hybridrl.config import PackedScheduleConfig, ScheduleConfig
+from hybridrl.flow.executor import Executor
+from hybridrl.flow.graph import AnswersStage, GenerateStage, Graph, SourceStage, TakeStage
+from hybridrl.flow.lengths import RANKERS, LengthModel
+from hybridrl.flow.migration import NO_MIGRATION
+from hybridrl.flow.packing import Choice, choose, limit_of
+from hybridrl.flow.sample import Sample
+from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
+from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
+from hybridrl.flow.schedules.readiness import ReadyTracker
+from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
+
+
+@dataclass(slots=True)
+class _WaitingPrompt:
+    """A prompt of the present cycle that is not trained on yet.
+
+    A response of it was longer than `seen` tokens (0: none is known). `attempt` is that of its next
+    samples.
+    """
+
+    prompt: Any
+    seen: int = 0
+    attempt: int = 0
+
+
+@dataclass(slots=True)
+class _Packing:
+    """The choice of a step while its samples are made.
+
+    `order` are the prompts that wait. `fits` says of those that are known whether they keep to
+    `limit`. Those in `sure` are taken, and all their samples are finished: stages may start.
+    """
+
+    order: list[int]
+    limit: int | None
+    fits: dict[int, bool]
+    choice: Choice
+    begun: dict[int, list[GenerationTask]] = field(default_factory=dict)
+    sure: set[int] = field(default_factory=set)
+
+    @property
+    def missing(self) -> list[int]:
+        """Prompts that are taken, as far as is known, and have not begun."""
+        taken = self.choice.taken
+        return [p for p in taken if p not in self.begun and p not in self.fits]
+
+    @property
+    def too_long(self) -> list[int]:
+        """Prompts that are taken although they do not fit."""
+        return [p for p in self.choice.taken if not self.fits[p]]
+
+    def tasks(self, taken: bool) -> list[GenerationTask]:
+        """The samples of the prompts that have begun: those that are taken and fit, or the rest."""
+        return [
+            task
+            for position, tasks in sorted(self.begun.items())
+            if (position in self.sure) == taken
+            for task in tasks
+        ]
+
+
+class PackedSchedule(StreamingSchedule):
+    """Trains on the prompts of each cycle of `max_wait_steps` + 1 steps, the short ones first.
+
+    A cycle pulls the prompts of all its steps. A step orders those that wait by their expected
+    length, and takes the first that keep to the limit (`choose`). A prompt that has a longer
+    response is put off: its samples' tokens are discarded, and it begins again in a later step of
+    the cycle. The last step takes all that are left, without a limit. A run's last cycle is cut, so
+    that it ends with the run.
+
+    So after a cycle the run has trained on the prompts of `serial`, each once, and none has waited
+    more than `max_wait_steps` steps. All tokens of a step are of its weights. The prompts that it
+    takes follow from seed and lengths, not from time or the instances.
+
+    A prompt that was put off has its own random numbers again. With `draw_anew` its samples have
+    the next `SampleId.attempt`, and other numbers. Then a long response is trained only if the
+    prompt has one twice.
+
+    `limit_tokens` None is `limit_of` the prompts trained in as many steps as a cycle has. The run's
+    first step has no limit.
+
+    Raises `ValueError` for a recipe that generates in several stages of a step, asks for prompts as
+    it needs them (`take`), or trains on the dataset's own responses.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        executor: Executor,
+        prompts: Iterator[Prompt],
+        settings: StepSettings,
+        *,
+        limits: RoundLimits,
+        length_model: LengthModel,
+        max_wait_steps: int,
+        limit_tokens: int | None = None,
+        draw_anew: bool = False,
+        num_steps: int | None = None,
+    ) -> None:
+        check_packed(graph)
+        assert max_wait_steps >= 1
+        step = (graph, executor, prompts, settings)
+        super().__init__(*step, limits=limits, length_model=length_model)
+        self.cycle_steps, self.num_steps = max_wait_steps + 1, num_steps
+        self.limit_tokens, self.draw_anew = limit_tokens, draw_anew
+        self._wanted = 0  # prompts of the present step
+        self._waiting: dict[int, _WaitingPrompt] = {}  # by position
+        # the longest response of each prompt trained, by step
+        self._longest: deque[list[int]] = deque(maxlen=self.cycle_steps)
+
+    # -- between steps -------------------------------------------------------------------------
+
+    @classmethod
+    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
+        """The schedule with its settings, a `PackedScheduleConfig`."""
+        assert isinstance(config, PackedScheduleConfig)
+        return cls(
+            *parts.step,
+            limits=RoundLimits(max_held=parts.max_held, chunk_tokens=parts.chunk_tokens),
+            length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
+            max_wait_steps=config.max_wait_steps,
+            limit_tokens=config.limit_tokens,
+            draw_anew=config.draw_anew,
+            num_steps=parts.num_steps,
+        )
+
+    @classmethod
+    def check_graph(cls, graph: Graph) -> None:
+        """Raise `ValueError`, with what is allowed, for a recipe whose prompts cannot wait."""
+        check_packed(graph)
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the prompts that wait, and the lengths that the limit follows from."""
+        waiting = [[position, x.seen, x.attempt] for position, x in self._waiting.items()]
+        return super().state_dict() | {"waiting": waiting, "longest": list(self._longest)}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Continue from a `state_dict`; another schedule has no prompts that wait."""
+        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        for position, seen, attempt in state.get("waiting", ()):
+            self._waiting[position] = _WaitingPrompt(prompt_at(position), seen, attempt)
+        self._longest.extend(state.get("longest", ()))
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _begin_step(self, step: int) -> None:
+        super()._begin_step(step)
+        self._trackers, self._step_tasks = {}, []
+        for name in ("put_off", "discarded_tokens", "limit_tokens"):
+            self._metrics[f"samples/{name}"] = 0.0
+
+    def _pull(self, num: int) -> Batch:
+        """A new cycle's prompts, where the last one has ended; `num` are wanted in this step."""
+        if not self._waiting:
+            num_steps = self.cycle_steps
+            if self.num_steps is not None:
+                num_steps = max(1, min(num_steps, self.num_steps - self._steps_done))
+            pulled = list(islice(self.prompts, num * num_steps))
+            if len(pulled) < num * num_steps:
+                raise ValueError(
+                    f"the prompts have ended: got {len(pulled)}, wanted {num * num_steps}"
+                )
+            self._waiting = {position: _WaitingPrompt(prompt) for position, prompt in pulled}
+        self._wanted, self._pulled = num, []
+        return {"prompts": []}
+
+    def _attempts(self) -> Mapping[int, int]:
+        return {position: x.attempt for position, x in self._waiting.items()}
+
+    def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
+        """Generate until it is known which prompts the step takes; the others begin again."""
+        tracker = self._tracker_of(makers[0])
+        self._enter_for([*makers, *tracker.computes])
+        packing = self._new_packing()
+
+        def begin(positions: Sequence[int], limit: int | None) -> list[GenerationTask]:
+            return self._begin(positions, limit, makers, tracker, batch)
+
+        generation_round = self._pack(packing, tracker, begin)
+        tasks = packing.tasks(taken=True)
+        if packing.too_long:  # they begin again, without the limit
+            self._record_round(generation_round)
+            self._put_off(packing.too_long, packing.limit)
+            generation_round = self._new_round(tracker, NO_MIGRATION)
+            generation_round.adopt(tasks)
+            again = begin(packing.too_long, None)
+            generation_round.make(again)
+            generation_round.run()
+            tasks = sorted([*tasks, *again], key=lambda task: task.sample.id)
+        self._put_off(packing.choice.put_off, packing.limit)
+        self._metrics["samples/put_off"] = float(len(packing.choice.put_off))
+        self._metrics["samples/limit_tokens"] = float(packing.limit or 0)
+        positions = sorted(packing.choice.taken)  # training has the stream's order
+        self._pulled = [(position, self._waiting.pop(position).prompt) for position in positions]
+        self._longest.append(_longest([task.sample for task in tasks]))
+        return self._end_round(generation_round, tracker, tasks, positions)
+
+    def _pack(
+        self,
+        packing: _Packing,
+        tracker: ReadyTracker,
+        begin: Callable[[Sequence[int], int | None], list[GenerationTask]],
+    ) -> GenerationRound:
+        """Decode until the choice is final, stop the others, and let the stages end."""
+        generation_round = self._new_round(tracker, NO_MIGRATION, packing.sure.__contains__)
+
+        def decided() -> bool:
+            self._learn_fits(packing)
+            sure = [p for p in packing.choice.taken if self._is_sure(packing, p)]
+            generation_round.stages.start(p for p in sure if p not in packing.sure)
+            packing.sure.update(sure)
+            choice = packing.choice
+            return choice.is_final and all(p in sure or not packing.fits[p] for p in choice.taken)
+
+        # More than are wanted begin at once: as many as are expected not to fit.
+        unknown = [position for position in packing.order if position not in packing.fits]
+        ahead = -(-self._wanted // (self.cycle_steps - 1)) if packing.limit is not None else 0
+        missing = unknown[: self._wanted + ahead]
+        while True:
+            for task in (tasks := begin(missing, packing.limit)):
+                packing.begun.setdefault(task.sample.id.prompt, []).append(task)
+            generation_round.make(tasks)
+            generation_round.run_until(lambda: decided() or bool(packing.missing))
+            if decided():
+                break
+            missing = packing.missing
+        stopped = {task.sample.id: task for task in generation_round.park(with_kv=False)}
+        generation_round.run()
+        self._withdraw([stopped.get(t.sample.id, t) for t in packing.tasks(taken=False)])
+        return generation_round
+
+    def _begin(
+        self,
+        positions: Sequence[int],
+        limit: int | None,
+        makers: Sequence[SourceStage],
+        tracker: ReadyTracker,
+        batch: Batch,
+    ) -> list[GenerationTask]:
+        """Dispatch all samples of these prompts, none of which grows longer than `limit`."""
+        pulled = [(position, self._waiting[position].prompt) for position in positions]
+        tasks = [
+            task for stage in makers for task in self._new_tasks(stage, tracker, pulled, batch)
+        ]
+        return tasks if limit is None else [_limited(task, limit) for task in tasks]
+
+    def _withdraw(self, tasks: Sequence[GenerationTask]) -> None:
+        """Discard the tokens of samples that this step does not train on."""
+        for task in tasks:
+            id = task.sample.id
+            num = 0
+            if self._ledger.is_finished(id):
+                num = task.sample.response_tokens
+            elif task.parked is not None:
+                num = task.parked.tokens[task.parked.ids.index(id)]
+                num -= len(self.length_model.key_of(task.prompt).prompt_ids)
+            self._metrics["samples/discarded_tokens"] += num
+        ids = [task.sample.id for task in tasks]
+        self._ledger.withdraw(ids)
+        if ids:
+            self.executor.release(ids)
+
+    # -- the choice ----------------------------------------------------------------------------
+
+    def _new_packing(self) -> _Packing:
+        """The prompts that wait, those expected to be short first, and what is known of them."""
+        key_of, ranker = self.length_model.key_of, self.length_model.ranker
+        predicted = ranker.predict([key_of(x.prompt) for x in self._waiting.values()])
+        expected = {
+            position: max(tokens, float(x.seen))
+            for (position, x), tokens in zip(self._waiting.items(), predicted, strict=True)
+        }
+        order = sorted(expected, key=lambda position: (expected[position], position))
+        limit = self.limit_tokens or limit_of(chain(*self._longest), self.cycle_steps)
+        if len(order) == self._wanted:  # the last step of the cycle takes all of them
+            limit = None
+        fits: dict[int, bool] = {}
+        if limit is not None:
+            fits = {p: False for p in order if self._waiting[p].seen >= limit}
+        return _Packing(order, limit, fits, choose(order, self._wanted, fits))
+
+    def _learn_fits(self, packing: _Packing) -> None:
+        """Choose by the samples that have finished."""
+        finished = self._ledger.is_finished
+        for position, tasks in packing.begun.items():
+            if position in packing.fits:
+                continue
+            ended = [task for task in tasks if finished(task.sample.id)]
+            if any(map(self._is_cut, ended)):
+                packing.fits[position] = False
+            elif len(ended) == len(tasks):
+                packing.fits[position] = True
+        packing.choice = choose(packing.order, self._wanted, packing.fits)
+
+    def _is_cut(self, task: GenerationTask) -> bool:
+        """Whether a finished sample has reached the limit without an end of its own."""
+        own = self._sampling(task.stage)
+        assert own is not None
+        assert task.sampling is not None
+        limited = task.sampling.max_new_tokens < own.max_new_tokens
+        return limited and task.sample.scalars["finish"] == "length"
+
+    def _is_sure(self, packing: _Packing, position: int) -> bool:
+        """Whether a taken prompt fits, and all its samples are there: a death may have some."""
+        finished = self._ledger.is_finished
+        fits = packing.fits.get(position, False)
+        return fits and all(finished(task.sample.id) for task in packing.begun[position])
+
+    def _put_off(self, positions: Sequence[int], limit: int | None) -> None:
+        """A response of each of these prompts was longer than `limit`."""
+        assert limit is not None or not positions
+        for position in positions:
+            waiting = self._waiting[position]
+            waiting.seen = max(waiting.seen, limit or 0)
+            waiting.attempt += self.draw_anew
+
+
+def _limited(task: GenerationTask, limit: int) -> GenerationTask:
+    """The task with at most `limit` response tokens."""
+    assert task.sampling is not None
+    sampling = replace(task.sampling, max_new_tokens=min(limit, task.sampling.max_new_tokens))
+    expected = min(float(limit), task.total)
+    return replace(task, sampling=sampling, total=expected, tokens=expected)
+
+
+def _longest(samples: Sequence[Sample]) -> list[int]:
+    """The most response tokens of each prompt."""
+    longest: dict[int, int] = {}
+    for sample in samples:
+        most = longest.get(sample.id.prompt, 0)
+        longest[sample.id.prompt] = max(most, sample.response_tokens)
+    return list(longest.values())
+
+
+def check_packed(graph: Graph) -> None:
+    """Raise `ValueError`, with what is allowed, for a recipe whose prompts cannot wait."""
+    check_generates_once(graph)
+    stages = graph.stages.values()
+    for stage in stages:
+        if isinstance(stage, TakeStage):
+            raise ValueError(
+                f"a recipe without take (stage {stage.name!r} asks for prompts as it needs them, "
+                "and packed orders those of several steps beforehand)"
+            )
+        if isinstance(stage, AnswersStage):
+            raise ValueError(
+                f"a recipe whose responses are all generated (stage {stage.name!r} has the "
+                "dataset's own, whose lengths do not make a step long)"
+            )
+    if not any(isinstance(stage, GenerateStage) for stage in stages):
+        raise ValueError("a recipe that generates")
