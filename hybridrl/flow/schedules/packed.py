@@ -76,7 +76,7 @@ class PackedSchedule(StreamingSchedule):
 
     A cycle pulls the prompts of all its steps. A step orders those that wait by their expected
     length, and takes the first that keep to the limit (`choose`). A prompt that has a longer
-    response is put off: its samples' tokens are discarded, and it begins again in a later step of
+    response is put off. Its samples' tokens are discarded, and it begins again in a later step of
     the cycle. The last step takes all that are left, without a limit. A run's last cycle is cut, so
     that it ends with the run.
 
@@ -91,8 +91,8 @@ class PackedSchedule(StreamingSchedule):
     `limit_tokens` None is `limit_of` the prompts trained in as many steps as a cycle has. The run's
     first step has no limit.
 
-    Raises `ValueError` for a recipe that generates in several stages of a step, asks for prompts as
-    it needs them (`take`), or trains on the dataset's own responses.
+    Raises `ValueError` for a recipe that generates in several stages of a step. Likewise where it
+    asks for prompts as it needs them (`take`), or trains on the dataset's own responses.
     """
 
     def __init__(
