@@ -1,8 +1,8 @@
-"""The cost of `telemetry.samples=all`: `python scripts/bench/kept_samples.py RUN`.
+"""The cost of `telemetry.samples=all`: `make bench-samples RUN=DIR`.
 
-RUN has kept its samples. The largest file of a step of the recipe is written again, as its rank has
+DIR has kept its samples. The largest file of a step of the recipe is written again, as its rank has
 written it, several times. Prints one JSON object: how long the rank waits, how long its thread
-writes (wall and CPU time), and both over the step's seconds as RUN has measured them.
+writes (wall and CPU time), and both over the step's seconds as the run has measured them.
 """
 
 import argparse
