@@ -244,7 +244,8 @@ def setting(
     drawn = (lengths or LogNormal(40, 0.9, 400)).draw(12 * steps + 24, 4, 8)
     workload = Workload(tuple(drawn), 12, steps)
     values: dict[str, Any] = {"num_instances": 2, "decode_steps": 8, "chunk_tokens": 1024}
-    return Setting(costs=costs, workload=workload, group_size=4, **{**values, **options})
+    values |= {"group_size": 4} | options
+    return Setting(costs=costs, workload=workload, **values)
 
 
 def test_serial_takes_the_sum_of_its_parts() -> None:
@@ -342,7 +343,7 @@ def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:
 def test_packed_steps_are_shorter_and_on_policy() -> None:
     """Where a decode step costs as much for few samples as for many, and groups differ."""
     costs = Costs(step_s=1.0, train_token_s=1e-6)
-    case = setting(LogNormal(40, 0.9, 600), costs, steps=12, group_size=1)
+    case = setting(LogNormal(40, 1.2, 2000), costs, steps=12, group_size=1)
     serial, packed = replay(case, SerialScheduleConfig()), replay(case, PackedScheduleConfig())
     assert packed.front_s < 0.9 * serial.front_s
     assert packed.off_policy == 0

@@ -210,18 +210,6 @@ def test_exact_match_starts_no_process() -> None:
         assert rewards.score(items) == [RewardResult(0.0, text="a"), RewardResult(1.0, text="b")]
 
 
-def test_many_small_samples_take_milliseconds() -> None:
-    with RewardPool(RewardConfig(extract="#(.*)$", timeout_s=5.0)) as rewards:
-        items = [RewardInput("word:", "#drow", "drow", {"metadata": {"word": "word"}})] * 128
-        times = []
-        for _ in range(12):
-            start = time.perf_counter()
-            assert sum(result.reward for result in rewards.score(items)) == 128
-            times.append(time.perf_counter() - start)
-    # 3 ms measured on an idle core of two; the rest is room for loaded machines.
-    assert min(times) < 0.03
-
-
 def test_validation_starts_what_the_run_would(
     function_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
