@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -345,10 +345,14 @@ def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]
 
 @pytest.fixture(scope="session")
 def make_run(train_here: Callable[..., Any], tiny_run: list[str]) -> Callable[..., Path]:
-    """`make_run(directory, *overrides)` is a run as the command line leaves it."""
+    """`make_run(directory, *overrides)` is a run as the command line leaves it.
 
-    def make(directory: Path, *overrides: str) -> Path:
-        settings = [*tiny_run, "cluster=processes", *REPLAYED, *overrides]
+    `without` are keys of `tiny_run` that its recipe does not have.
+    """
+
+    def make(directory: Path, *overrides: str, without: Sequence[str] = ()) -> Path:
+        kept = [setting for setting in tiny_run if setting.partition("=")[0] not in without]
+        settings = [*kept, "cluster=processes", *REPLAYED, *overrides]
         register()
         node = composed([*settings, f"run.dir={directory}"])
         (directory / ".hydra").mkdir(parents=True)

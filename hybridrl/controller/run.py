@@ -390,7 +390,7 @@ class Run:
             seconds = time.time() - start
             logger.info("step %d ended after %.3f s", self.step, seconds)
             if self.config.telemetry.samples is KeptSamples.all:
-                # First: a curriculum forgets the prompts of a step that is recorded.
+                # Before the step's record, with which a curriculum forgets its prompts.
                 facts = sample_facts(result, self._origin_of)
                 self.group.record_samples(self.step, phase.name, facts)
             metrics = self.records.record_step(result, seconds, self.group.texts)

@@ -93,6 +93,8 @@ class RunRecords:
         """Record a step that took so many seconds; answers with its metrics."""
         step, metrics = self.current_step(), step_metrics(result, seconds)
         metrics |= metrics_by_kind(result.dispatched, self.kinds_of)
+        # Before `observe`: a curriculum then forgets the step's prompts.
+        self.record_samples(result.dispatched, fetch_texts, result.dropped)
         metrics |= self.observe(rewards_by_prompt(result.dispatched))
         metrics |= self.judge_metrics()
         self._note_no_training(result, metrics)
@@ -109,7 +111,6 @@ class RunRecords:
             prompts=[sample.id.prompt for sample in result.dispatched],
             prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
         )
-        self.record_samples(result.dispatched, fetch_texts, result.dropped)
         return metrics
 
     def record_samples(

@@ -113,7 +113,7 @@ def test_the_recipes_formulas_run_again_on_a_batch(
 ) -> None:
     """PPO's token rewards and advantages are maps: with other settings they are others."""
     run = make_run(tmp_path / "run", "cluster.ranks=1", "recipe=ppo", "trainer.steps=2",
-                   "trainer.save_every=1", "~recipe.group_size")  # fmt: skip
+                   "trainer.save_every=1", without=["recipe.group_size"])  # fmt: skip
     batch = replay(ReplayRequest(run_dir=run, step=2, stage=ReplayStage.generate))
     train = ReplayRequest(run_dir=run, step=2, stage=ReplayStage.train)
     assert differing(replay(train)) == []
