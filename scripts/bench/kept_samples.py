@@ -2,7 +2,7 @@
 
 DIR has kept its samples. The largest file of a step of the recipe is written again, as its rank has
 written it, several times. Prints one JSON object: how long the rank waits, how long its thread
-writes (wall and CPU time), and both over the step's seconds as the run has measured them.
+writes (wall and CPU time), and both over the step's seconds, which the run has measured.
 """
 
 import argparse

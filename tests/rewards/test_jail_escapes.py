@@ -340,12 +340,10 @@ def test_the_run_directory_is_out_of_reach(kind: JailKind, tmp_path: Path) -> No
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @with_control
 def test_endless_output_is_cut(kind: JailKind, stream: str) -> None:
-    start = time.monotonic()
     program = f"import sys\nwhile True:\n    sys.{stream}.write('x' * 9999)\n"
     result = escape(program, kind)
     assert result.status == "output"
     assert len(result.stdout) <= 2 << 16
-    assert time.monotonic() - start < LIMITS.seconds
 
 
 # 12. sleeping past the limit

