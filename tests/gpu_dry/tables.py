@@ -19,6 +19,7 @@ NOT_RUN = (
     "a profile of a GPU needs one",
     "a dry run joins without a worker, and calls it itself",
     "doctor measures a device, and a fake one has no times",
+    "ranks and the doctor measure a device, and a fake one has no times",
     "needs torchao, which is not installed here: make test-adamw8bit runs it on a CPU",
     "vLLM is not installed, and its GPU build needs a GPU to start",
 )
