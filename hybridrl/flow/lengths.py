@@ -16,6 +16,8 @@ import numpy as np
 
 from hybridrl.config import Ranker
 
+_TELLING = 1.1  # the longest prediction over the shortest: below, they are as good as equal
+
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
@@ -274,6 +276,16 @@ class LengthModel:
     key_of: Callable[[Any], PromptKey]
     ranker: LengthRanker = field(default_factory=RunningRanker)
     forecast: Forecast = field(default_factory=Forecast)
+
+
+def leveled(predicted: Sequence[float]) -> list[float]:
+    """The predictions, or their mean for each where they differ too little to tell what is longer.
+
+    Dealt in the order of such differences, samples would be shuffled.
+    """
+    if not predicted or max(predicted) > _TELLING * min(predicted):
+        return list(predicted)
+    return [sum(predicted) / len(predicted)] * len(predicted)
 
 
 def dispatch(

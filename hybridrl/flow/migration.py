@@ -35,6 +35,7 @@ def best_migration_plan(
     max_held: int,
     prompt_tokens: float = 0.0,
     threshold: int | None = None,
+    wait_s: float = 0.0,
 ) -> MigrationPlan:
     """When and how densely the tail migrates, so that generation and inference end soonest.
 
@@ -57,7 +58,7 @@ def best_migration_plan(
         least, blocks = np.inf, [np.array([min(threshold, len(lengths) - 1)])]
     for tried in blocks:
         pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        seconds = expected_seconds(lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens)
+        seconds = expected_seconds(lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens, wait_s)
         first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
         if seconds[first] < least:
             best = MigrationPlan(*pairs[first].tolist())
@@ -98,11 +99,13 @@ def expected_seconds(
     thresholds: Sequence[int] | np.ndarray,
     caps: Sequence[int] | np.ndarray,
     prompt_tokens: float = 0.0,
+    wait_s: float = 0.0,
 ) -> np.ndarray:
     """Seconds of generation and inference together, for each threshold and its cap.
 
     `lengths` are response tokens, `prompt_tokens` those of a prompt on average; inference is all
-    forward-only stages together, per token. Thresholds are below the number of samples.
+    forward-only stages together, per token. Thresholds are below the number of samples. A sample
+    that moves waits `wait_s` for the end of its keeper's call.
 
     The model: samples are spread evenly over the instances and all decode from the start. When n
     are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
@@ -135,7 +138,7 @@ def expected_seconds(
             costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[span])
         )
         if span.start:
-            moving = _moving(tried, keepers, tokens, num_instances, costs)
+            moving = _moving(tried, keepers, tokens, num_instances, costs, wait_s)
             seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
         capacity = seconds * (num_instances - np.minimum(on, alive[span]))
         work = inference_s_per_token * (done[span] + prompt_tokens)
@@ -163,10 +166,15 @@ def _intervals(
 
 
 def _moving(
-    tried: np.ndarray, keepers: np.ndarray, tokens: np.ndarray, num_instances: int, costs: Costs
+    tried: np.ndarray,
+    keepers: np.ndarray,
+    tokens: np.ndarray,
+    num_instances: int,
+    costs: Costs,
+    wait_s: float,
 ) -> np.ndarray:
-    """Seconds that a keeper waits for the samples that it is sent, at each threshold."""
+    """Seconds that samples wait, at each threshold: for their keeper, and it for them."""
     moved = np.maximum(0.0, tried - keepers * np.maximum(1.0, tried / num_instances))
     by_kv = costs.kv_call_s + costs.kv_token_s * tokens
     each = np.minimum(by_kv, costs.prefill_token_s * tokens)
-    return np.where(moved > 0, costs.call_s + moved / keepers * each, 0.0)
+    return np.where(moved > 0, wait_s + costs.call_s + moved / keepers * each, 0.0)

@@ -178,8 +178,11 @@ def lower_bound(setting: Setting) -> float:
     return fmean(bounds)
 
 
-def replay(setting: Setting, config: ScheduleConfig) -> Outcome:
-    """Run the schedule with the settings `config` over the workload."""
+def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
+    """Run the schedule with the settings `config` over the workload.
+
+    The mean step is that after the first `skip`, if there are more.
+    """
     executor = SimulatedExecutor(
         setting.costs,
         setting.num_instances,
@@ -196,7 +199,7 @@ def replay(setting: Setting, config: ScheduleConfig) -> Outcome:
         executor.slices.clear()
         result = schedule.run_step(step)
         steps.append(_measure(setting, executor, result, executor.clock.now() - start))
-    steady = steps[1:] or steps
+    steady = steps[skip:] or steps
     chosen = None
     if config.entry.migrates_tail:
         chosen = config.fixed_threshold

@@ -17,6 +17,7 @@ from hybridrl.flow.lengths import (
     PromptKey,
     RunningRanker,
     dispatch,
+    leveled,
 )
 
 RANKERS: list[Callable[[], LengthRanker]] = [RunningRanker, LearnedRanker]
@@ -197,6 +198,14 @@ def test_the_fullest_instance_is_within_graham_s_bound(
         for where in product(range(num_instances), repeat=len(tokens))
     )
     assert fullest <= (4 / 3 - 1 / (3 * num_instances)) * least + 1e-9
+
+
+def test_small_differences_between_predictions_are_none() -> None:
+    """Dealt by them, samples would be shuffled: where nothing is known, it is as `serial` deals."""
+    assert leveled([102.0, 98.0, 100.0]) == [100.0, 100.0, 100.0]
+    assert leveled([102.0, 98.0, 130.0]) == [102.0, 98.0, 130.0]
+    assert leveled([]) == []
+    assert dispatch(leveled([101.0, 103.0, 102.0, 104.0]), 2, 4) == ([[0, 2], [1, 3]], [])
 
 
 def test_ties_go_by_index_and_loads_count() -> None:

@@ -99,6 +99,7 @@ class FusedSchedule(StreamingSchedule):
             inference,
             self.limits.max_held,
             sum(prompts) / max(1, len(prompts)),
+            wait_s=self.limits.steps(costs, 1, self.settings.decode_steps) * costs.step_s / 2,
         )
         self._metrics["samples/migration_threshold"] = float(plan.threshold)
         return plan

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridrl.config import Migration
+from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     Advanced,
     Command,
@@ -23,13 +24,15 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, SourceStage
 from hybridrl.flow.ledger import SampleStatus
-from hybridrl.flow.lengths import dispatch
+from hybridrl.flow.lengths import dispatch, leveled
 from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn, next_events
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 
 logger = logging.getLogger(__name__)
+
+_CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end sooner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,14 @@ class RoundLimits:
     call_s: float = 0.25
     migration: Migration = Migration.auto
     stale_kv: bool = False
+
+    def steps(self, costs: Costs, rows: float, most: int) -> int:
+        """Decode steps, at most `most`, of a call after which something may begin.
+
+        Longer than `call_s` where calls would cost more than a fiftieth of the decoding.
+        """
+        call_s = max(self.call_s, (costs.call_s + costs.round_trip_s) / _CALL_SHARE)
+        return max(1, min(most, round(call_s / max(costs.decode(rows, 1), 1e-9))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +183,7 @@ class GenerationRound:
         self._queue = []
         for whole in (units, None):  # a group that does not fit as a whole is dealt one by one
             units = whole or [[id] for unit in units for id in unit]
-            tokens = [sum(self._tasks[id].tokens for id in unit) for unit in units]
+            tokens = leveled([sum(self._tasks[id].tokens for id in unit) for unit in units])
             loads = [sum(self._tasks[id].tokens for id in self._held[i]) for i in able]
             room = [max(0, self.limits.max_held - len(self._held[i])) for i in able]
             dealt, left = dispatch(tokens, len(able), room, loads, [len(unit) for unit in units])
@@ -354,12 +365,20 @@ class GenerationRound:
         self.executor.advance(instance, commands, 1 if stops else self._steps(instance))
 
     def _steps(self, instance: int) -> int:
-        """Decode steps of the next call."""
+        """Decode steps of the next call: as many as allowed where nothing waits for its end."""
         costs = self.meter.costs()
-        if self._equal_rounds or costs is None:
+        if self._equal_rounds or costs is None or not self._end_is_awaited(instance):
             return self.decode_steps
-        step_s = costs.decode(len(self._held[instance]), 1)
-        return max(1, min(self.decode_steps, round(self.limits.call_s / max(step_s, 1e-9))))
+        return self.limits.steps(costs, len(self._held[instance]), self.decode_steps)
+
+    def _end_is_awaited(self, instance: int) -> bool:
+        """Whether something can begin once it is known that one of several samples has ended.
+
+        A call ends with its last sample in any case. A tail of one sample is never migrated.
+        """
+        migrates = self.migration_plan.threshold > 1 and not self._keepers
+        several = len(self._held[instance]) > 1
+        return migrates or bool(self._queue) or (several and self.stages.wait_for_samples)
 
     # -- migration -----------------------------------------------------------------------------
 

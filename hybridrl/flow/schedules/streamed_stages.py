@@ -62,6 +62,11 @@ class StreamedStages:
         """Whether some sample waits for an instance or a pool."""
         return any(self._spare.values()) or any(self._pooled.values())
 
+    @property
+    def wait_for_samples(self) -> bool:
+        """Whether some stage has time while samples are made, beyond that of the samples' ranks."""
+        return any(self.executor.scope(stage) is not Scope.RANK for stage in self.tracker.computes)
+
     def stamp(self, stage: Stage) -> None:
         """A stage, one that makes samples too, begins or ends now."""
         self._times.setdefault(stage.name, []).append(self.executor.clock.now())
@@ -178,7 +183,7 @@ class StreamedStages:
         costs = self.meter.costs()
         if costs is not None and (per_token := costs.token_s.get(stage.name)):
             call_s = costs.stage_call_s.get(stage.name, 0.0) + costs.round_trip_s
-            least = min(least, 10 * call_s / per_token)
+            least = min(self.chunk_tokens, 10 * call_s / per_token)
         wanted = max(least, min(self.chunk_tokens, share))
         chosen: list[Sample] = []
         for sample in sorted(able, key=lambda s: (not self.is_on(s, instance), -s.tokens, s.id)):
