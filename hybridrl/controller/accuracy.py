@@ -5,9 +5,12 @@ Pure functions. A prompt's responses count as equally likely draws, in any order
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
 from math import comb
 
 import numpy as np
+import numpy.typing as npt
 
 _RESAMPLES = 1000
 _SUBSETS = 1000
@@ -57,21 +60,27 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def maj_at_k(right: Sequence[bool], answers: Sequence[str], k: int) -> float:
     """The chance that the most frequent answer of k samples is right (arXiv 2203.11171).
 
-    Where answers are equally frequent each has the same chance. Estimated from a thousand draws of
-    k samples, with a fixed seed. With k = n it is exact.
+    Where answers are equally frequent each has the same chance. Exact where there are at most a
+    thousand choices of k samples; else estimated from a thousand draws, with a fixed seed.
     """
     n = len(right)
     distinct = list(dict.fromkeys(answers))
     is_answer = np.array([[answer == other for other in distinct] for answer in answers], float)
     share_right = is_answer.T @ np.array(right, float) / is_answer.sum(0)
-    if k == n:
-        drawn = np.ones((1, n))
-    else:
-        order = np.random.default_rng(0).random((_SUBSETS, n)).argsort(1)
-        drawn = (order < k).astype(float)
-    votes = drawn @ is_answer
+    votes = _subsets(n, k) @ is_answer
     most = votes == votes.max(1, keepdims=True)
     return float(np.mean(most @ share_right / most.sum(1)))
+
+
+@cache
+def _subsets(n: int, k: int) -> npt.NDArray[np.float64]:
+    """Choices of k of n samples, [choices, n], 1 where chosen: all, or a thousand random ones."""
+    if comb(n, k) > _SUBSETS:
+        order = np.random.default_rng(0).random((_SUBSETS, n)).argsort(1)
+        return (order < k).astype(float)
+    return np.array(
+        [np.bincount(chosen, minlength=n) for chosen in combinations(range(n), k)], float
+    )
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
