@@ -39,11 +39,7 @@ class _History:
 
     def __init__(self, run: RunData) -> None:
         self.run = run
-        self.rows = [
-            row
-            for key, row in run.metrics.items()
-            if key.phase == "rl" and row.keys() & {"step_s", "loss"}
-        ]
+        self.rows = run.steps("rl")
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -99,11 +99,8 @@ def headline(run: RunData) -> dict[str, Any] | None:
 def tiles(run: RunData) -> list[dict[str, Any]]:
     """The few numbers at the top, besides accuracy and duration; problems if there were any."""
     out: list[dict[str, Any]] = []
-    trained = {
-        phase: sum(key.phase == phase and "loss" in row for key, row in run.metrics.items())
-        for phase in run.offsets
-    }
-    steps = {phase: count for phase, count in trained.items() if count}
+    counted = {phase: len(run.steps(phase)) for phase in run.offsets}
+    steps = {phase: count for phase, count in counted.items() if count}
     if steps:
         note = ", ".join(f"{p.replace('_', ' ')} {n:,}" for p, n in steps.items())
         out.append({"label": "Steps", "text": f"{sum(steps.values()):,}", "note": note})

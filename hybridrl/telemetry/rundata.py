@@ -82,6 +82,17 @@ class RunData:
         phase, step = str(record.get("phase") or "rl"), _step(record)
         return StepKey(self.offsets.get(phase, 0) + step, phase, step)
 
+    def steps(self, phase: str) -> list[dict[str, Any]]:
+        """The metrics of each step of a phase, in order; those of evaluations alone are no step.
+
+        A step whose samples were all left out has no loss.
+        """
+        return [
+            row
+            for key, row in self.metrics.items()
+            if key.phase == phase and row.keys() & {"step_s", "loss"}
+        ]
+
     def series(self, name: str) -> list[tuple[StepKey, float | None]]:
         """A metric over the steps that have it; None where it was not finite."""
         return [

@@ -1,7 +1,7 @@
-"""The figure of memory: what counts as in use, which ranks, which points."""
+"""The figure of memory: what counts as in use, which ranks, which points. The number of steps."""
 
-from hybridrl.telemetry.figures import memory
-from hybridrl.telemetry.rundata import RunData
+from hybridrl.telemetry.figures import memory, tiles
+from hybridrl.telemetry.rundata import RunData, StepKey
 from hybridrl.telemetry.trace import Counter
 
 
@@ -43,3 +43,10 @@ def test_a_long_curve_keeps_its_peaks() -> None:
     assert sum(y == 90 for _, y in kept) == 100
     assert sum(y == 10 for _, y in kept) >= 499
     assert kept[-1][0] == 19_999
+
+
+def test_a_step_without_an_update_counts_and_an_evaluation_does_not() -> None:
+    rows = [{"eval_accuracy": 0.1}, {"step_s": 1.0, "loss": 0.5}, {"step_s": 1.0, "filtered": 8.0}]
+    of_step = {StepKey(step, "rl", step): row for step, row in enumerate(rows)}
+    steps = tiles(RunData(name="run", directory="run", metrics=of_step, offsets={"rl": 0}))[0]
+    assert (steps["label"], steps["text"], steps["note"]) == ("Steps", "2", "rl 2")
