@@ -1,6 +1,7 @@
 """How far tensors of two replays are apart: of their batches, and of the weights after a step."""
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,5 +113,7 @@ def _parameters(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 def _weights(folder: Path, name: str, stored: TensorStorageMetadata) -> torch.Tensor:
     state = {_MODEL + name: torch.empty(stored.size, dtype=stored.properties.dtype)}
-    state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as wanted
+        state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     return state[_MODEL + name]
