@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from hybridrl.config import VALUE_MODELS, ClusterKind, Config, ConfigError
 from hybridrl.system import signals
 from hybridrl.telemetry.log import command_log
+from hybridrl.telemetry.records import plain
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
@@ -197,7 +198,7 @@ def _job(action: str, config: Any, *more: Any) -> None:
     except KeyboardInterrupt as stopped:
         again = config if signals.time_is_up() else None
         _fail(f"{str(stopped) or 'interrupted'}; {where}", signals.exit_code(), again)
-    print(json.dumps({**result, "seconds": round(time.time() - started, 1)}), flush=True)
+    _print_json({**result, "seconds": round(time.time() - started, 1)})
 
 
 def _plan(args: list[str]) -> None:
@@ -219,7 +220,7 @@ def _plan(args: list[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(120, console.width)  # without a terminal it takes 80
     console.print(table)
-    print(json.dumps(plan.record()), flush=True)
+    _print_json(plan.record())
 
 
 def _plan_schedule(args: list[str]) -> None:
@@ -246,7 +247,7 @@ def _plan_schedule(args: list[str]) -> None:
     console.print(table)
     for remark in remarks:
         console.print(remark)
-    print(json.dumps(record), flush=True)
+    _print_json(record)
 
 
 def _report(args: list[str]) -> None:
@@ -310,7 +311,7 @@ def _compare(args: list[str]) -> None:
         page = compare.render(groups, options.out)
     except OSError as error:
         raise ConfigError("--out", options.out, f"a file to write ({error.strerror})") from None
-    print(json.dumps({"page": str(page), "groups": compare.record(groups)}), flush=True)
+    _print_json({"page": str(page), "groups": compare.record(groups)})
 
 
 def _inspect(command: str, args: list[str]) -> None:
@@ -334,7 +335,7 @@ def _inspect(command: str, args: list[str]) -> None:
     for line in result.lines:
         console.print(line)
     console.print(table)
-    print(json.dumps(result.record), flush=True)
+    _print_json(result.record)
     sys.exit(0 if result.equal else 1)
 
 
@@ -368,7 +369,7 @@ def _doctor(args: list[str]) -> None:
     with command_log(config.log.level), Console(stderr=True).status("looking around"):
         report = command.examine(config, command.existing(run_dir))
     if "--json" in args:
-        print(json.dumps(report.record()))
+        _print_json(report.record())
     else:
         console = Console(highlight=False, soft_wrap=True)
         console.width = max(120, console.width)  # without a terminal it takes 80
@@ -418,8 +419,14 @@ def _job_command(command: str, args: list[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _print_json(record: Any) -> None:
+    """The last line of a command: strict JSON, so numbers that are not finite are texts."""
+    print(json.dumps(plain(record), allow_nan=False), flush=True)
+
+
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError("arguments", " ".join(sys.argv[1:]), message)
+    allowed = message.removeprefix("the following arguments are required: ")
+    raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 
 
 def _fail(message: str, code: int, again: Config | None = None) -> NoReturn:

@@ -69,13 +69,17 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_replay_prints_is_no_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Responses and settings may have brackets. And a spent budget is one line, as in a run."""
+    """Responses and settings may have brackets. And a spent budget is one line, as in a run.
+
+    The last line is strict JSON, which knows no infinity.
+    """
     from hybridrl.controller import replay_commands
     from hybridrl.rewards.endpoint import BudgetSpent
 
     rows = [["stage", "value"], ["generate", "sample 0.0: [a-z]+ and [/INST]"]]
     lines = ["setting rollout.stop: [[bold]] and [a,b]"]
-    printed = replay_commands.Inspection(lines, rows, {"equal": True}, equal=True)
+    record = {"equal": True, "difference": float("inf")}
+    printed = replay_commands.Inspection(lines, rows, record, equal=True)
     monkeypatch.setattr(replay_commands, "blame", lambda args: printed)
     with pytest.raises(SystemExit) as ended:
         cli._inspect("blame", [])
@@ -83,6 +87,7 @@ def test_what_replay_prints_is_no_markup(
     out = capsys.readouterr().out
     assert lines[0] in out
     assert rows[1][1] in out
+    assert json.loads(out.splitlines()[-1]) == {"equal": True, "difference": "Infinity"}
 
     def spent(args: list[str]) -> None:
         raise BudgetSpent("budget=3: all of these requests are spent")
@@ -169,6 +174,10 @@ WRONG = [
     (
         "data=jsonl data.sources.main.name=data.jsonl data.sources.main.prompt_column=q",
         "data.sources.main.prompt_column=q: wanted one of answer, prompt",
+    ),
+    (
+        "data=jsonl data.sources.main.name=data.jsonl data.sources.main.answer_column=a",
+        "data.sources.main.answer_column=a: wanted one of answer, prompt, or null where no judge",
     ),
     ("data=reasoning_gym data.sources.main.name=x", "data.sources.main.name=x: wanted one of "),
     ("data.max_prompt_tokens=2", "data.max_prompt_tokens=2: wanted "),

@@ -117,7 +117,10 @@ def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterat
             if name is None:
                 continue
             if name not in row:
-                raise ConfigError(f"{key}.{column}", name, sorted(row))
+                allowed = "one of " + ", ".join(sorted(row))
+                if column == "answer_column":
+                    allowed += ", or null where no judge reads one"
+                raise ConfigError(f"{key}.{column}", name, allowed)
             if row[name] is None and column != "tools_column":
                 allowed = f"a column with a value in every row (row {number} has none)"
                 raise ConfigError(f"{key}.{column}", name, allowed)
