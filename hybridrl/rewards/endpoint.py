@@ -37,6 +37,7 @@ PROBE_S = 10.0
 PASSING = frozenset({408, 409, 425, 429})
 """Statuses of HTTP below 500 after which a request is worth a retry."""
 REFUSING = frozenset({401, 403})
+NOT_THERE = 404
 SHOWN = 200
 """Characters of a reply in a message."""
 
@@ -79,22 +80,35 @@ class Endpoint:
     async def probe(self) -> None:
         """Raise ConfigError where nothing answers, or the key is refused; asks for no score."""
         base = str(self.settings.url)
-        url = f"{base.rstrip('/')}/models" if self._is_chat else base
-        timeout = aiohttp.ClientTimeout(total=PROBE_S)
-        try:
-            async with self._opened().get(
-                url, headers=self._headers(), proxy=self._proxy, timeout=timeout
-            ) as response:
-                status = response.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            reason = self._clean(str(error) or f"nothing within {PROBE_S:g} s")
-            raise ConfigError(
-                "reward.endpoint.url", base, f"an endpoint that answers ({reason})"
-            ) from None
+        status = await self._probe("GET", f"{base.rstrip('/')}/models" if self._is_chat else base)
+        # Not every API has a list of models. An empty request is none that costs.
+        if status == NOT_THERE and await self._probe("POST", self.url) == NOT_THERE:
+            such_as = ", such as http://HOST:8000/v1" if self._is_chat else ""
+            allowed = f"the address of a judge{such_as} ({self.url} is HTTP {NOT_THERE})"
+            raise ConfigError("reward.endpoint.url", base, allowed)
         if status in REFUSING:
             name = self.settings.key_env
             allowed = f"a variable with a key that {base} accepts (it answers HTTP {status})"
             raise ConfigError("reward.endpoint.key_env", name or "null", allowed)
+
+    async def _probe(self, method: str, url: str) -> int:
+        """The status of a request without content; raises ConfigError where nothing answers."""
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        content: dict[str, Any] | None = {} if method == "POST" else None
+        try:
+            async with self._opened().request(
+                method,
+                url,
+                headers=self._headers(),
+                proxy=self._proxy,
+                timeout=timeout,
+                json=content,
+            ) as response:
+                return response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            reason = self._clean(str(error) or f"nothing within {PROBE_S:g} s")
+            allowed = f"an endpoint that answers ({reason})"
+            raise ConfigError("reward.endpoint.url", str(self.settings.url), allowed) from None
 
     async def close(self) -> None:
         """Close its connections and its file."""

@@ -30,7 +30,7 @@ def config_of(stub: Any, kind: str = "chat", call: str = "sample", **settings: A
         settings = {"template": "{response}", "score_range": [0.0, 10.0], **settings}
     settings = {"backoff_s": 0.01, "model": "stub", **settings}
     url = stub.url if kind == "chat" else stub.url.replace("/v1", "/score")
-    endpoint = EndpointConfig(url=url, **settings)
+    endpoint = EndpointConfig(**{"url": url, **settings})
     kinds = {"kind": RewardKind(kind), "call": RewardCall(call)}
     config = RewardConfig(**kinds, **outer, endpoint=endpoint)
     config.check("reward")
@@ -348,6 +348,11 @@ def test_an_endpoint_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> N
             ConfigError, match=r"^cost\.endpoint\.key_env=NO_KEY: wanted a variable"
         ):
             validate_reward(config_of(stub, key_env="NO_KEY"), role="cost")
+        wrong = f"http://127.0.0.1:{stub.port}"
+        for kind, at in (("chat", f"{wrong}/chat/completions"), ("http", f"{wrong}/none")):
+            config = config_of(stub, kind, url=wrong if kind == "chat" else f"{wrong}/none")
+            with pytest.raises(ConfigError, match=rf"^reward\.endpoint\.url=.* \({at} is HTTP 404"):
+                asyncio.run(probed(config))
         assert not stub.asked
     with pytest.raises(
         ConfigError, match=r"^reward\.endpoint\.url=http://127.*wanted an endpoint t"
