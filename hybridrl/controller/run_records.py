@@ -52,7 +52,7 @@ class RunRecords:
         self.current_step, self.kinds_of, self.origin_of = current_step, kinds_of, origin_of
         self.observe = observe
         self.judge_metrics = judge_metrics
-        self._noted_no_training = False
+        self._noted_no_training = self._noted_no_rewards = False
 
     # -- callbacks -----------------------------------------------------------------------------
 
@@ -98,6 +98,7 @@ class RunRecords:
         metrics |= self.observe(rewards_by_prompt(result.dispatched))
         metrics |= self.judge_metrics()
         self._note_no_training(result, metrics)
+        self._note_no_rewards(result.dispatched)
         end = 0.0
         for span in sorted(result.spans, key=lambda span: span.start):
             # A lane's slices must not overlap, and a schedule's stages may.
@@ -145,6 +146,19 @@ class RunRecords:
         self.telemetry.note(
             f"step {step}: nothing to train on, {metrics['filtered']:g} samples left out;"
             " where the rewards of a prompt's samples are all alike, there is nothing to learn",
+            step=step,
+        )
+
+    def _note_no_rewards(self, samples: Sequence[Sample]) -> None:
+        """Say it, the first time, where the judge has failed with every sample of a step."""
+        statuses = [sample.scalars.get("reward_status") for sample in samples]
+        failed = [str(s) for s in statuses if str(s).startswith(("error", "timeout"))]
+        if self._noted_no_rewards or not failed or len(failed) < len(samples):
+            return
+        self._noted_no_rewards = True
+        step = self.current_step()
+        self.telemetry.note(
+            f"step {step}: no sample has a reward, and all count as 0; the first: {failed[0]}",
             step=step,
         )
 

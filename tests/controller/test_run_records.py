@@ -140,6 +140,28 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
     ]
 
 
+def test_a_judge_that_fails_always_is_said_once(tmp_path: Path) -> None:
+    def judged(*statuses: str) -> StepResult:
+        samples = []
+        for k, status in enumerate(statuses):
+            samples.append(Sample(id=SampleId(4, k=k), rank=0))
+            samples[-1].scalars.update(reward=0.0, reward_status=status)
+        return StepResult(1, (), tuple(samples), {}, {"update/loss": 0.1}, ())
+
+    with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
+        records = RunRecords(
+            telemetry,
+            0,
+            current_step=lambda: 1,
+            kinds_of=lambda position: (),
+            origin_of=lambda position: ("sums", ""),
+        )
+        for statuses in (("ok", "error: a"), ("error: HTTP 404", "timeout: b"), ("error: c",)):
+            records.record_step(judged(*statuses), 1.0, lambda by_rank: {})
+    (note,) = [line for line in read_lines(tmp_path / "events.jsonl") if line["kind"] == "note"]
+    assert note["text"].endswith("and all count as 0; the first: error: HTTP 404")
+
+
 def test_every_reason_to_drop_has_a_metric() -> None:
     """But for a run's end, which is an event, and a failed step, which has no metrics."""
     reasons = [r for r in DropReason if r not in (DropReason.RUN_ENDED, DropReason.STEP_FAILED)]
