@@ -176,6 +176,11 @@ WRONG = [
         "data.sources.main.prompt_column=q: wanted one of answer, prompt",
     ),
     (
+        "data.sources.spell.task_column=metadata.level",
+        "data.sources.spell.task_column=metadata.level: wanted a column of the rows, a field of one"
+        " after a dot (columns: answer, metadata, question)",
+    ),
+    (
         "data=jsonl data.sources.main.name=data.jsonl data.sources.main.answer_column=a",
         "data.sources.main.answer_column=a: wanted one of answer, prompt, or null where no judge",
     ),

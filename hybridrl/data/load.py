@@ -76,6 +76,7 @@ def load_data(
     held_out: list[Item] = []
     for name in config.sources:
         items = collector.collect(name, eval_sizes[name], sizes.get(name))
+        _check_task_column(config, name, items)
         held_out += items[: eval_sizes[name]]
         train += items[eval_sizes[name] :]
     _warn_of_unknown_characters(train, tokenizer)
@@ -136,6 +137,15 @@ def task_of(config: DataConfig, item: Item) -> str:
     for name in column.split("."):
         task = task.get(name, "") if isinstance(task, Mapping) else ""
     return str(task)
+
+
+def _check_task_column(config: DataConfig, name: str, items: Sequence[Item]) -> None:
+    """Raise ConfigError where no row of a source has its `task_column`."""
+    column = config.sources[name].task_column
+    if column and items and not any(task_of(config, item) for item in items):
+        columns = ", ".join(sorted(map(str, items[0].item)))
+        allowed = f"a column of the rows, a field of one after a dot (columns: {columns})"
+        raise ConfigError(f"data.sources.{name}.task_column", column, allowed)
 
 
 class _Collector:
