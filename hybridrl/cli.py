@@ -327,7 +327,7 @@ def _inspect(command: str, args: list[str]) -> None:
         _fail(str(error), 1)
     table = Table(box=None, pad_edge=False, header_style="")
     for name in result.rows[0] if result.rows else ():
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "compared")  # which may be long; names stay whole
     for row in result.rows[1:]:
         table.add_row(*row)
     console = Console(highlight=False, soft_wrap=True, markup=False)  # texts may have brackets

@@ -76,7 +76,7 @@ def test_what_replay_prints_is_no_markup(
     from hybridrl.controller import replay_commands
     from hybridrl.rewards.endpoint import BudgetSpent
 
-    rows = [["stage", "value"], ["generate", "sample 0.0: [a-z]+ and [/INST]"]]
+    rows = [["stage", "compared"], ["group_relative", f"sample 0.0: [a-z]+ and [/INST]{' x' * 99}"]]
     lines = ["setting rollout.stop: [[bold]] and [a,b]"]
     record = {"equal": True, "difference": float("inf")}
     printed = replay_commands.Inspection(lines, rows, record, equal=True)
@@ -86,7 +86,8 @@ def test_what_replay_prints_is_no_markup(
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert lines[0] in out
-    assert rows[1][1] in out
+    assert "group_relative  sample 0.0: [a-z]+ and [/INST]" in out
+    assert out.count(" x") == 99
     assert json.loads(out.splitlines()[-1]) == {"equal": True, "difference": "Infinity"}
 
     def spent(args: list[str]) -> None:
