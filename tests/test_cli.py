@@ -155,6 +155,8 @@ WRONG = [
     ("data=jsonl data.sources.main.name=bytes.jsonl", "data.sources.main.name=bytes.jsonl: wanted"),
     ("schedule=none", "schedule=none: wanted one of fused, packed, partial, serial"),
     ("trainer.steps=1,2", "trainer.steps=1,2: wanted one value, a list [a,b], or -m"),
+    ("-m trainer.optim.lr=1e-4,-1", "trainer.optim.lr=-1.0: wanted above 0"),
+    ("-m trainer.optim.lr=1e-4,abc run.seed=1,2", "trainer.optim.lr=abc: wanted a number"),
     ("trainer.steps", "trainer.steps=: wanted key=value"),
     ("trainer.steps=[1", "trainer.steps=[1: wanted key=value, quoted as Hydra wants it"),
     ("--nothing", "option=--nothing: wanted key=value, or an option"),

@@ -79,12 +79,16 @@ def check_command_line(args: Sequence[str]) -> Config | None:
     """Raise `ConfigError` for the first error in the arguments of `hybridrl train`.
 
     Runs before Hydra's entry, whose messages take a screen. Arguments that only ask for information
-    (`--help`) pass. Returns the config of `check`, or None where nothing will run.
+    (`--help`) pass. Of a sweep each run is composed. Returns the config of `check`, or None where
+    nothing will run.
     """
     options = parse_arguments(args)
     if options.help or options.hydra_help or options.info or options.shell_completion:
         return None
     config = check(options.overrides, options.config_dir, sweep=options.multirun)
+    if options.multirun:  # a later run's error would come hours after the start
+        for overrides in choices(options.overrides):
+            check(overrides, options.config_dir)
     return None if options.cfg else config
 
 

@@ -134,4 +134,5 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError("arguments", " ".join(sys.argv[1:]), message)
+    allowed = message.removeprefix("the following arguments are required: ")
+    raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
