@@ -39,6 +39,17 @@ def token_weights(
     return weights.float().repeat_interleave(counts)
 
 
+def factor_of_totals(normalize: str, num_tokens: int, num_sequences: int, max_tokens: int) -> float:
+    """The factor between the weights of these totals and those of totals 1.
+
+    It is the same for every token, so it may be applied to a sum over tokens, where the totals are
+    known last. So it is with the normalizations of this file (`Loss.totals_are_factor`).
+    """
+    assert normalize in NORMALIZATIONS, f"{normalize}: totals may be more than a factor"
+    known = token_weights([1], normalize, num_tokens, num_sequences, max_tokens)
+    return float(known.double() / token_weights([1], normalize, 1, 1, 1).double())
+
+
 def token(
     counts: torch.Tensor, num_tokens: int, num_sequences: int, max_tokens: int
 ) -> torch.Tensor:
