@@ -148,8 +148,19 @@ def schedule_of(
     )
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gspo"])
-def test_recipes_train_on_what_serial_trains_on(virtual_executor: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("grpo", {}),
+        ("grpo", {"old_log_probs": "trainer"}),  # passes with the generation weights
+        ("grpo", {"kl_coef": 0.1}),
+        ("rloo", {}),
+        ("gspo", {}),
+    ],
+)
+def test_recipes_train_on_what_serial_trains_on(
+    virtual_executor: Any, name: str, keys: dict[str, Any]
+) -> None:
     """Three steps with random latencies; every sample counts once, with the same fields."""
     num_early = 0
     for seed in range(12):
@@ -159,7 +170,7 @@ def test_recipes_train_on_what_serial_trains_on(virtual_executor: Any, name: str
             executor = virtual_executor(
                 3, seed, lambda id, lengths=lengths: lengths[(3 * id.prompt + id.k) % 50]
             )
-            graph = graph_of(name, group_size=2)
+            graph = graph_of(name, group_size=2, **keys)
             schedule = schedule_of(executor, graph, early, 6)
             results = [schedule.run_step(step) for step in range(3)]
             seen.append((executor.updates, [[s.id for s in r.samples] for r in results]))
@@ -167,7 +178,7 @@ def test_recipes_train_on_what_serial_trains_on(virtual_executor: Any, name: str
             assert counted == executor.num_early
         num_early += executor.num_early
         assert seen[0] == seen[1]
-    assert num_early > 20
+    assert num_early > 10
 
 
 def two_of_three(virtual_executor: Any, **limits: Any) -> tuple[Any, Any]:

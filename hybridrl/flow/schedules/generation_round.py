@@ -34,6 +34,7 @@ from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 
 logger = logging.getLogger(__name__)
 
+_NONE_DECODES = "every generation instance that still decodes has died; the others train"
 _CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end sooner
 
 
@@ -181,7 +182,7 @@ class GenerationRound:
         if self.early is not None:
             able = [instance for instance in able if instance not in self.early.training]
             if self._queue and not able and not self._leaving:
-                raise RuntimeError("every generation instance that still decodes has died")
+                raise RuntimeError(_NONE_DECODES)
         room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
         if not self._queue or not any(room):
             return
@@ -239,6 +240,8 @@ class GenerationRound:
             if self.early is not None:
                 self.early.add(touched)
             self._use_spare()
+        if self.stages.waiting and self.early is not None and self.early.training:
+            raise RuntimeError(_NONE_DECODES)  # for its generation weights
         assert not self.stages.waiting, "forward passes still wait"
         logger.debug(
             "the round ended: %d samples migrated, %d restarted",
