@@ -46,8 +46,9 @@ def factor_of_totals(normalize: str, num_tokens: int, num_sequences: int, max_to
     known last. So it is with the normalizations of this file (`Loss.totals_are_factor`).
     """
     assert normalize in NORMALIZATIONS, f"{normalize}: totals may be more than a factor"
-    known = token_weights([1], normalize, num_tokens, num_sequences, max_tokens)
-    return float(known.double() / token_weights([1], normalize, 1, 1, 1).double())
+    per_sequence, one = resolve(NORMALIZATIONS, "recipe.normalize", normalize), torch.ones(1)
+    known = per_sequence(one, num_tokens, num_sequences, max_tokens)
+    return float(known / per_sequence(one, 1, 1, 1))
 
 
 def token(

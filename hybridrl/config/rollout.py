@@ -45,7 +45,7 @@ class EngineFeatures:
     takes_share: bool = False
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
     sleeps_alone: bool = False
-    """Whether an instance can give its memory up while others generate."""
+    """Whether an instance may give its memory up while others generate: tested of this engine."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 

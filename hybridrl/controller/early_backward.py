@@ -28,7 +28,7 @@ def _obstacle(config: Config, model_path: str) -> str | None:
         return "deterministic=strict sums gradients in the order of schedule=serial"
     if not config.rollout.features.sleeps_alone:
         engine = config.rollout.engine.value
-        return f"all instances of rollout.engine={engine} sleep together; wanted native"
+        return f"rollout.engine={engine} is not built for instances that leave; wanted native"
     if layout.pp > 1:
         return (
             f"a pipeline trains all rows in one schedule; wanted trainer.layout.pp=1 ({layout.pp})"
