@@ -39,6 +39,18 @@ def token_weights(
     return weights.float().repeat_interleave(counts)
 
 
+def factor_of_totals(normalize: str, num_tokens: int, num_sequences: int, max_tokens: int) -> float:
+    """The factor between the weights of these totals and those of totals 1.
+
+    It is the same for every token, so it may be applied to a sum over tokens, where the totals are
+    known last. So it is with the normalizations of this file (`Loss.totals_are_factor`).
+    """
+    assert normalize in NORMALIZATIONS, f"{normalize}: totals may be more than a factor"
+    per_sequence, one = resolve(NORMALIZATIONS, "recipe.normalize", normalize), torch.ones(1)
+    known = per_sequence(one, num_tokens, num_sequences, max_tokens)
+    return float(known / per_sequence(one, 1, 1, 1))
+
+
 def token(
     counts: torch.Tensor, num_tokens: int, num_sequences: int, max_tokens: int
 ) -> torch.Tensor:

@@ -49,6 +49,7 @@ from hybridrl.config.run import (
     TelemetryConfig,
 )
 from hybridrl.config.schedule import (
+    EarlyBackward,
     FusedScheduleConfig,
     Migration,
     PackedScheduleConfig,
@@ -398,6 +399,7 @@ __all__ = [
     "DataConfig",
     "Deterministic",
     "Device",
+    "EarlyBackward",
     "EndpointConfig",
     "Engine",
     "EvalConfig",

@@ -43,6 +43,14 @@ class Loss(abc.ABC, Generic[Tensor]):
         return False
 
     @property
+    def totals_are_factor(self) -> bool:
+        """Whether the batch's totals are one factor of the token weights, to be applied last.
+
+        Of a user's own normalization that is not known.
+        """
+        return ":" not in self.normalize
+
+    @property
     def on_policy(self) -> bool:
         """Whether it has no ratio to an old policy: one optimizer step on fresh samples."""
         return False

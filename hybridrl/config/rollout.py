@@ -44,6 +44,8 @@ class EngineFeatures:
     """Whether it does so where an instance has several pipeline stages."""
     takes_share: bool = False
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
+    sleeps_alone: bool = False
+    """Whether an instance may give its memory up while others generate: tested of this engine."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -56,6 +58,7 @@ ENGINES = {
         shares_weights=True,
         caches_last_token=False,
         records_experts=True,
+        sleeps_alone=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",

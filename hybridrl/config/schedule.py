@@ -25,6 +25,13 @@ class Migration(Enum):
     recompute = "recompute"  # its tokens, from which the rest is computed again
 
 
+class EarlyBackward(Enum):
+    """Whether training may begin on groups that are whole, while others are generated."""
+
+    never = "never"  # all ranks train when all samples are there
+    auto = "auto"  # where recipe and layout allow it, on instances that have nothing else to do
+
+
 class Ranker(Enum):
     """The predictor of response lengths, by which prompts go to instances."""
 
@@ -74,6 +81,11 @@ class ScheduleConfig:
         """The migration threshold, where there is one and it is set."""
         return None
 
+    @property
+    def trains_early(self) -> bool:
+        """Whether training may begin while samples are generated."""
+        return False
+
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
         """The same at each migration threshold; none without `migrates_tail`."""
         return ()
@@ -106,6 +118,9 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
     best number by a model of the step, from earlier lengths and measured costs."""
     migration: Migration = Migration.auto
     """The state that travels with a sample that is moved."""
+    early_backward: EarlyBackward = EarlyBackward.never
+    """Whether an instance without samples may train on groups that are whole, before the others
+    are. It needs instances of whole training replicas (`trainer.layout.replicas`)."""
 
     def check_kv_stays(self, allowed: str) -> None:
         """Raise ConfigError where a sample is to travel with its keys and values."""
@@ -116,6 +131,11 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
     def fixed_threshold(self) -> int | None:
         """The migration threshold, where it is set."""
         return self.migration_threshold
+
+    @property
+    def trains_early(self) -> bool:
+        """Whether training may begin while samples are generated."""
+        return self.early_backward is EarlyBackward.auto
 
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
         """The same at each migration threshold."""

@@ -19,6 +19,7 @@ from hybridrl.controller.async_calls import (
     single,
 )
 from hybridrl.controller.driver_judges import DriverJudges
+from hybridrl.controller.event_lines import described
 from hybridrl.controller.load_balance import UNKNOWN_WORK, RankWork, assign_ranks, deal
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.recorded_samples import RecordedSamples
@@ -29,14 +30,13 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    EarlyTrained,
     Event,
     Phase,
     SamplesRead,
     Scope,
     Submit,
-    TargetsLoaded,
     UpdateDone,
-    WorkerDied,
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
@@ -94,6 +94,8 @@ class RayExecutor:
         self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
         # Fields that each role outside of the actor's pool has made; its update may read them.
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
+        # By update, samples whose gradient is on some instance, or on its way.
+        self._early: dict[str, set[SampleId]] = defaultdict(set)
 
     @property
     def instances(self) -> Sequence[int]:
@@ -133,6 +135,9 @@ class RayExecutor:
     def enter(self, phase: Phase) -> None:
         """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
         logger.debug("phase %s: all ranks change", phase.value)
+        if phase is Phase.GENERATE and self._early:  # a step has failed before its update
+            self.group.enter(Phase.TRAIN, self._check_stop_requested)  # so that all ranks switch
+            self._early.clear()
         answers = self.group.enter(phase, self._check_stop_requested)
         logger.debug("phase %s: all ranks have changed", phase.value)
         self.version = answers[0].version
@@ -359,6 +364,24 @@ class RayExecutor:
 
     def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> EventCalls:
         """One event for an instance: each rank has the results of its own samples."""
+        arriving, parcels = yield from self._bring(instance, samples)
+        calls = {}
+        for rank in self.group.instances[instance]:
+            mine = [sample.id for sample in samples if sample.rank == rank]
+            once = _once(parcels[rank])
+            calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
+        published = yield from answers_of(calls)
+        for answer in published:
+            self._note_published(answer, answer.event.ids, answer.event.tensors)
+        return [_as_one([answer.event for answer in published])]
+
+    def _bring(
+        self, instance: int, samples: Sequence[Sample]
+    ) -> Calling[tuple[dict[int, list[SampleId]], dict[int, list[Any]]]]:
+        """Have samples of other instances exported to an instance, whose ranks they get.
+
+        Gives by rank the samples that arrive, and the references to parcels that hold them.
+        """
         ranks = self.group.instances[instance]
         coming = [sample for sample in samples if sample.rank not in ranks]
         receivers = [ranks[(s.id.prompt + s.id.k) % len(ranks)] for s in coming]
@@ -369,21 +392,37 @@ class RayExecutor:
             sample.rank = rank
         exported = yield from answers_of(self._export(moves, None, keep=False))
         _add(parcels, exported)
+        return arriving, parcels
+
+    def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
+        """Export samples from elsewhere as for `infer`; then the instance trains on all of them."""
+        logger.debug(
+            "stage %s begins early on instance %d, %d samples", stage.name, instance, len(samples)
+        )
+        self._early[stage.name] |= {sample.id for sample in samples}
+        self._rounds.begin(self._train_early(stage, instance, samples))
+
+    def _train_early(
+        self, stage: UpdateStage, instance: int, samples: Sequence[Sample]
+    ) -> EventCalls:
+        """One event for an instance: each rank has the gradient of its own samples."""
+        arriving, parcels = yield from self._bring(instance, samples)
+        shares = self._shares(stage, samples, [sample.rank for sample in samples], 1)
         calls = {}
-        for rank in ranks:
-            mine = [sample.id for sample in samples if sample.rank == rank]
-            once = _once(parcels[rank])
-            calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
-        published = yield from answers_of(calls)
-        for answer in published:
-            self._note_published(answer, answer.event.ids, answer.event.tensors)
-        return [_as_one([answer.event for answer in published])]
+        for rank in self.group.instances[instance]:
+            share = replace(shares[rank], parcels=_once(parcels[rank]))
+            call = self.group.call_train_early(rank, stage, instance, share, arriving[rank])
+            calls[call] = rank
+        answers = yield from answers_of(calls)
+        ids = tuple(sample.id for sample in samples)
+        seconds = max(answer.seconds for answer in answers)
+        return [EarlyTrained(stage.name, instance, ids, seconds)]
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one; may raise `Abandoned`."""
         events = self._rounds.wait(self._check_stop_requested)
         for event in events:
-            logger.debug("ended: %s", _described(event))
+            logger.debug("ended: %s", described(event))
         return events
 
     def _check_stop_requested(self) -> None:
@@ -403,7 +442,9 @@ class RayExecutor:
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         """Spread the samples by their work, move or copy those of other ranks, and train.
 
-        Raises what `before_update` raises, which may end the step there.
+        Those that an instance has trained early stay where they are and cost nothing: all ranks
+        share the others evenly, since they begin together. Raises what `before_update` raises,
+        which may end the step there.
         """
         self.before_update()
         self.may_abandon = False
@@ -411,6 +452,9 @@ class RayExecutor:
         self._rounds.begin(self._update(stage, samples))
 
     def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> EventCalls:
+        early = self._early.pop(stage.name, set())
+        assert early <= {sample.id for sample in samples}, "trained early, and not of the batch"
+        samples = [sample for sample in samples if sample.id not in early]
         pool = self._pool(stage)
         samples_per_row, work = stage.samples_per_row, self._work(stage)
         if pool is self.group.home:
@@ -425,7 +469,10 @@ class RayExecutor:
             fields = common & read
             parcels = yield from self._export_copies(samples, ranks, fields)
         shares = self._shares(stage, samples, ranks, samples_per_row)
-        filled = [replace(shares[rank], parcels=_once(parcels[rank])) for rank in pool.ranks]
+        filled = [
+            replace(shares[rank], parcels=_once(parcels[rank]), num_early=len(early))
+            for rank in pool.ranks
+        ]
         metrics = yield from answers_of(self.group.call_update(pool, stage, filled))
         return [UpdateDone(stage.name, metrics[0])]
 
@@ -454,7 +501,7 @@ class RayExecutor:
             mini_batches = tuple(
                 tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
                 for a, b in itertools.pairwise(bounds)
-                if a < b
+                if a < b or num == 1  # perhaps all are trained early
             )
             mine = [id for ids in mini_batches for id in ids]
             scalars = {id: wanted[id] for id in mine}
@@ -519,23 +566,6 @@ def _by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
     for sample in samples:
         by_rank.setdefault(sample.rank, []).append(sample)
     return by_rank
-
-
-def _described(event: Event) -> str:
-    """An event in a line of the log."""
-    match event:
-        case Advanced():
-            return f"a call of instance {event.instance}, {len(event.finished)} samples finished"
-        case Computed():
-            return f"stage {event.stage} on {len(event.ids)} samples"
-        case SamplesRead():
-            return f"stage {event.stage} has read {len(event.ids)} samples"
-        case UpdateDone():
-            return f"stage {event.stage}"
-        case TargetsLoaded():
-            return "targets were loaded"
-        case WorkerDied():
-            return f"generation instance {event.instance}, whose ranks died"
 
 
 def _once(references: Iterable[Any]) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from hybridrl.controller.checkpoints import (
     find_origin,
     settings_of,
 )
+from hybridrl.controller.early_backward import early_settings
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.load_balance import work_of_roles
@@ -343,7 +344,8 @@ class Run:
     def _begin_roles(self, phase: RunPhase) -> None:
         """Make the roles of a phase, with fresh optimizers."""
         graph = phase.graph
-        moves = phase.schedule.entry.moves_samples and self.executor.has_passes(graph)
+        passes = self.executor.has_passes(graph) or phase.schedule.trains_early
+        moves = phase.schedule.entry.moves_samples and passes
         publishes = moves or self.executor.copies_to_other_pool(graph)
         logger.info("making the roles of phase %s", phase.name)
         graphs, training = graphs_of(graph, self.config), training_of(phase, self.config)
@@ -363,6 +365,7 @@ class Run:
             sampling,
             phase.prompts_per_step,
             phase.num_steps,
+            early_settings(self.config, self.group.instances, self.prepared.model_path),
         )
         if point := self._resumes_in(phase.name):
             graph.load_state_dict(point.state["recipe"])

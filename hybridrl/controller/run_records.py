@@ -242,13 +242,13 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         "aborted": float(reasons.count(DropReason.ABORTED)),
         "migrated": result.metrics.get("samples/migrated", 0.0),
     }
-    for name in ("migration_threshold", "parked", "resumed", "staleness"):
+    for name in ("migration_threshold", "trained_early", "parked", "resumed", "staleness"):
         if f"samples/{name}" in result.metrics:
             metrics[name] = result.metrics[f"samples/{name}"]
     if trained := result.metrics.get("samples/trained_tokens"):
         metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
     for span in result.spans:
-        key = f"{span.name}_s"
+        key = f"{span.name.replace(' ', '_')}_s"
         metrics[key] = metrics.get(key, 0.0) + span.stop - span.start
     for name in ("kl", *judged(samples)):
         if values := [float(s.scalars[name]) for s in samples if name in s.scalars]:

@@ -6,6 +6,7 @@ from typing import Any
 from hybridrl.config import Config, ScheduleConfig
 from hybridrl.data import Item
 from hybridrl.flow import Graph
+from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Executor, Sampling
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.lengths import PromptKey
@@ -27,8 +28,12 @@ def make_schedule(
     sampling: Sampling,
     prompts_per_step: int,
     num_steps: int | None = None,
+    early: EarlySettings | None = None,
 ) -> Schedule:
-    """The `schedule` over `graph`, which need not be that of `config`; `num_steps` in all."""
+    """The `schedule` over `graph`, which need not be that of `config`; `num_steps` in all.
+
+    `early` says whether instances can train alone.
+    """
     rollout = config.rollout
     parts = ScheduleParts(
         graph=graph,
@@ -42,6 +47,7 @@ def make_schedule(
         key_of=key_of,
         exports_kv=rollout.features.exports_kv,
         num_steps=num_steps,
+        early=early or EarlySettings(),
     )
     return schedule_class(schedule).build(parts, schedule)
 

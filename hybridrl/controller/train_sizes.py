@@ -68,6 +68,9 @@ def train_sizes(
     added = {p.name: math.prod(p.shape) for p in adapters}
     saved = max(_saved(placed, p.name, itemsize_of(config), frozen, added) for p in parameters)
     muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
+    early = config.schedule.trains_early and layout.replicas > 1 and not classifier
+    stays_whole = total <= KEEP_UNSHARDED_PARAMETERS or layout.pp > 1
+    earlier = not row.number or (early and not stays_whole)
     sizes = []
     for stage in range(layout.pp):
         in_flight = _rows_in_flight(layout, stage, row.number)
@@ -91,10 +94,11 @@ def train_sizes(
                 itemsize=itemsize_of(config),
                 fsdp=layout.fsdp,
                 tp=layout.tp,
-                keep_unsharded=total <= KEEP_UNSHARDED_PARAMETERS or layout.pp > 1,
+                keep_unsharded=stays_whole,
                 head=head * (stage == stages[-1]),
                 several_rows=row.number != 1,
-                earlier_gradients=not row.number or row.number > in_flight,
+                earlier_gradients=earlier or row.number > in_flight,
+                early=early,
                 layer_activations=ActivationSizes(layer.kept, layer.backward),
                 embedding=embedding * (stage == 0),
                 chunk_keys=layer.keys * stages.count(stage),

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import Config, ConfigError
 from hybridrl.controller.node_crossing import crossing_warnings
 from hybridrl.controller.placement import HOME
-from hybridrl.flow.executor import Advanced, Command, Computed, Phase, TargetsLoaded
+from hybridrl.flow.executor import (
+    Advanced,
+    Command,
+    Computed,
+    EarlyTrained,
+    Phase,
+    TargetsLoaded,
+)
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.rewards import RewardInput
@@ -420,6 +427,18 @@ class WorkerGroup:
         """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
         sent = tuple(ids), tuple(arriving), tuple(parcels)
         return self._ranks[rank].same(ActorWorker.infer, stage, instance, *sent)[0]
+
+    def call_train_early(
+        self,
+        rank: int,
+        stage: UpdateStage,
+        instance: int,
+        share: UpdateShare,
+        arriving: Sequence[SampleId],
+    ) -> Reference[EarlyTrained]:
+        """Start a part of an update on one rank of an instance; all of its ranks are called."""
+        call = self._ranks[rank].same
+        return call(ActorWorker.train_early, stage, instance, share, tuple(arriving))[0]
 
     # -- all ranks of a pool, not blocking -----------------------------------------------------
 

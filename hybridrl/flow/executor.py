@@ -214,6 +214,19 @@ class TargetsLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyTrained:
+    """An instance has the gradient of these samples of an update; `seconds` of its work.
+
+    Nothing of it has left the instance yet: the update sums the gradients of all.
+    """
+
+    stage: str
+    instance: int
+    ids: tuple[SampleId, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateDone:
     """An update has ended, with the metrics of its steps."""
 
@@ -231,17 +244,18 @@ class WorkerDied:
     instance: int
 
 
-Event = Advanced | Computed | SamplesRead | TargetsLoaded | UpdateDone | WorkerDied
+Event = Advanced | Computed | SamplesRead | TargetsLoaded | EarlyTrained | UpdateDone | WorkerDied
 
 
 class Executor(Protocol):
     """The seam between a schedule and its backend.
 
-    `advance`, `compute`, `infer`, `load_targets` and `update` start work and return at once; `wait`
-    blocks until at least one piece has ended. `enter` and `release` are whole-group and block. At
-    most one `advance` or `infer` is in flight per instance, and one `update` per pool, whose ranks
-    get no other call meanwhile. Events of one call keep their order; schedules must not depend on
-    the order of different calls for anything that reaches the training batch. Between
+    `advance`, `compute`, `infer`, `load_targets`, `train_early` and `update` start work and return
+    at once; `wait` blocks until at least one piece has ended. `enter` and `release` are whole-group
+    and block. At most one `advance`, `infer` or `train_early` is in flight per instance, and one
+    `update` per pool, whose ranks get no other call meanwhile. Events of one call keep their order;
+    schedules must not depend on the order of different calls for anything that reaches the training
+    batch. Between
     `enter(GENERATE)` and the next `enter` no call needs two instances.
     """
 
@@ -310,8 +324,22 @@ class Executor(Protocol):
         """Events of at least one call in flight; raises `RuntimeError` when there is none."""
         ...
 
+    def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
+        """Forward and backward of an update that is to come, on some of its samples; in GENERATE.
+
+        Those of other instances move to `instance` for good, as for `infer`. The instance holds no
+        unfinished sample. It gives up its generation weights and takes up its training shards. So
+        until the next `enter` it decodes no more, and no pass of the actor's runs there. Each
+        sample is trained once. Ends with `EarlyTrained`. The gradients are thrown away where
+        `enter(GENERATE)` comes before the update.
+        """
+        ...
+
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Train on `samples`, which are in training order; in TRAIN. Ends with `UpdateDone`."""
+        """Train on `samples`, which are in training order; in TRAIN. Ends with `UpdateDone`.
+
+        Those of `train_early` are among them and count, but are not computed again.
+        """
         ...
 
     def release(self, ids: Sequence[SampleId]) -> None:

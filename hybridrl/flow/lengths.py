@@ -270,12 +270,14 @@ class Forecast:
 class LengthModel:
     """Lengths that a schedule learns over its steps; they change when and where, never which.
 
-    `key_of` gives the key by which `ranker` knows a prompt.
+    `key_of` gives the key by which `ranker` knows a prompt. `longest_of_prompt` is the forecast of
+    the longest response of each prompt, at whose end the prompt's samples are all there.
     """
 
     key_of: Callable[[Any], PromptKey]
     ranker: LengthRanker = field(default_factory=RunningRanker)
     forecast: Forecast = field(default_factory=Forecast)
+    longest_of_prompt: Forecast = field(default_factory=Forecast)
 
 
 def leveled(predicted: Sequence[float]) -> list[float]:

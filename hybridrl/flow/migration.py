@@ -36,6 +36,7 @@ def best_migration_plan(
     prompt_tokens: float = 0.0,
     threshold: int | None = None,
     wait_s: float = 0.0,
+    training: np.ndarray | None = None,
 ) -> MigrationPlan:
     """When and how densely the tail migrates, so that generation and inference end soonest.
 
@@ -52,13 +53,14 @@ def best_migration_plan(
     while caps[-1] < max_held:
         caps.append(min(max_held, 2 * caps[-1]))
     model = (num_instances, costs, inference_s_per_token)
-    least = serial_seconds(lengths, *model, prompt_tokens) * (1 - 1e-9)
+    least = serial_seconds(lengths, *model, prompt_tokens, training) * (1 - 1e-9)
     blocks, best = _blocks(len(lengths)), NO_MIGRATION
     if threshold is not None:
         least, blocks = np.inf, [np.array([min(threshold, len(lengths) - 1)])]
     for tried in blocks:
         pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        seconds = expected_seconds(lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens, wait_s)
+        tried_pairs = pairs[:, 0], pairs[:, 1]
+        seconds = expected_seconds(lengths, *model, *tried_pairs, prompt_tokens, wait_s, training)
         first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
         if seconds[first] < least:
             best = MigrationPlan(*pairs[first].tolist())
@@ -82,13 +84,34 @@ def serial_seconds(
     costs: Costs,
     inference_s_per_token: float,
     prompt_tokens: float = 0.0,
+    training: np.ndarray | None = None,
 ) -> float:
     """Generation, then inference on all instances; parameters as in `expected_seconds`."""
     done, steps, alive, held = _intervals(lengths, prompt_tokens)
     rows = np.maximum(1.0, alive / num_instances)
     decode = steps * (costs.step_s + rows * (costs.row_s + costs.cached_token_s * held))
     inference = inference_s_per_token * float((done + prompt_tokens).sum())
+    inference += 0.0 if training is None else float(training.sum())
     return float(decode.sum()) + inference / num_instances
+
+
+def training_arrivals(
+    lengths: Sequence[int],
+    longest_of_prompt: Sequence[int],
+    train_s_per_token: float,
+    prompt_tokens: float,
+) -> np.ndarray:
+    """Seconds of training on one instance that become possible at each end of a sample [samples].
+
+    A prompt's samples are trained when the longest of them has ended; prompts have equally many
+    tokens here. `train_s_per_token` is that of one instance. `lengths` are ascending.
+    """
+    seconds, done = np.zeros(len(lengths)), np.asarray(lengths)
+    if len(longest_of_prompt):
+        at = np.searchsorted(done, np.asarray(longest_of_prompt)).clip(max=len(done) - 1)
+        total = train_s_per_token * float((done + prompt_tokens).sum())
+        np.add.at(seconds, at, total / len(longest_of_prompt))
+    return seconds
 
 
 def expected_seconds(
@@ -100,12 +123,15 @@ def expected_seconds(
     caps: Sequence[int] | np.ndarray,
     prompt_tokens: float = 0.0,
     wait_s: float = 0.0,
+    training: np.ndarray | None = None,
 ) -> np.ndarray:
     """Seconds of generation and inference together, for each threshold and its cap.
 
     `lengths` are response tokens, `prompt_tokens` those of a prompt on average; inference is all
     forward-only stages together, per token. Thresholds are below the number of samples. A sample
     that moves waits `wait_s` for the end of its keeper's call.
+
+    With `training` (`training_arrivals`) instances without samples do that, too.
 
     The model: samples are spread evenly over the instances and all decode from the start. When n
     are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
@@ -142,6 +168,7 @@ def expected_seconds(
             seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
         capacity = seconds * (num_instances - np.minimum(on, alive[span]))
         work = inference_s_per_token * (done[span] + prompt_tokens)
+        work = work if training is None else work + training[span]
         left = _left(left, work, capacity)
         taken = taken + seconds.sum(axis=1)
     return np.asarray(taken + left / num_instances)

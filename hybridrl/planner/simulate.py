@@ -15,6 +15,7 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    EarlyTrained,
     Event,
     Finished,
     Park,
@@ -137,6 +138,8 @@ class SimulatedExecutor:
         self.slices: list[Slice] = []
         self.phase: Phase | None = None
         self._num_updates = 0
+        self._early: set[SampleId] = set()
+        self._training: set[int] = set()  # instances that have left GENERATE
         self._servers = [_Instance() for _ in range(num_instances)]
         self._pool_free_at = 0.0
         self._pending: list[tuple[float, int, Event]] = []
@@ -157,7 +160,9 @@ class SimulatedExecutor:
     def enter(self, phase: Phase) -> None:
         """The weight switch takes `switch_s`, the switch to training `train_switch_s`."""
         assert not self._pending, "a phase change while calls are in flight"
+        self._training.clear()
         if phase is Phase.GENERATE:
+            self._early.clear()
             self._pass(self.costs.switch_s)
             self.version = self._num_updates
         else:
@@ -317,6 +322,24 @@ class SimulatedExecutor:
         event = self._computed(stage, samples, instance, seconds)
         self._serve(instance, stage.name, seconds, event)
 
+    def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
+        """A part of an update on one instance, which first changes from generation to training.
+
+        The others do so at the barrier, in the time of all.
+        """
+        assert not self._servers[instance].running, "training beside unfinished samples"
+        per_token = self.costs.train_token_s * self.num_instances
+        seconds = per_token * sum(sample.tokens for sample in samples)
+        for sample in samples:
+            sample.rank = instance
+        ids = tuple(sample.id for sample in samples)
+        self._early.update(ids)
+        event = EarlyTrained(stage.name, instance, ids, seconds)
+        if instance not in self._training:
+            seconds += self.costs.train_switch_s
+        self._training.add(instance)
+        self._serve(instance, "early backward", seconds, event)
+
     def _computed(
         self,
         stage: Stage,
@@ -342,9 +365,11 @@ class SimulatedExecutor:
         return [event]
 
     def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Takes `train_token_s` a token of the batch."""
+        """Takes `train_token_s` a token of the batch, without those that were trained early."""
         assert not self._pending, "an update while calls are in flight"
-        seconds = self.costs.train_token_s * sum(sample.tokens for sample in samples)
+        late = [sample for sample in samples if sample.id not in self._early]
+        self._early.clear()
+        seconds = self.costs.train_token_s * sum(sample.tokens for sample in late)
         start = self.clock.now()
         for instance in range(self.num_instances):
             self.slices.append(Slice(instance, stage.name, start, start + seconds))

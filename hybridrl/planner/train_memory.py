@@ -16,6 +16,7 @@ MASTER = 4
 EIGHT_BIT_MOMENT = 1 + 4 / 256
 """Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
 CHUNK_KEYS = "keys and values of chunks"
+EARLY = "early gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class TrainSizes:
     """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""
     zero_bubble: ZeroBubbleUpdate | None = None
     """The rows of the update, on a stage of such a pipeline."""
+    early: bool = False
+    """Whether the sharded gradients of earlier calls are there (`schedule.early_backward`)."""
 
     @property
     def state(self) -> dict[str, int]:
@@ -158,11 +161,16 @@ class TrainSizes:
             "activations": activations + self.ends.kept + self.received,
             "gradients": self._earlier_gradients(),
             **self._of_chunks(),
+            **self._of_earlier_calls(),
         }
 
     def _of_chunks(self) -> dict[str, int]:
         """They are freed when the first chunk's backward pass ends, which is the last."""
         return {CHUNK_KEYS: self.chunk_keys} if self.chunk_keys else {}
+
+    def _of_earlier_calls(self) -> dict[str, int]:
+        """Sharded, beside those of this call, which are not sharded until its last row."""
+        return {EARLY: MASTER * self.trained} if self.early and self.keep_unsharded else {}
 
     def _gathered(self, layers: int) -> int:
         """In the compute format: all, or the root group and `layers`, one being prefetched."""
@@ -202,7 +210,8 @@ class TrainSizes:
         arriving = self.itemsize * self.root + own + previous + whole
         most = max(arriving, own + copied, copied + copied // self.fsdp)
         received = {"activations": self.received} if self.received else {}
-        return {"gradients": reduced + most, **received, **self._of_chunks()}
+        rest = self._of_chunks() | self._of_earlier_calls()
+        return {"gradients": reduced + most, **received, **rest}
 
     def _step(self) -> dict[str, int]:
         """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""

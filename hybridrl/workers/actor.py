@@ -1,9 +1,9 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
-from hybridrl.workers.training import SampleFields, UpdateShare, sequence_of, train
+from hybridrl.workers.training import SampleFields, UpdateShare, accumulate, sequence_of, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,22 +363,43 @@ class Actor:
         Before the first optimizer step the trainer's weights are those that have generated, so
         there its log-probabilities are compared with the rollout engine's: `ENGINE_GAPS`.
         """
-        version = self.train_engine.version
         return train(
             self.train_engine,
             self.store,
             self.config,
             stage,
             share,
-            compare=ENGINE_GAPS,
-            compared=lambda id: _sampled(self.store[id], share.versions[id], version),
             stepped=self._stepped,
-            replays=self.config.trainer.router_replay is not RouterReplay.off,
+            **self._compared(share),
         )
+
+    def accumulate(self, stage: UpdateStage, share: UpdateShare) -> None:
+        """The gradient of this rank's share, before the rest of the update is there.
+
+        Collective over the ranks of the instance alone.
+        """
+        compared = self._compared(share)
+        accumulate(self.train_engine, self.store, stage, share, **compared)
+
+    def _compared(self, share: UpdateShare) -> "EngineComparison":
+        version = self.train_engine.version
+        return {
+            "compare": ENGINE_GAPS,
+            "compared": lambda id: _sampled(self.store[id], share.versions[id], version),
+            "replays": self.config.trainer.router_replay is not RouterReplay.off,
+        }
 
     def _stepped(self) -> None:
         for average in self.averages.values():
             average.follow()
+
+
+class EngineComparison(TypedDict):
+    """Arguments of `workers.training` that say what sequences are compared with."""
+
+    compare: Mapping[str, str]
+    compared: Callable[[SampleId], SampleFields]
+    replays: bool
 
 
 ENGINE_GAPS = {"rollout_log_probs": "mismatch", "stale_log_probs": "staleness"}

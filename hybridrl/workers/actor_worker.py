@@ -17,13 +17,14 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    EarlyTrained,
     Finished,
     Phase,
     Resume,
     TargetsLoaded,
     generated_tensors,
 )
-from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage
+from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
 from hybridrl.rewards import RewardInput
 from hybridrl.telemetry.digests import ShardDigest
@@ -41,6 +42,7 @@ from hybridrl.workers.roles import Verifier, reward_inputs, run_map
 from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
+from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +149,11 @@ class ActorWorker(BaseWorker):
         switch = None
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
             if phase is Phase.TRAIN:
-                self.residency.enter_training()
+                # A rank that has trained early is there already, with its shards and gradients.
+                if not self.actor.train_engine.has_early_gradient:
+                    self.residency.enter_training()
             else:
+                self._discard_early()
                 if self.residency.status is DeviceStatus.TRAINING:
                     self._refresh_averages()
                 with self.residency.entering_generation(self.actor.train_engine) as woken:
@@ -277,6 +282,33 @@ class ActorWorker(BaseWorker):
         seconds = time.perf_counter() - start
         value = Computed(stage.name, ids, scalars, tensors, instance, seconds)
         return self._reply(self._published(value, ids, tensors))
+
+    @dispatch(Dispatch.SAME)
+    def train_early(
+        self, stage: UpdateStage, instance: int, share: UpdateShare, arriving: tuple[SampleId, ...]
+    ) -> Reply[EarlyTrained]:
+        """Compute the gradient of a part of an update with the other ranks of the instance alone.
+
+        It is in GENERATE, where it has no unfinished sample, or trains already. The rollout engine
+        sleeps, and the training shards come, as for the update itself. Those of the share that are
+        `arriving` from other instances are in its parcels, among others.
+        """
+        self._fetch(share.parcels, arriving)
+        with self._span("early backward", len(share.ids)):
+            if self.residency.status is DeviceStatus.GENERATING:
+                assert not self.actor.unfinished, "training beside samples that decode"
+                self.residency.enter_training()
+            self.residency.activate(self.actor.train_engine)
+            start = time.perf_counter()
+            self.actor.accumulate(stage, share)
+            seconds = time.perf_counter() - start
+        self._early_s += seconds
+        return self._reply(EarlyTrained(stage.name, instance, share.ids, seconds))
+
+    def _discard_early(self) -> None:
+        """Throw away the gradients of a step that has not come to its update."""
+        self.actor.train_engine.discard()
+        self._early_s = 0.0
 
     def _refresh_averages(self) -> None:
         """Copy moving averages that have changed into their scorers. Collective."""

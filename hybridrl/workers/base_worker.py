@@ -110,6 +110,7 @@ class BaseWorker:
         self._spans: list[TimeSpan] = []
         self._memory: list[MemoryReading] = []
         self._profile: StepProfile | None = None
+        self._early_s = 0.0  # seconds of gradients for an update that is to come
 
     # -- life --------------------------------------------------------------------------------
 
@@ -289,7 +290,8 @@ class BaseWorker:
             self.residency.activate(role.train_engine)
             start = time.perf_counter()
             metrics = role.update(stage, share)
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start + self._early_s
+            self._early_s = 0.0
             metrics["mfu"] = metrics["flops"] / seconds / self._pool_peak
         return self._reply(metrics)
 

@@ -78,6 +78,8 @@ class DeviceResidency:
     active: new models are offloaded and a new rollout engine sleeps before their first call here.
 
     A phase lasts over many calls of the driver, so a call enters it and the next phase ends it.
+    Nothing here is collective. So the ranks of one instance may enter training while others
+    generate, for early backward. They stay in it when the others come.
 
     Example: GRPO's step with a reference. `entering_generation(actor)`, and within it the weight
     switch: the actor's shards come, the engine wakes, the shards leave. Samples are decoded with

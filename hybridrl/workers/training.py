@@ -31,13 +31,15 @@ class UpdateShare:
 
     `mini_batches` lists the sample ids of each optimizer step, `scalars` the driver's fields of
     those samples. `versions` has the oldest policy version of their tokens, `parcels` the
-    references to samples from other ranks.
+    references to samples from other ranks. `num_early` further samples of the update, on all ranks
+    together, are in their gradients already (`accumulate`).
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
     scalars: dict[SampleId, dict[str, float]]
     versions: dict[SampleId, int]
     parcels: tuple[Any, ...]
+    num_early: int = 0
 
     @property
     def ids(self) -> tuple[SampleId, ...]:
@@ -65,23 +67,18 @@ def train(
     metrics are those of the first. `stepped` is called after every step. With `replays` tokens take
     the experts that their samples have.
     """
-    loss, names = stage.loss, stage.fields
+    loss = stage.loss
     history: list[dict[str, float]] = []
     scales = loss.lr_scale(1.0) is not None
     for _ in range(stage.epochs or config.trainer.epochs):
         for ids in share.mini_batches:
-            sequences = []
-            for id in ids:
-                sample, scalars = store[id], share.scalars[id]
-                fields = {x: _field(names.get(x, x), sample, scalars) for x in loss.fields}
-                if compared is not None and (scales or not history):
-                    fields |= compared(id)
-                sequences.append(sequence_of(sample, fields, replays))
+            compares = scales or not history
             metrics = engine.update(
-                sequences,
+                _sequences(store, stage, share, ids, compared if compares else None, replays),
                 loss,
                 max_response_tokens=config.rollout.max_new_tokens,
-                compare=compare if scales or not history else {},
+                compare=compare if compares else {},
+                continues=share.num_early > 0,
             )
             if history:  # by now the policies differ, not only the engines
                 metrics = {
@@ -94,6 +91,40 @@ def train(
     means["optimizer_steps"] = len(history)
     means["flops"] = sum(metrics["flops"] for metrics in history)
     return means
+
+
+def accumulate(
+    engine: TrainEngine,
+    store: SampleStore,
+    stage: UpdateStage,
+    share: UpdateShare,
+    *,
+    compare: Mapping[str, str],
+    compared: Callable[[SampleId], SampleFields],
+    replays: bool,
+) -> None:
+    """The gradient of this rank's share, for an update that is to come: see `train`."""
+    sequences = _sequences(store, stage, share, share.ids, compared, replays)
+    engine.accumulate(sequences, stage.loss, compare=compare)
+
+
+def _sequences(
+    store: SampleStore,
+    stage: UpdateStage,
+    share: UpdateShare,
+    ids: Sequence[SampleId],
+    compared: Callable[[SampleId], SampleFields] | None,
+    replays: bool,
+) -> list[TrainSequence]:
+    """Samples with the fields that the stage's loss reads, and those of `compared`."""
+    names, sequences = stage.fields, []
+    for id in ids:
+        sample, scalars = store[id], share.scalars[id]
+        fields = {x: _field(names.get(x, x), sample, scalars) for x in stage.loss.fields}
+        if compared is not None:
+            fields |= compared(id)
+        sequences.append(sequence_of(sample, fields, replays))
+    return sequences
 
 
 def sequence_of(

@@ -1,11 +1,13 @@
 """Token weights: verl's aggregation, and the same however the batch is cut."""
 
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from hybridrl.algorithms.normalize import token_weights
+from hybridrl.algorithms.losses import ClippedLoss
+from hybridrl.algorithms.normalize import factor_of_totals, token_weights
 
 MODES = {
     "token": "token-mean",
@@ -45,3 +47,23 @@ def test_micro_batches_add_up(normalize: str) -> None:
 def test_nothing_to_train() -> None:
     assert token_weights((), "sequence", 0, 0, 0).shape == (0,)
     assert token_weights((0, 0), "token", 0, 0, 0).shape == (0,)
+
+
+@pytest.mark.parametrize("normalize", sorted(MODES))
+def test_totals_are_a_factor(normalize: str) -> None:
+    """They may be applied last, to a sum of gradients with the weights of totals 1."""
+    lengths, totals = torch.tensor([3, 9, 1, 12, 4]), (29, 5, 12)
+    factor = factor_of_totals(normalize, *totals)
+    assert factor == {"token": 1 / 29, "sequence": 1 / 5, "constant": 1 / 60}[normalize]
+    known = token_weights(lengths, normalize, *totals)
+    torch.testing.assert_close(factor * token_weights(lengths, normalize, 1, 1, 1), known)
+    assert ClippedLoss(normalize=normalize).totals_are_factor
+
+
+def test_of_a_user_s_own_normalization_that_is_not_known(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def weights(*args):\n    raise AssertionError\n")
+    normalize = f"{file}:weights"
+    assert not ClippedLoss(normalize=normalize).totals_are_factor
+    with pytest.raises(AssertionError, match="may be more than a factor"):
+        factor_of_totals(normalize, 29, 5, 12)

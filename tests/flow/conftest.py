@@ -14,6 +14,7 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    EarlyTrained,
     Event,
     Finished,
     Park,
@@ -80,6 +81,11 @@ class VirtualExecutor:
         self.updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]] = []
         self.entered: list[Phase] = []
         self.released: list[SampleId] = []
+        # By update: samples whose gradient is there or on its way, with the instance and the fields
+        # that it read; and by instance, whether it has left GENERATE.
+        self.early: dict[str, dict[SampleId, tuple[int, dict[str, Any]]]] = {}
+        self.gone_training: set[int] = set()
+        self.num_early = 0
         self.training: dict[str, str] = {}  # pools of updates, by stage
         self.most_updates = 0  # at a time
         self.version = 0
@@ -119,10 +125,14 @@ class VirtualExecutor:
         assert not self._working(), "a phase change while calls are in flight"
         assert not any(self._left), "a phase change while samples are unfinished"
         self.entered.append(phase)
+        self.gone_training.clear()
+        if phase is Phase.GENERATE:
+            self.early.clear()
         self.clock.advance_to(self.clock.now() + 1.0)
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         assert self.entered[-1:] == [Phase.GENERATE]
+        assert instance not in self.gone_training, "it has no generation weights any more"
         self._occupy(instance)
         left = self._left[instance]
         parked: list[Parked] = []
@@ -209,15 +219,35 @@ class VirtualExecutor:
         assert self.scope(stage) is Scope.INSTANCE
         assert samples
         assert not self._left[instance], "a forward pass on an instance that generates"
+        assert stage.role != "actor" or instance not in self.gone_training, "no generation weights"
         self._occupy(instance)
+        self._move(instance, samples)
+        self.infers.append((stage.name, instance, tuple(s.id for s in samples)))
+        self._compute(stage, samples, instance, instance)
+
+    def _move(self, instance: int, samples: Sequence[Sample]) -> None:
         for sample in samples:
             if sample.rank != instance:
                 assert not self._on[sample.id], "moved while something runs on it"
                 sample.rank = self._where[sample.id] = instance
                 self._arriving.add(sample.id)
                 self.num_moved += 1
-        self.infers.append((stage.name, instance, tuple(s.id for s in samples)))
-        self._compute(stage, samples, instance, instance)
+
+    def train_early(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        assert self.entered[-1:] == [Phase.GENERATE]
+        assert samples
+        assert not self._left[instance], "training on an instance that generates"
+        self._occupy(instance)
+        self._move(instance, samples)
+        self.gone_training.add(instance)
+        early = self.early.setdefault(stage.name, {})
+        for sample in samples:
+            assert sample.id not in early, "trained twice"
+            assert self._where[sample.id] == instance, "not where it lies"
+            early[sample.id] = instance, {x: self._field(sample, x) for x in stage.inputs}
+        self._on.update(sample.id for sample in samples)
+        ids = tuple(sample.id for sample in samples)
+        self._push(EarlyTrained(stage.name, instance, ids, 0.5), 3.0)
 
     def _compute(
         self, stage: Stage, samples: Sequence[Sample], rank: int | None, instance: int | None
@@ -252,8 +282,11 @@ class VirtualExecutor:
             raise RuntimeError("nothing is in flight")
         when, _, event = heapq.heappop(self._pending)
         self.clock.advance_to(max(when, self.clock.now()))
-        if isinstance(event, Advanced):
+        if isinstance(event, Advanced | EarlyTrained):
             self._busy.remove(event.instance)
+        if isinstance(event, EarlyTrained):
+            self._on.subtract(event.ids)
+            self._arriving.difference_update(event.ids)
         if isinstance(event, SamplesRead):
             self._on.subtract(event.ids)
             for computed in self._unread.pop(event.ids):
@@ -269,6 +302,9 @@ class VirtualExecutor:
         self.alive.remove(instance)
         self._busy.discard(instance)
         self._left[instance].clear()
+        for early in self.early.values():
+            for id in [id for id, (where, _) in early.items() if where == instance]:
+                del early[id]  # its gradient is gone
         for id in [id for id, where in self._where.items() if where == instance]:
             del self._where[id], self.tensors[id]
             self._on[id] = 0
@@ -281,6 +317,8 @@ class VirtualExecutor:
                     if gone:  # what it parked in that call has reached nobody
                         for parked in event.parked:
                             self.parked -= set(parked.ids)
+                case EarlyTrained():
+                    gone = event.instance == instance
                 case Computed(ids=ids) if event.instance is None:
                     event = self._of_those_that_are(event)
                     gone = bool(ids) and not event.ids
@@ -307,6 +345,12 @@ class VirtualExecutor:
         assert self.pool(stage) not in {self.training[event.stage] for event in flying}
         assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
+        # Every sample counts once, early or late, with the same fields.
+        early = self.early.pop(stage.name, {})
+        assert early.keys() <= {id for id, _ in seen}, "a sample that is not of the batch"
+        for id, fields in seen:
+            assert id not in early or early[id][1] == fields, id
+        self.num_early += len(early)
         self.updates.append((stage.name, seen))
         self.version += 1
         self.training[stage.name] = self.pool(stage)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, recipe
+from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
@@ -85,8 +86,9 @@ def scored(flow: Flow, k: int = 2):
 
 
 def make(
-    executor, graph, *, fused=True, threshold=0, max_held=100, prompts=4, decode_steps=5, chunk=40
-):
+    executor, graph, *, fused=True, threshold=0, max_held=100, prompts=4, decode_steps=5, chunk=40,
+    early=None,
+):  # fmt: skip
     settings = StepSettings(
         sampling=Sampling(max_new_tokens=20), decode_steps=decode_steps, prompts_per_step=prompts
     )
@@ -101,6 +103,7 @@ def make(
         limits=RoundLimits(max_held=max_held, chunk_tokens=chunk),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         migration_threshold=threshold,
+        early=early,
     )
 
 
@@ -112,7 +115,8 @@ def outcome(result):
             (s.id, s.tokens, s.spans, sorted(s.scalars.items()), sorted(s.tensors)) for s in samples
         ]
 
-    timed = ("samples/migrated", "samples/restarted", "samples/migration_threshold")
+    timed = ("migrated", "restarted", "migration_threshold", "trained_early")
+    timed = tuple(f"samples/{name}" for name in timed)
     metrics = {k: v for k, v in result.metrics.items() if k not in timed}
     return rows(result.samples), rows(result.dispatched), result.dropped, metrics
 
@@ -149,16 +153,18 @@ cases = given(
     finishes=st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=3),
+    early=st.booleans(),
 )
 
 
 def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
-    take, more, reference_first, critic, lengths, rewards, finishes, hangs, deaths,
+    take, more, reference_first, critic, lengths, rewards, finishes, hangs, deaths, early,
 ):  # fmt: skip
     """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts.
 
-    The critic shares the ranks in serial, and has its own in fused.
+    The critic shares the ranks in serial, and has its own in fused. With `early` instances train on
+    whole groups while others decode.
     """
     cfg = {"k": k, "reference_first": reference_first, "more": more, "critic": critic}
     cfg |= {"take": {"num_groups": 2, "max_rounds": 3}} if take else {}
@@ -172,8 +178,9 @@ def check(
         schedule = make(
             executor, all_kinds.build(cfg), fused=fused, threshold=threshold, max_held=max_held,
             prompts=prompts, decode_steps=decode_steps[fused], chunk=chunk,
+            early=EarlySettings() if early else None,
         )  # fmt: skip
-        results, error = [], None
+        results, error, died = [], None, None
         try:
             for step in range(2):
                 result = schedule.run_step(step)
@@ -184,8 +191,10 @@ def check(
                 results.append(outcome(result))
         except ValueError as raised:  # the take gave up, and says why
             error = str(raised)
-        except RuntimeError:  # in stages that wait for the whole batch: behind a take or a merge
-            assert take or more
+        except RuntimeError as raised:  # behind a take or a merge, or nobody is left to decode
+            died = str(raised)
+        if died is not None:
+            assert take or more or (early and "still decodes" in died)
             assert len(executor.alive) < num_instances[True]
             return
         schedule.release()
@@ -210,11 +219,38 @@ def check(
         if fused:
             event("some migrate" if executor.resumes else "none migrates")
             event("some move to be scored" if executor.num_moved else "none moves")
+            event("some train early" if executor.num_early else "none trains early")
             event("two updates at a time" if executor.most_updates > 1 else "one update")
             event("some die" if len(executor.alive) < executor.num_instances else "none dies")
     assert seen[0] == seen[1]
 
 
+early_cases = given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    num_instances=st.tuples(st.just(2), st.integers(2, 4)),
+    decode_steps=st.tuples(st.integers(1, 25), st.integers(1, 4)),
+    threshold=st.one_of(st.integers(0, 8), st.none()),
+    max_held=st.integers(8, 30),
+    chunk=st.integers(20, 200),
+    k=st.integers(2, 3),
+    prompts=st.integers(4, 12),
+    take=st.just(False),
+    more=st.just(False),
+    reference_first=st.booleans(),
+    critic=st.just(False),
+    lengths=st.integers(1, 12).map(lambda n: [1] * n + [2, 60]),
+    rewards=st.just([(x, "ok") for x in (0.0, 1.0, 0.5, 0.25)]),
+    finishes=st.lists(
+        st.sampled_from(["stop", "stop", "stop", "stop", "stop", "abort"]), min_size=1, max_size=7
+    ),
+    hangs=st.just([False]),
+    deaths=st.dictionaries(st.integers(10, 60), st.integers(0, 3), max_size=2),
+    early=st.just(True),
+)
+test_trains_early_what_serial_trains_on = settings(max_examples=60)(early_cases(check))
+test_thousands_of_early_cases = pytest.mark.timeout(1200)(
+    pytest.mark.slow(settings(max_examples=4000)(early_cases(check)))
+)
 test_trains_on_what_serial_trains_on = settings(max_examples=60)(cases(check))
 test_thousands_of_cases = pytest.mark.timeout(1200)(
     pytest.mark.slow(settings(max_examples=4000)(cases(check)))

@@ -12,6 +12,7 @@ from hybridrl.flow.migration import (
     best_migration_plan,
     expected_seconds,
     serial_seconds,
+    training_arrivals,
 )
 
 
@@ -171,3 +172,22 @@ def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
     ]
     chosen = expected_seconds(lengths, *model, [best.threshold], [best.cap], 100)
     assert chosen <= min(every) * 1.01
+
+
+def test_training_of_whole_groups_is_something_to_do() -> None:
+    """Two groups of two on two instances; a decode step takes 1 s, training 10 s in all."""
+    lengths, costs = [2, 2, 4, 40], Costs(step_s=1.0)
+    training = training_arrivals(lengths, [2, 40], 10 / 48, 0.0)
+    assert training.tolist() == [5.0, 0.0, 0.0, 5.0]
+    assert serial_seconds(lengths, 2, costs, 0.0, training=training) == 40 + 5
+    # From 2 to 40 one instance is free: the first group's 5 s are gone by then.
+    seconds = expected_seconds(lengths, 2, costs, 0.0, [2], [2], training=training)
+    assert seconds.tolist() == [40 + 2.5]
+    assert best_migration_plan(lengths, 2, costs, 0.0, 8) == (0, 0)
+    plan = best_migration_plan(lengths, 2, costs, 0.0, 8, training=training)
+    assert plan.threshold > 0
+
+
+def test_training_waits_for_the_longest_of_its_group() -> None:
+    assert training_arrivals([1, 2, 3], [3, 9], 1.0, 1.0).tolist() == [0.0, 0.0, 9.0]
+    assert training_arrivals([1, 2, 3], [], 1.0, 1.0).tolist() == [0.0, 0.0, 0.0]

@@ -87,6 +87,19 @@ def test_gradients_of_earlier_rows_stay() -> None:
     assert unsharded.update()["gathered weights"] == 2 * 1200
 
 
+def test_gradients_of_earlier_calls_stay() -> None:
+    """Early backward: sharded ones, beside those of a call that are whole until its last row."""
+    early = replace(SIZES, early=True, earlier_gradients=True)
+    assert early.update()["gradients"] == 4 * 600  # of a large model: as of earlier rows
+    assert "early gradients" not in early.update()
+    unsharded = replace(SIZES, early=True, keep_unsharded=True)
+    assert unsharded.update()["early gradients"] == 4 * 600
+    ends = replace(unsharded, layer_activations=NOTHING, ends=NOTHING)
+    assert ends.update()["early gradients"] == 4 * 600
+    plain = replace(SIZES, keep_unsharded=True)
+    assert unsharded.update() == plain.update() | {"early gradients": 4 * 600}
+
+
 def test_the_gradient_of_an_embedding_is_whole_until_it_is_reduced() -> None:
     """On each of two tp ranks 800 elements, of which 400 are the rank's."""
     sizes = replace(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config import (
     ConfigError,
+    EarlyBackward,
     FusedScheduleConfig,
     PackedScheduleConfig,
     PartialScheduleConfig,
@@ -24,6 +25,7 @@ from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
+    EarlyTrained,
     Park,
     Phase,
     Resume,
@@ -33,7 +35,7 @@ from hybridrl.flow.executor import (
     Submit,
     UpdateDone,
 )
-from hybridrl.flow.graph import ComputeStage, StageMethod
+from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.planner import published
@@ -219,6 +221,27 @@ def test_a_sharded_role_takes_all_instances() -> None:
     assert [s.instance for s in simulated.slices] == [0, 1]
 
 
+def test_an_early_part_of_an_update_is_not_trained_again() -> None:
+    costs = Costs(step_s=1.0, train_token_s=0.1, train_switch_s=2.0)
+    simulated = executor(costs)
+    simulated.advance(0, [submit(C)], 9)  # until 9
+    samples = [
+        Sample(id=id, rank=0, prompt_tokens=10, response_tokens=n) for id, n in LENGTHS.items()
+    ]
+    stage = simulated_graph(costs, 1).stages["update_actor"]
+    assert isinstance(stage, UpdateStage)
+    simulated.train_early(stage, 1, samples[:2])  # 28 tokens on one of two instances
+    (event,) = simulated.wait()
+    assert event == EarlyTrained(stage.name, 1, (A, B), pytest.approx(5.6))
+    assert simulated.clock.now() == pytest.approx(2 + 5.6)
+    advanced(simulated)
+    simulated.enter(Phase.TRAIN)
+    simulated.update(stage, samples)
+    simulated.wait()
+    assert simulated.clock.now() == pytest.approx(9 + 2 + 1.9)
+    assert next(s.name for s in simulated.slices if s.instance == 1) == "early backward"
+
+
 # -- whole steps -----------------------------------------------------------------------------
 
 COSTS = Costs(
@@ -338,6 +361,22 @@ def test_partial_steps_are_shorter_and_say_what_is_off_policy() -> None:
     serial, partial = replay(case, SerialScheduleConfig()), replay(case, PartialScheduleConfig())
     assert partial.front_s < serial.front_s
     assert 0 < partial.off_policy < 1
+
+
+def test_early_backward_shortens_a_step_with_a_tail() -> None:
+    """A verifier alone: without it, freed instances have nothing to do."""
+    costs = replace(COSTS, token_s={}, stage_call_s={}, row_s=0.0, train_token_s=2e-4)
+    case = setting(LogNormal(40, 0.9, 600), costs, steps=6, chunk_tokens=256)
+    serial, fused, early = (
+        replay(case, config)
+        for config in (
+            SerialScheduleConfig(),
+            FusedScheduleConfig(),
+            FusedScheduleConfig(early_backward=EarlyBackward.auto),
+        )
+    )
+    assert early.step_s < 0.9 * min(serial.step_s, fused.step_s)
+    assert early.off_policy == 0
 
 
 def test_packed_steps_are_shorter_and_on_policy() -> None:

@@ -2,14 +2,19 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from hybridrl.engines.rollout.interface import Stats
+from hybridrl.flow.executor import Phase
+from hybridrl.flow.graph import UpdateStage
 from hybridrl.system.memory import MemoryReading
+from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
+from hybridrl.workers.training import UpdateShare
 
 CPU = torch.device("cpu")
 
@@ -156,6 +161,31 @@ def test_training_is_entered_again_with_the_engine_asleep(rank: Rank) -> None:
     rank.residency.enter_training()
     assert rank.happened() == (["critic.offload"], 4)
     assert rank.residency.active is None
+
+
+def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(rank: Rank) -> None:
+    """It enters training alone; at the barrier its gradients are there, and nothing moves."""
+    worker = object.__new__(ActorWorker)
+    engine = SimpleNamespace(has_early_gradient=False, onload=rank.actor.onload)
+    engine.offload, engine.discard = rank.actor.offload, lambda: rank.log.append("discard")
+    worker._spans, worker._memory, worker.residency = [], [], rank.residency
+    worker.actor = cast(Any, SimpleNamespace(
+        train_engine=engine, generating_version=0, unfinished=0, switch_weights=lambda woken: None,
+        accumulate=lambda stage, share: setattr(engine, "has_early_gradient", True), averages={},
+    ))  # fmt: skip
+    worker._early_s = 0.0
+    rank.generate()
+    rank.happened()
+    share = UpdateShare((), {}, {}, ())
+    stage = UpdateStage(name="update", loss=cast(Any, None), fields={})
+    event = worker.train_early(stage, 1, share, ()).value
+    assert (event.stage, event.instance, event.ids) == ("update", 1, ())
+    assert rank.happened()[0] == ["sleep", "free", "actor.onload"]
+    worker.enter(Phase.TRAIN)
+    assert rank.happened()[0] == []
+    assert rank.residency.active is cast(Any, engine)
+    worker.enter(Phase.GENERATE)  # the step has failed
+    assert "discard" in rank.happened()[0]
 
 
 @pytest.mark.parametrize(

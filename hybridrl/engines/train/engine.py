@@ -1,6 +1,6 @@
 """The train engine: a Hugging Face model under pp x FSDP2 x tp, packed, normalized over all ranks.
 
-Every method is collective: all ranks call it in the same order.
+Every method is collective: all ranks call it in the same order, `accumulate` those of a replica.
 """
 
 import logging
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridrl.algorithms.normalize import token_weights
+from hybridrl.algorithms.normalize import factor_of_totals
 from hybridrl.config import (
     LoraConfig,
     ModelConfig,
@@ -29,7 +29,7 @@ from hybridrl.config import (
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
 from hybridrl.engines.train.chunks import score_in_passes, train_in_passes
-from hybridrl.engines.train.comparison import compare_row, distance_metrics
+from hybridrl.engines.train.comparison import distance_metrics
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import (
@@ -42,11 +42,10 @@ from hybridrl.engines.train.packed import (
     Candidates,
     PackedBatch,
     keep_experts,
-    loss_inputs,
-    scored_fields,
 )
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
-from hybridrl.engines.train.replica import Replica
+from hybridrl.engines.train.replica import MicroBatches, Replica
+from hybridrl.engines.train.update_sums import UpdateSums, forget_early_gradients, row_loss
 from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
@@ -76,8 +75,8 @@ with chunks is a round, which has one reduce-scatter and two all-gathers (`engin
 class TrainEngine(ModelShards):
     """One rank's shard of a model in training.
 
-    Invariant: between calls trained parameters are sharded and in float32, there is no gradient,
-    and all ranks hold the same `version` (optimizer steps done).
+    Invariant: between calls trained parameters are sharded and in float32, and all ranks hold the
+    same `version` (optimizer steps done). There is no gradient but that of `accumulate`.
 
     Example: `engine.update(sequences, loss)` trains one step on this rank's sequences;
     `engine.log_probs(sequences)` scores; `engine.named_shards()` feeds the weight switch.
@@ -171,6 +170,7 @@ class TrainEngine(ModelShards):
         self._flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
             self._flops = replace(self._flops, per_scored=2 * self.model.config.hidden_size)
+        self._early: UpdateSums | None = None
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
         self.reset_optimizer(trainer.optim, steps)
@@ -321,6 +321,49 @@ class TrainEngine(ModelShards):
 
     # Training
 
+    def accumulate(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: Loss[torch.Tensor],
+        *,
+        compare: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Forward and backward on a few sequences of an update that others are not ready for.
+
+        Collective over the ranks of one training replica (fsdp x tp) alone, which may have no
+        sequence; replicas do not wait for each other. The totals by which an update normalizes are
+        not known yet, so tokens have the weights of totals 1. `update` with `continues` applies the
+        factor, before clipping; it has the same `loss` and `compare`. The gradient stays here, in
+        float32, sharded and not summed over replicas. `discard` throws it away.
+        """
+        assert self.dims.axes.replicas > 1, "there is one replica"
+        assert self.pipeline is None, "stages of a pipeline train all rows in one schedule"
+        assert not self._expert_load.experts, "experts are balanced over all ranks"
+        assert not any(module.p for module in self._dropouts), "its seed is the update's"
+        early = self._early or UpdateSums()
+        with self._replica.apart():
+            pooled, micros = self._rows(sequences, loss)
+            number = self._replica.most_micro_batches(micros)
+            early.counts = early.joined(self._replica.count(pooled, 0, self._flops))
+            micros = self._replica.same_number(micros, number, loss.samples_per_row)
+            batches = self._pack(micros, loss) if number else []
+        logger.debug("early backward on %d sequences, %d micro-batches", len(pooled), len(batches))
+        finish = row_loss(micros, batches, loss, (1, 1, 1), compare, early)
+        self._train_alone(batches, finish, all_reduce=False)
+        early.add_padding(pooled, batches)
+        self._early = early
+
+    @property
+    def has_early_gradient(self) -> bool:
+        """Whether this rank has a gradient of `accumulate`."""
+        return self._early is not None
+
+    def discard(self) -> None:
+        """Throw away what `accumulate` has computed; not collective."""
+        if self._early is not None:
+            forget_early_gradients(self.roots)
+            self._early = None
+
     def update(
         self,
         sequences: Sequence[TrainSequence],
@@ -328,6 +371,7 @@ class TrainEngine(ModelShards):
         *,
         max_response_tokens: int = 0,
         compare: Mapping[str, str] = MappingProxyType({}),
+        continues: bool = False,
     ) -> dict[str, float]:
         """One optimizer step on the sequences of all ranks; `sequences` are this rank's.
 
@@ -342,7 +386,9 @@ class TrainEngine(ModelShards):
         the responses, which sequences may lack, and a prefix for metrics. These are the distance
         from the log-probabilities before the step (`hybridrl.algorithms.corrections.describe`).
         `effective_share` is the effective sample size of the responses of all fields together. The
-        loss may reduce this step's learning rate by it.
+        loss may reduce this step's learning rate by it. The update `continues` where some rank has
+        accumulated gradients for it; their sequences are not among `sequences`, and count as if
+        they were.
 
         Returns the same metrics on all ranks: `loss`, `grad_norm` (before clipping), `lr`,
         `entropy`, `tokens`, `flops` (the model's, of forward and backward; the same under every
@@ -351,6 +397,54 @@ class TrainEngine(ModelShards):
         If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
         ValueError if no rank has a token to train, or this rank an incomplete row.
         """
+        assert continues or self._early is None, "an update that knows of no early gradient"
+        sums, self._early = self._early or UpdateSums(), None
+
+        # The rows of this rank, and the totals of all.
+        pooled, micros = self._rows(sequences, loss)
+        counts = self._replica.count(pooled, len(micros.parts), self._flops)
+        totals = self._replica.totals(sums.joined(counts))
+        micros = self._replica.same_number(micros, totals.micro_batches, loss.samples_per_row)
+        batches = self._pack(micros, loss)
+        logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
+        known = totals.tokens, totals.sequences, max_response_tokens or totals.longest
+        weighed = (1, 1, 1) if continues else known
+        finish = row_loss(micros, batches, loss, weighed, compare, sums)
+
+        # Forward, backward, and the step.
+        self._expert_load.start(totals.sequences)
+        with self._dropout():
+            if self.pipeline is None:
+                self._train_alone(batches, finish)
+            else:
+                self.pipeline.train(batches, finish)
+        if self.pipeline is not None:
+            sum_tied(self.chunks, self.dims)
+            sums.sums, sums.compared = self._replica.from_last_stage(
+                (sums.sums, sums.compared), self.device
+            )
+        sums.add_padding(pooled, batches)
+        figures = (
+            distance_metrics(sums.compared, tuple(compare.values()), self.device) if compare else {}
+        )
+        lr_scale = loss.lr_scale(figures.get("effective_share", 1.0))
+        factor = factor_of_totals(loss.normalize, *known) if continues else 1.0
+        metrics = self._step(sums.sums, 1.0 if lr_scale is None else lr_scale, factor) | figures
+        if lr_scale is not None:
+            metrics["lr_scale"] = lr_scale
+        logger.debug("update ended, version %d", self.version)
+        metrics["tokens"] = float(totals.tokens)
+        # Backward has twice as many, but for the gradients of frozen weights.
+        metrics["flops"] = totals.work * (3 if self.lora is None else 2)
+        load = self._expert_load.metrics()
+        if not metrics["bad_step"]:
+            self._expert_load.move_biases()
+        return metrics | load | self._of_sequences(pooled, sums)
+
+    def _rows(
+        self, sequences: Sequence[TrainSequence], loss: Loss[torch.Tensor]
+    ) -> tuple[Sequence[TrainSequence], MicroBatches]:
+        """The sequences that this rank's pp x tp ranks compute, and their micro-batches."""
         samples_per_row = loss.samples_per_row
         if len(sequences) % samples_per_row:
             raise ValueError(
@@ -361,70 +455,15 @@ class TrainEngine(ModelShards):
             pad = getattr(self.model.config, "pad_token_id", None)
             sequences = [ended(sequence, pad) for sequence in sequences]
         pooled, _ = self._replica.gather(sequences)
-        micros = self._replica.split(pooled, samples_per_row)
-        totals = self._replica.totals(pooled, len(micros.parts), self._flops)
-        longest = max_response_tokens or totals.longest
-        micros = self._replica.same_number(micros, totals.micro_batches, samples_per_row)
+        return pooled, self._replica.split(pooled, samples_per_row)
+
+    def _pack(self, micros: MicroBatches, loss: Loss[torch.Tensor]) -> list[PackedBatch]:
         counts = self._expert_load.experts > 0
-        batches = self._replica.pack(
+        return self._replica.pack(
             micros, trained_only=True, counts_experts=counts, candidates=Candidates.of(loss)
         )
-        logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
-        sums: dict[str, torch.Tensor] = {}
-        compared: list[torch.Tensor] = []
 
-        def finish(number: int, scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-            batch, members = batches[number], [micros.sequences[i] for i in micros.parts[number]]
-            log_probs, fields = loss_inputs(members, batch, loss, scores)
-            values, metrics = loss(log_probs, entropy if loss.needs_entropy else None, fields)
-            weights = token_weights(
-                batch.counts, loss.normalize, totals.tokens, totals.sequences, longest
-            ).to(values)
-            total = (weights * values).sum()
-            named = metrics if entropy is None else {**metrics, "entropy": entropy}
-            weighted = {name: (weights * value.detach()).sum() for name, value in named.items()}
-            for name, value in {
-                **weighted,
-                "loss": total.detach(),
-                "weight": weights.sum(),
-            }.items():
-                if batch.num_ranks > 1:  # each of them computes the loss of the whole row
-                    value = value / batch.num_ranks
-                sums[name] = sums[name] + value if name in sums else value
-            if compare:
-                others = scored_fields(members, batch, tuple(compare), missing=math.nan)
-                figures = [compare_row(log_probs, x, batch) for x in others.values()]
-                compared.append(torch.stack(figures))
-            return total
-
-        self._expert_load.start(totals.sequences)
-        with self._dropout():
-            if self.pipeline is None:
-                self._train_alone(batches, finish)
-            else:
-                self.pipeline.train(batches, finish)
-        if self.pipeline is not None:
-            sum_tied(self.chunks, self.dims)
-            sums, compared = self._replica.from_last_stage((sums, compared), self.device)
-        figures = (
-            distance_metrics(compared, tuple(compare.values()), self.device) if compare else {}
-        )
-        lr_scale = loss.lr_scale(figures.get("effective_share", 1.0))
-        metrics = self._step(sums, 1.0 if lr_scale is None else lr_scale) | figures
-        if lr_scale is not None:
-            metrics["lr_scale"] = lr_scale
-        logger.debug("update ended, version %d", self.version)
-        metrics["tokens"] = float(totals.tokens)
-        # Backward has twice as many, but for the gradients of frozen weights.
-        metrics["flops"] = totals.work * (3 if self.lora is None else 2)
-        load = self._expert_load.metrics()
-        if not metrics["bad_step"]:
-            self._expert_load.move_biases()
-        return metrics | load | self._of_sequences(pooled, batches)
-
-    def _of_sequences(
-        self, pooled: Sequence[TrainSequence], batches: Sequence[PackedBatch]
-    ) -> dict[str, float]:
+    def _of_sequences(self, pooled: Sequence[TrainSequence], sums: UpdateSums) -> dict[str, float]:
         """Metrics of what an update gets: bytes of its recorded experts, its rows' padding."""
         metrics = {}
         if self._experts is not None:
@@ -432,10 +471,7 @@ class TrainEngine(ModelShards):
             (total,) = self._reduce([sum(r.nbytes for r in records)], dist.ReduceOp.SUM)
             metrics["routed_experts_bytes"] = total / self._replica.size
         if self.pipeline is not None or self.dims.token_parts > 1:
-            real = sum(len(sequence.ids) for sequence in pooled)
-            rows = [row for batch in batches for row in batch.passes or (batch,)]
-            computed = sum(row.ids.numel() for row in rows)
-            real, computed = self._reduce([real, computed], dist.ReduceOp.SUM)
+            real, computed = self._reduce([sums.real, sums.computed], dist.ReduceOp.SUM)
             metrics["padding_share"] = 1 - real / computed
         return metrics
 
@@ -454,15 +490,23 @@ class TrainEngine(ModelShards):
             for module in self._dropouts:
                 module.eval()
 
-    def _train_alone(self, batches: Sequence[PackedBatch], finish: Callable[..., Any]) -> None:
-        """Forward and backward of all micro-batches on a model without pipeline chunks."""
+    def _train_alone(
+        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], all_reduce: bool = True
+    ) -> None:
+        """Forward and backward of all micro-batches on a model without pipeline chunks.
+
+        Without `all_reduce` FSDP keeps the gradients of this replica, and adds them when it next
+        sums over replicas.
+        """
         (root,) = self.roots
         assert isinstance(root, FSDPModule)
 
         def prepare(last_row: bool, last_pass: bool) -> None:
+            last = last_row and last_pass
             if self._keep_unsharded:
-                root.set_requires_gradient_sync(last_row and last_pass)
-                root.set_reshard_after_backward(last_row and last_pass)
+                root.set_requires_gradient_sync(last)
+                root.set_reshard_after_backward(last)
+            root.set_requires_all_reduce(all_reduce and (last or not self._keep_unsharded))
 
         for number, batch in enumerate(batches):
             last_row = number == len(batches) - 1
@@ -473,12 +517,17 @@ class TrainEngine(ModelShards):
                 prepare(last_row, True)
                 finish(number, *root(batch.ids, batch, True)).backward()
 
-    def _step(self, sums: dict[str, torch.Tensor], lr_scale: float) -> dict[str, float]:
-        """Clip by the global norm and step, or skip the step on all ranks alike."""
-        gradients, own_square = local_gradients(self.chunks, self.dims)
+    def _step(
+        self, sums: dict[str, torch.Tensor], lr_scale: float, factor: float
+    ) -> dict[str, float]:
+        """Clip by the global norm and step, or skip the step on all ranks alike.
+
+        Gradients and `sums` are to be multiplied by `factor`.
+        """
+        gradients, own_square = local_gradients(self.chunks, self.dims, factor)
         names = sorted(sums)
         # A value that is not finite on one rank is not finite in the sum over ranks.
-        each = [sums[name].double() / self._replica.size for name in names]
+        each = [factor * sums[name].double() / self._replica.size for name in names]
         values = torch.stack([own_square, *each])
         dist.all_reduce(values)
         square, *averages = values.tolist()

@@ -35,16 +35,19 @@ def sum_tied(chunks: Sequence[Chunk], dims: TrainDims) -> None:
 
 
 def local_gradients(
-    chunks: Sequence[Chunk], dims: TrainDims
+    chunks: Sequence[Chunk], dims: TrainDims, factor: float = 1.0
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """This rank's shards, and its share of the squared norm: each element of the model counts once.
 
-    The sum of the shares over all ranks is the square of the full gradient's norm [] float64.
+    The shards are multiplied by `factor` first. The sum of the shares over all ranks is the square
+    of the full gradient's norm [] float64.
     """
     gradients, shares = [], []
     for gradient, first in _gradients(chunks, dims):
         gradients.append(gradient.to_local())
         shares.append(0.0 if first is False else 1 / _num_copies(gradient, dims))
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
     squares = torch.stack(torch._foreach_norm(gradients)).double().square()
     return gradients, (squares * squares.new_tensor(shares)).sum()
 

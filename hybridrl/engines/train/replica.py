@@ -1,6 +1,7 @@
 """The ranks of one replica of a model, and the micro-batches that they compute together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,12 +78,30 @@ class Replica:
         self.max_tokens = max_tokens
         self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
+        self._all: Sequence[ProcessGroup | None] = (None,)
         self._last_stage = dims.stage_of_layer(num_layers)[-1]
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self._group.size()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within the body what all ranks have in common is common to this copy of the model alone.
+
+        No collective reaches another copy (`trainer.layout.replicas`) then.
+        """
+        groups = [self.dims.mesh.get_group(axis) for axis in ("pp", "fsdp", "tp")]
+        self._all = [group for group in groups if group.size() > 1]
+        try:
+            yield
+        finally:
+            self._all = (None,)
+
+    def most_micro_batches(self, micros: MicroBatches) -> int:
+        """The largest number of micro-batches of a rank."""
+        return self._most([len(micros.parts)])[0]
 
     def gather(self, sequences: Sequence[TrainSequence]) -> tuple[Sequence[TrainSequence], slice]:
         """The sequences of all ranks of the replica, and the slice from this rank."""
@@ -208,9 +227,10 @@ class Replica:
         return self.dims.config.cp if index < micros.shared else 1
 
     def _most(self, numbers: list[int]) -> list[int]:
-        """The largest of each of the `numbers` over all ranks of the world."""
+        """The largest of each of the `numbers` over all ranks of the world, or of `apart`."""
         most = torch.tensor(numbers, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        for group in self._all:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         return most.tolist()
 
     def pack(
@@ -280,23 +300,30 @@ class Replica:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dims.cp_group)
         return int(largest)
 
-    def totals(
+    def count(
         self, sequences: Sequence[TrainSequence], num_micro_batches: int, flops: ForwardFlops
-    ) -> UpdateTotals:
-        """Totals over all ranks of the world; raises ValueError without a token to train on."""
+    ) -> torch.Tensor:
+        """What this rank's pp x tp ranks compute [5], int64: the fields of `UpdateTotals`."""
         counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
         lengths = [len(sequence.ids) for sequence in sequences]
         work = sum(map(flops, lengths, counts)) // _WORK_UNIT
-        own_totals = torch.tensor(
+        return torch.tensor(
             [num_micro_batches, sum(counts), len(counts), max(counts, default=0), work],
             device=self.device,
         )
-        gathered = [torch.empty_like(own_totals) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own_totals)
-        totals_by_rank = torch.stack(gathered)
-        most = totals_by_rank.max(0).values.tolist()
+
+    def totals(self, counts: torch.Tensor) -> UpdateTotals:
+        """Totals of the `counts` [5] of all ranks of the world.
+
+        At least one micro-batch. Raises ValueError without a token to train on.
+        """
+        gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, counts)
+        counts_by_rank = torch.stack(gathered)
+        most = counts_by_rank.max(0).values.tolist()
         # The ranks of a replica count the same sequences.
-        total = (totals_by_rank.sum(0) // self.size).tolist()
+        total = (counts_by_rank.sum(0) // self.size).tolist()
         if total[1] == 0:
             raise ValueError("update: no rank has a response token to train on")
-        return UpdateTotals(most[0], total[1], total[2], most[3], float(total[4] * _WORK_UNIT))
+        work = float(total[4] * _WORK_UNIT)
+        return UpdateTotals(max(1, most[0]), total[1], total[2], most[3], work)

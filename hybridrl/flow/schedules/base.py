@@ -5,13 +5,14 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Self, final
 
 from hybridrl.config import ScheduleConfig
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
@@ -75,7 +76,8 @@ class ScheduleParts:
     An instance is given at most `max_held` samples at a time, and one call of a forward pass
     `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
     without their keys and values where the engine does not hand them out (`exports_kv`).
-    `num_steps` is the number of steps that the run is to have, where that is known.
+    `num_steps` is the number of steps that the run is to have, where that is known. `early` says
+    whether instances can train alone.
     """
 
     graph: Graph
@@ -87,6 +89,7 @@ class ScheduleParts:
     key_of: Callable[[Any], PromptKey]
     exports_kv: bool = True
     num_steps: int | None = None
+    early: EarlySettings = field(default_factory=EarlySettings)
 
     @property
     def step(self) -> tuple[Graph, Executor, Iterator[Prompt], StepSettings]:
@@ -239,6 +242,7 @@ class Schedule(ABC):
         self._phase: Phase | None = None
         self._pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
+        self._early_train_s = 0.0  # of an update that is to come, as if all instances had shared it
 
     def _begin_step(self, step: int) -> None:
         """A step begins; a subclass resets here its counts and state of one step."""
@@ -397,7 +401,9 @@ class Schedule(ABC):
         while running:
             self._trained(running)
         if begun is not None:
-            self._train_costs.append((self.executor.clock.now() - begun, max(tokens)))
+            seconds = self.executor.clock.now() - begun + self._early_train_s
+            self._train_costs.append((seconds, max(tokens)))
+            self._early_train_s = 0.0
 
     def _trained(self, running: dict[str, tuple[Stage, float]]) -> None:
         """Wait until an update or more have ended; they leave `running`."""

@@ -3,18 +3,28 @@
 RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Self
 
 from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
+from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Executor, Scope
-from hybridrl.flow.graph import Graph, SourceStage
+from hybridrl.flow.graph import Graph, SourceStage, Stage, UpdateStage
+from hybridrl.flow.ledger import sections
 from hybridrl.flow.lengths import RANKERS, LengthModel
-from hybridrl.flow.migration import NO_MIGRATION, MigrationPlan, best_migration_plan
+from hybridrl.flow.migration import (
+    NO_MIGRATION,
+    MigrationPlan,
+    best_migration_plan,
+    training_arrivals,
+)
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import RoundLimits
-from hybridrl.flow.schedules.readiness import ReadyTracker
+from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
 from hybridrl.flow.schedules.streaming import StreamingSchedule
+
+logger = logging.getLogger(__name__)
 
 
 class FusedSchedule(StreamingSchedule):
@@ -25,6 +35,9 @@ class FusedSchedule(StreamingSchedule):
     them, and the others are free for waiting work. Threshold 0 leaves every sample on its instance.
     None takes the best threshold by a model of the step, which reads the lengths of earlier steps
     and the measured costs.
+
+    With `early` an instance that has nothing else to do trains on groups that are whole, if recipe
+    and settings allow it (`early_update`). A line of the log says for each update whether they do.
     """
 
     def __init__(
@@ -37,10 +50,19 @@ class FusedSchedule(StreamingSchedule):
         limits: RoundLimits,
         length_model: LengthModel,
         migration_threshold: int | None = None,
+        early: EarlySettings | None = None,
     ) -> None:
         step = (graph, executor, prompts, settings)
         super().__init__(*step, limits=limits, length_model=length_model)
-        self.migration_threshold = migration_threshold
+        self.migration_threshold, self._early = migration_threshold, early
+        # By the first stage of a section.
+        self._early_updates: dict[str, EarlyUpdate] = {}
+        for section in sections(self._order) if early is not None else ():
+            update = self._early_updates[section[0].name] = self._early_update(section)
+            if update.stage is not None:
+                logger.info("early backward: %s begins while samples decode", update.stage.name)
+            elif any(isinstance(stage, UpdateStage) for stage in section):
+                logger.warning("schedule.early_backward has no effect: %s", update.reason)
 
     @classmethod
     def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
@@ -55,11 +77,34 @@ class FusedSchedule(StreamingSchedule):
             ),
             length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
             migration_threshold=config.migration_threshold,
+            early=parts.early if config.trains_early else None,
         )
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
         self._trackers, self._step_tasks = {}, []
+        if any(update.stage for update in self._early_updates.values()):
+            self._metrics["samples/trained_early"] = 0.0
+
+    def _early_update(self, section: Sequence[Stage]) -> EarlyUpdate:
+        """The update of a section that may begin early."""
+        assert self._early is not None
+        streamed = early_stages(self.graph, section, self.executor, by_group=True)
+        names = {stage.name for stage in streamed}
+        return early_update(self.graph, section, names, self.executor, self._early)
+
+    def _early_stages(self, section: Sequence[Stage]) -> list[Stage]:
+        update = self._early_updates.get(section[0].name)
+        trains_early = update is not None and update.stage is not None
+        return early_stages(self.graph, section, self.executor, by_group=trains_early)
+
+    def _update_of(self, maker: Stage) -> UpdateStage | None:
+        """The update that this step may begin while `maker` makes samples."""
+        section = next(section for section in sections(self._order) if maker in section)
+        update = self._early_updates.get(section[0].name)
+        if update is None or update.stage is None or self._steps_done < update.stage.after:
+            return None
+        return update.stage
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make all samples of the pulled prompts."""
@@ -72,7 +117,9 @@ class FusedSchedule(StreamingSchedule):
         if not tasks:
             return self._streamed(tracker, [])
         self._enter_for([*makers, *tracker.computes])
-        generation_round = self._new_round(tracker, self._migration_plan(tracker, len(tasks)))
+        early = self._update_of(makers[0])
+        migration_plan = self._migration_plan(tracker, len(tasks), early is not None)
+        generation_round = self._new_round(tracker, migration_plan, early=early)
         generation_round.adopt(self._step_tasks)
         self._submit(generation_round, tasks)
         generation_round.run()
@@ -80,8 +127,13 @@ class FusedSchedule(StreamingSchedule):
         positions = list(dict.fromkeys(task.sample.id.prompt for task in tasks))
         return self._end_round(generation_round, tracker, tasks, positions)
 
-    def _migration_plan(self, tracker: ReadyTracker, num_samples: int) -> MigrationPlan:
-        """The plan with the given threshold, or the best for so many samples."""
+    def _migration_plan(
+        self, tracker: ReadyTracker, num_samples: int, trains_early: bool
+    ) -> MigrationPlan:
+        """The plan with the given threshold, or the best for so many samples.
+
+        Where instances train early, freed ones have that to do, too.
+        """
         if self.migration_threshold is not None:
             return MigrationPlan(self.migration_threshold, self.limits.max_held)
         costs = self.meter.costs()
@@ -92,14 +144,21 @@ class FusedSchedule(StreamingSchedule):
         chunk = max(1, self.limits.chunk_tokens // 8)
         inference = sum(costs.compute(name, chunk) for name in passes) / chunk
         prompts = [len(self.length_model.key_of(prompt).prompt_ids) for _, prompt in self._pulled]
+        prompt_tokens = sum(prompts) / max(1, len(prompts))
+        num_instances, training = len(self.executor.instances), None
+        if trains_early:
+            ends = self.length_model.longest_of_prompt.sample(len(self._pulled))
+            token_s = costs.train_token_s * num_instances
+            training = training_arrivals(lengths, ends, token_s, prompt_tokens)
         plan = best_migration_plan(
             lengths,
-            len(self.executor.instances),
+            num_instances,
             costs,
             inference,
             self.limits.max_held,
-            sum(prompts) / max(1, len(prompts)),
+            prompt_tokens,
             wait_s=self.limits.steps(costs, 1, self.settings.decode_steps) * costs.step_s / 2,
+            training=training,
         )
         self._metrics["samples/migration_threshold"] = float(plan.threshold)
         return plan

@@ -12,6 +12,7 @@ from hybridrl.flow.executor import (
     Advanced,
     Command,
     Computed,
+    EarlyTrained,
     Finished,
     Park,
     Parked,
@@ -29,9 +30,11 @@ from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn, next_events
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
+from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 
 logger = logging.getLogger(__name__)
 
+_NONE_DECODES = "every generation instance that still decodes has died; the others train"
 _CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end sooner
 
 
@@ -93,7 +96,9 @@ class GenerationRound:
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
 
-    `may_start` says whether stages may start on the finished samples of a prompt yet.
+    `may_start` says whether stages may start on the finished samples of a prompt yet. With `early`
+    an instance without samples, and without passes to run, trains on groups that are whole
+    (`StreamedUpdate`). Then it is given no sample any more.
 
     Invariants: an instance has one call in flight, if any; `inbox` are the commands of its next
     call. A queued or parked sample waits in the driver's queue, or in the inbox of the instance
@@ -111,7 +116,9 @@ class GenerationRound:
         decode_steps: int,
         migration_plan: MigrationPlan,
         may_start: Callable[[int], bool] = lambda prompt: True,
+        early: StreamedUpdate | None = None,
     ) -> None:
+        self.early = early
         self.stages, self.executor, self.meter = stages, stages.executor, stages.meter
         self.ledger = stages.tracker.ledger
         self.limits, self.decode_steps, self.migration_plan = limits, decode_steps, migration_plan
@@ -128,6 +135,7 @@ class GenerationRound:
         self._leaving: set[int] = set()
         self._keepers: frozenset[int] = frozenset()
         self._longest = 0
+        self._progress: dict[int, int] = defaultdict(int)  # decode steps of an instance so far
         self._equal_rounds = False
         self._parking = False
 
@@ -171,6 +179,10 @@ class GenerationRound:
         spread out, they would keep every instance decoding as long as the longest.
         """
         able = [instance for instance in self._alive if instance not in self._leaving]
+        if self.early is not None:
+            able = [instance for instance in able if instance not in self.early.training]
+            if self._queue and not able and not self._leaving:
+                raise RuntimeError(_NONE_DECODES)
         room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
         if not self._queue or not any(room):
             return
@@ -225,7 +237,11 @@ class GenerationRound:
             self._gather()
             self._decode()
             self.stages.start(touched)
+            if self.early is not None:
+                self.early.add(touched)
             self._use_spare()
+        if self.stages.waiting and self.early is not None and self.early.training:
+            raise RuntimeError(_NONE_DECODES)  # for its generation weights
         assert not self.stages.waiting, "forward passes still wait"
         logger.debug(
             "the round ended: %d samples migrated, %d restarted",
@@ -306,6 +322,10 @@ class GenerationRound:
                         del self._in_flight[event.instance]
                 case SamplesRead():
                     touched |= self.stages.read(event)
+                case EarlyTrained():
+                    assert self.early is not None
+                    touched |= self.early.trained(event)
+                    del self._in_flight[event.instance]
                 case WorkerDied():
                     self._died(event.instance)
         return [prompt for prompt in touched if self.may_start(prompt)]
@@ -315,8 +335,27 @@ class GenerationRound:
         for instance in self._alive:
             if instance in self._in_flight or self._held[instance]:
                 continue
-            if self.stages.start_waiting(instance, len(self._alive), self._num_to_make > 0):
+            trains = self.early is not None and instance in self.early.training
+            sharers = len(self._alive)
+            if (
+                self.stages.start_waiting(instance, sharers, self._num_to_make > 0, trains)
+                or self._train_early(instance)
+            ):  # fmt: skip
                 self._in_flight[instance] = self.executor.clock.now()
+
+    def _train_early(self, instance: int) -> bool:
+        """Let an instance that is not needed for decoding train, while others decode.
+
+        It is needed while samples wait for room, or are on their way to the instances that keep
+        theirs. Once all are made the update trains the rest, on all ranks.
+        """
+        if self.early is None or self._queue or self._leaving:
+            return False
+        decoding = [i for i in self._alive if self._held[i]]
+        if not decoding:
+            return False
+        rows = max(len(self._held[i]) for i in decoding)
+        return self.early.start(instance, rows, max(self._progress[i] for i in decoding))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -325,6 +364,7 @@ class GenerationRound:
         passed = self.executor.clock.now() - self._in_flight.pop(instance)
         self.meter.saw_round_trip(max(0.0, passed - event.work.seconds))
         learn(self.meter, event)
+        self._progress[instance] += event.work.decode_steps
         for finished in event.finished:
             del self._held[instance][finished.id]
         for parked in event.parked:
@@ -378,7 +418,8 @@ class GenerationRound:
         """
         migrates = self.migration_plan.threshold > 1 and not self._keepers
         several = len(self._held[instance]) > 1
-        return migrates or bool(self._queue) or (several and self.stages.wait_for_samples)
+        waits = self.stages.wait_for_samples or self.early is not None
+        return migrates or bool(self._queue) or (several and waits)
 
     # -- migration -----------------------------------------------------------------------------
 
@@ -445,10 +486,14 @@ class GenerationRound:
         for sample in finished:
             if self.stages.is_on(sample, instance):
                 self.stages.forget(sample)
+                if self.early is not None:
+                    self.early.forget(sample)
                 lost.append(sample.id)
         logger.debug("instance %d died; %d samples begin anew", instance, len(lost))
         for id in lost:
             self._restart(id)
+        if self.early is not None:
+            self.early.died(instance)
 
     def check_restored(self) -> None:
         """After `run`: samples that began anew have the tensors again that they had.

@@ -51,10 +51,12 @@ class ReadyTracker:
         self.graph, self.ledger = graph, ledger
         self.computes = [stage for stage in early if isinstance(stage, ComputeStage)]
         self._choosers = [stage for stage in early if isinstance(stage, _CHOOSERS)]
+        self._by_group = [stage for stage in early if isinstance(stage, ByGroupStage)]
         self._makers = list(makers)
         self._order = list(early)
         self._expected: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
         self._chosen: dict[str, dict[int, list[Sample]]] = {s.name: {} for s in self._choosers}
+        self._grouped: dict[str, set[int]] = {stage.name: set() for stage in self._by_group}
 
     def expect(self, maker: Stage, group: list[Sample]) -> None:
         """`maker` makes these samples, all of one prompt, in training order."""
@@ -68,14 +70,17 @@ class ReadyTracker:
         )
 
     def choose(self, prompt: int) -> None:
-        """Run every chooser that can run for `prompt` now; in the recipe's order.
+        """Run every chooser and `by_group` that can run for `prompt` now; in the recipe's order.
 
-        A sample that two of them leave out has the first one's reason.
+        A sample that two choosers leave out has the first one's reason.
         """
-        for stage in self._choosers:
-            if prompt in self._chosen[stage.name]:
+        for stage in self._order:
+            if isinstance(stage, ByGroupStage):
+                self._compare(stage, prompt)
                 continue
-            sides = [self._left(name, prompt) for name in stage.upstream]
+            if not isinstance(stage, _CHOOSERS) or prompt in self._chosen[stage.name]:
+                continue
+            sides = [self.left(name, prompt) for name in stage.upstream]
             if any(side is None for side in sides):
                 return
             samples, *others = (side or [] for side in sides)
@@ -87,6 +92,15 @@ class ReadyTracker:
             self._chosen[stage.name][prompt] = run_barrier(
                 stage, samples, others[0] if others else [], self.ledger
             )
+
+    def _compare(self, stage: ByGroupStage, prompt: int) -> None:
+        """Run a `by_group` on the samples of `prompt`, once all that come to it have its inputs."""
+        samples = self.left(stage.name, prompt)
+        if prompt in self._grouped[stage.name] or samples is None:
+            return
+        if all(ready(stage, sample) for sample in samples):
+            self._grouped[stage.name].add(prompt)
+            run_barrier(stage, samples, [], self.ledger)
 
     def startable(self, prompt: int) -> Iterator[tuple[Stage, list[Sample]]]:
         """The per-sample stages that can run, or are running, on samples of `prompt`.
@@ -102,7 +116,7 @@ class ReadyTracker:
             able = [s for s in came if self._entered(s) and ready(stage, s)]
             todo = [s for s in able if not done(stage, s)]
             if stage.whole_groups and todo:
-                todo = able if able == self._left(stage.name, prompt) else []
+                todo = able if able == self.left(stage.name, prompt) else []
             if todo:
                 yield stage, todo
 
@@ -110,8 +124,9 @@ class ReadyTracker:
         """Stages that have not had all that comes to them; for the check at the end."""
         prompts = list(prompts)
         waiting = [s.name for s in self._choosers if not self._chosen[s.name].keys() >= {*prompts}]
+        waiting += [s.name for s in self._by_group if not self._grouped[s.name] >= {*prompts}]
         for stage in self.computes:
-            left = [self._left(stage.name, prompt) for prompt in prompts]
+            left = [self.left(stage.name, prompt) for prompt in prompts]
             if any(one is None or not all(done(stage, s) for s in one) for one in left):
                 waiting.append(stage.name)
         return waiting
@@ -125,7 +140,7 @@ class ReadyTracker:
         for stage in (*self._makers, *self._order):
             taken[stage.name] = []
             for prompt in prompts:
-                left = self._left(stage.name, prompt)
+                left = self.left(stage.name, prompt)
                 assert left is not None, (stage.name, prompt)
                 taken[stage.name] += left
         return taken
@@ -135,8 +150,10 @@ class ReadyTracker:
         for prompt in prompts:
             for by_prompt in (*self._expected.values(), *self._chosen.values()):
                 by_prompt.pop(prompt, None)
+            for grouped in self._grouped.values():
+                grouped.discard(prompt)
 
-    def _left(self, name: str, prompt: int) -> list[Sample] | None:
+    def left(self, name: str, prompt: int) -> list[Sample] | None:
         """The samples that have left the gate of stage `name`; None if they are not known yet."""
         gate = gate_of(self.graph, self.graph.stages[name])
         if gate not in self._expected:
@@ -151,14 +168,18 @@ class ReadyTracker:
         return self.ledger.is_finished(sample.id) and sample.scalars["finish"] != "abort"
 
 
-def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> list[Stage]:
+def early_stages(
+    graph: Graph, stages: Sequence[Stage], executor: Executor, by_group: bool = False
+) -> list[Stage]:
     """The stages among `stages` that can run while samples are being made.
 
     Per-sample stages that do not need the training shards, and filters and joins between them. They
-    read only fields of a maker among `stages` and of other early stages.
+    read only fields of a maker among `stages` and of other early stages. With `by_group` also the
+    stages of that kind: for a schedule that has a use for their results before the batch is there.
 
     Example: of generate, score, filter by reward, reference log-probabilities, by_group, map over
-    the advantage, update, these are score, filter and reference.
+    the advantage, update, these are score, filter and reference. With `by_group` they are all but
+    the update.
     """
     known: dict[str, set[str]] = {}  # a stage's fields, as far as early stages go
     early: list[Stage] = []
@@ -180,6 +201,8 @@ def early_stages(graph: Graph, stages: Sequence[Stage], executor: Executor) -> l
             able = fields.issuperset(_read(stage)) and all(
                 o.issuperset(scalars_of_partner(stage)) for o in others
             )
+        elif by_group and isinstance(stage, ByGroupStage):
+            able = fields.issuperset(stage.inputs)
         else:
             # Of the stages across prompts only `take` chooses; the others' results come too late.
             if not isinstance(stage, ByGroupStage | ByBatchStage):

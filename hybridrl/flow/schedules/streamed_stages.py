@@ -95,12 +95,15 @@ class StreamedStages:
                 self.executor.compute(stage, here)
         self._use_pools()
 
-    def start_waiting(self, instance: int, num_instances: int, decoding: bool) -> bool:
+    def start_waiting(
+        self, instance: int, num_instances: int, decoding: bool, trains: bool = False
+    ) -> bool:
         """Let an instance that has time run a chunk of the forward passes that wait, if any do.
 
-        `num_instances` share them, now or, while others are `decoding`, later.
+        `num_instances` share them, now or, while others are `decoding`, later. An instance that
+        `trains` has no generation weights, so the actor's own passes are left to others.
         """
-        stage = self._next_stage(instance)
+        stage = self._next_stage(instance, trains)
         if stage is None:
             return False
         samples = self._chunk(instance, stage, num_instances * (1 + decoding))
@@ -147,6 +150,19 @@ class StreamedStages:
         """Whether a sample's tensors are on a rank of an instance."""
         return self.executor.instance_of(sample.rank) == instance
 
+    def may_move(self, sample: Sample) -> bool:
+        """Whether no stage runs on a sample, and it is not on its way."""
+        return not self._busy[sample.id] and sample.id not in self._moving
+
+    def begin_move(self, samples: Iterable[Sample]) -> None:
+        """These are on their way: no stage starts on them until `end_move`."""
+        self._moving |= {sample.id for sample in samples}
+
+    def end_move(self, ids: Iterable[SampleId]) -> dict[int, None]:
+        """They have arrived; gives their prompts, on which stages may start."""
+        self._moving.difference_update(ids)
+        return dict.fromkeys(id.prompt for id in ids)
+
     def _use_pools(self) -> None:
         """Let every idle pool run all samples that wait for the first of its stages.
 
@@ -164,9 +180,13 @@ class StreamedStages:
                 self._begin(stage, here)
                 self.executor.compute(stage, here)
 
-    def _next_stage(self, instance: int) -> Stage | None:
+    def _next_stage(self, instance: int, trains: bool) -> Stage | None:
         """The stage that an instance ran last, while there is some of it left; else the largest."""
-        able = {name: sum(s.tokens for s in self._able(instance, name)) for name in self._spare}
+        able = {
+            name: sum(s.tokens for s in self._able(instance, name))
+            for name in self._spare
+            if not (trains and self._stage(name).role == "actor")
+        }
         waiting = [name for name, tokens in able.items() if tokens]
         if not waiting:
             return None

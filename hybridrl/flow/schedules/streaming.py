@@ -14,6 +14,7 @@ from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
 from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
+from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 
 
 class StreamingSchedule(Schedule):
@@ -44,7 +45,11 @@ class StreamingSchedule(Schedule):
     def state_dict(self) -> dict[str, Any]:
         """With the lengths learned."""
         model = self.length_model
-        learned = {"ranker": model.ranker.state_dict(), "forecast": model.forecast.state_dict()}
+        learned = {
+            "ranker": model.ranker.state_dict(),
+            "forecast": model.forecast.state_dict(),
+            "longest_of_prompt": model.longest_of_prompt.state_dict(),
+        }
         return super().state_dict() | learned
 
     def load_state_dict(
@@ -55,6 +60,8 @@ class StreamingSchedule(Schedule):
         if "ranker" in state:
             self.length_model.ranker.load_state_dict(state["ranker"])
             self.length_model.forecast.load_state_dict(state["forecast"])
+        if "longest_of_prompt" in state:
+            self.length_model.longest_of_prompt.load_state_dict(state["longest_of_prompt"])
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
@@ -85,9 +92,13 @@ class StreamingSchedule(Schedule):
         first = section[0].name
         if first not in self._trackers:
             makers = [stage for stage in section if isinstance(stage, SourceStage)]
-            early = early_stages(self.graph, section, self.executor)
+            early = self._early_stages(section)
             self._trackers[first] = ReadyTracker(self.graph, makers, early, self._ledger)
         return self._trackers[first]
+
+    def _early_stages(self, section: Sequence[Stage]) -> list[Stage]:
+        """The stages of a section that run prompt by prompt."""
+        return early_stages(self.graph, section, self.executor)
 
     def _enter_for(self, stages: Sequence[Stage]) -> None:
         phases = {phase_of(stage, self._scope(stage)) for stage in stages}
@@ -125,10 +136,16 @@ class StreamingSchedule(Schedule):
         tracker: ReadyTracker,
         migration_plan: MigrationPlan,
         may_start: Callable[[int], bool] = lambda prompt: True,
+        early: UpdateStage | None = None,
     ) -> GenerationRound:
+        """A round; with `early` it may begin that update."""
         stages = StreamedStages(self.executor, tracker, self.meter, self.limits.chunk_tokens)
         decode_steps = self.settings.decode_steps
-        return GenerationRound(stages, self.limits, decode_steps, migration_plan, may_start)
+        trains = None
+        if early is not None:
+            longest = (self.length_model.forecast.sample(self._ledger.num_unfinished) or [0])[-1]
+            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
+        return GenerationRound(stages, self.limits, decode_steps, migration_plan, may_start, trains)
 
     def _submit(self, generation_round: GenerationRound, tasks: Sequence[GenerationTask]) -> None:
         generation_round.make([task for task in tasks if task.sampling is not None])
@@ -161,6 +178,10 @@ class StreamingSchedule(Schedule):
         self._spans += generation_round.stages.spans
         self._metrics["samples/migrated"] += generation_round.num_migrated
         self._metrics["samples/restarted"] += generation_round.num_restarted
+        if (early := generation_round.early) is not None:
+            self._spans += early.spans
+            self._metrics["samples/trained_early"] += early.num_trained
+            self._early_train_s += early.seconds / len(self.executor.instances)
 
     def _learn_lengths(self, samples: Sequence[Sample]) -> None:
         by_prompt: dict[int, list[int]] = {}
@@ -169,6 +190,7 @@ class StreamingSchedule(Schedule):
                 by_prompt.setdefault(sample.id.prompt, []).append(sample.response_tokens)
         model = self.length_model
         model.forecast.add([length for lengths in by_prompt.values() for length in lengths])
+        model.longest_of_prompt.add([max(lengths) for lengths in by_prompt.values()])
         for position, prompt in self._pulled:
             if position in by_prompt:
                 model.ranker.observe(model.key_of(prompt), by_prompt[position])

@@ -1,0 +1,31 @@
+"""Events of an executor as lines of the log."""
+
+from hybridrl.flow.executor import (
+    Advanced,
+    Computed,
+    EarlyTrained,
+    Event,
+    SamplesRead,
+    TargetsLoaded,
+    UpdateDone,
+    WorkerDied,
+)
+
+
+def described(event: Event) -> str:
+    """An event in a line of the log."""
+    match event:
+        case Advanced():
+            return f"a call of instance {event.instance}, {len(event.finished)} samples finished"
+        case Computed():
+            return f"stage {event.stage} on {len(event.ids)} samples"
+        case SamplesRead():
+            return f"stage {event.stage} has read {len(event.ids)} samples"
+        case UpdateDone():
+            return f"stage {event.stage}"
+        case TargetsLoaded():
+            return "targets were loaded"
+        case EarlyTrained():
+            return f"{len(event.ids)} samples of stage {event.stage} on instance {event.instance}"
+        case WorkerDied():
+            return f"generation instance {event.instance}, whose ranks died"

@@ -1,0 +1,147 @@
+"""Groups that are trained while others are still generated."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import EarlyTrained
+from hybridrl.flow.graph import UpdateStage
+from hybridrl.flow.ledger import ready
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.schedules import StageSpan
+from hybridrl.flow.schedules.streamed_stages import StreamedStages
+
+SPAN = "early backward"
+_SHARE = 0.5
+_GROWTH = 0.25  # a response longer than the forecast's longest is taken to grow by this share more
+
+
+class StreamedUpdate:
+    """The early part of an update (`early_update`) in a round.
+
+    | a sample is | when                                                                   |
+    |-------------|------------------------------------------------------------------------|
+    | waiting     | it has left all stages before the update, with its prompt's others     |
+    | running     | an instance computes its gradient                                      |
+    | trained     | the gradient is on an instance; `update` does not compute it again     |
+
+    An instance without samples takes a chunk of those that wait, its own first. A chunk has at most
+    `chunk_tokens`, one micro-batch. It has less where that would take more than half of the time
+    that the others are expected to decode. The instance does not decode again in this round
+    (`training`). All ranks train the rest at the barrier.
+
+    Invariants: a sample is in one of these states at most, and trained by one instance. No sample
+    moves while a streamed stage runs on it. Where an instance dies, its gradients are gone: its
+    samples wait again, those that are made anew when they are back.
+
+    Example: of 8 samples on instances A and B, A's four end early. They are two whole groups, so A
+    trains on them while B decodes. The update computes the other four on both.
+    """
+
+    def __init__(
+        self, stage: UpdateStage, stages: StreamedStages, chunk_tokens: int, longest: float
+    ) -> None:
+        """`longest` is the expected length of the longest response; 0 where it is not known."""
+        self.stage, self.stages = stage, stages
+        self.chunk_tokens, self.longest = chunk_tokens, longest
+        self.training: set[int] = set()
+        self.seconds = 0.0
+        self._waiting: dict[SampleId, Sample] = {}
+        self._running: dict[SampleId, Sample] = {}
+        self._trained: dict[int, dict[SampleId, Sample]] = defaultdict(dict)
+        self._times: list[float] = []
+
+    @property
+    def num_trained(self) -> int:
+        """Samples whose gradient is there."""
+        return sum(map(len, self._trained.values()))
+
+    @property
+    def spans(self) -> list[StageSpan]:
+        """From the first start to the last end."""
+        return [StageSpan(SPAN, self._times[0], self._times[-1])] if self._times else []
+
+    def add(self, prompts: Iterable[int]) -> None:
+        """Samples of these prompts may have become ready."""
+        for prompt in prompts:
+            for sample in self.stages.tracker.left(self.stage.name, prompt) or ():
+                known = sample.id in self._running or self._is_trained(sample.id)
+                if not known and ready(self.stage, sample):
+                    self._waiting[sample.id] = sample
+
+    def start(self, instance: int, num_rows: float, progress: int) -> bool:
+        """Let an instance that has time train a chunk of the samples that wait, if any do.
+
+        `num_rows` rows decode on an instance that is still at work, and have `progress` tokens.
+        """
+        samples = self._chunk(instance, num_rows, progress)
+        if not samples:
+            return False
+        for sample in samples:
+            self._running[sample.id] = self._waiting.pop(sample.id)
+        self.training.add(instance)
+        self.stages.begin_move(samples)
+        self._times.append(self.stages.executor.clock.now())
+        self.stages.executor.train_early(self.stage, instance, samples)
+        return True
+
+    def trained(self, event: EarlyTrained) -> dict[int, None]:
+        """An instance has computed the gradient of a chunk; gives the prompts of its samples."""
+        self._trained[event.instance] |= {id: self._running.pop(id) for id in event.ids}
+        self._times.append(self.stages.executor.clock.now())
+        self.seconds += event.seconds
+        return self.stages.end_move(event.ids)
+
+    def forget(self, sample: Sample) -> None:
+        """A sample begins anew; a gradient that is on another instance stays."""
+        self._waiting.pop(sample.id, None)
+        self._running.pop(sample.id, None)
+
+    def died(self, instance: int) -> None:
+        """The gradients on an instance are gone, after the samples that were there (`forget`)."""
+        self.training.discard(instance)
+        prompts = dict.fromkeys(id.prompt for id in self._trained.pop(instance, {}))
+        self.add(prompts)
+
+    def _is_trained(self, id: SampleId) -> bool:
+        return any(id in trained for trained in self._trained.values())
+
+    def _chunk(self, instance: int, num_rows: float, progress: int) -> list[Sample]:
+        """Whole samples of at most a chunk's tokens together, the instance's own first."""
+        able = [s for s in self._waiting.values() if self.stages.may_move(s)]
+        if not able:
+            return []
+        in_order = sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id))
+        wanted: float = max(self.chunk_tokens, in_order[0].tokens)
+        if (affordable := self._affordable(instance, num_rows, progress)) is not None:
+            wanted = min(wanted, affordable)
+        chosen: list[Sample] = []
+        for sample in in_order:
+            wanted -= sample.tokens
+            if wanted < 0:
+                break
+            chosen.append(sample)
+        return chosen
+
+    def _affordable(self, instance: int, num_rows: float, progress: int) -> float | None:
+        """Tokens that the instance can train in half of the time that is left to decode.
+
+        All would wait for a call that lasts longer, and how long that is, is a guess. None where
+        costs or lengths are not known.
+        """
+        executor, costs = self.stages.executor, self.stages.meter.costs()
+        if costs is None or not costs.train_token_s or not self.longest:
+            return None
+        seconds = _SHARE * seconds_left(costs, self.longest, progress, num_rows)
+        if instance not in self.training:
+            seconds -= costs.train_switch_s
+        return seconds / (costs.train_token_s * len(executor.instances))
+
+
+def seconds_left(costs: Costs, longest: float, progress: float, num_rows: float) -> float:
+    """Expected seconds until the longest response ends, which has `progress` tokens by now.
+
+    `longest` tokens are expected of it. It decodes in a batch of `num_rows` rows.
+    """
+    tokens = round(max(longest - progress, _GROWTH * progress))
+    return costs.decode(num_rows, tokens, num_rows * (progress + tokens / 2))

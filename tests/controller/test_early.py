@@ -1,0 +1,229 @@
+"""On real ranks: instances train on whole groups while others decode, and learn as serial does."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.config import Config, TinyModelConfig
+from hybridrl.controller.early_backward import early_settings, layout_obstacle
+from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.flow.executor import Phase
+from hybridrl.flow.sample import SampleId
+from hybridrl.flow.schedules.streamed_update import StreamedUpdate
+from hybridrl.layout.grouping import TrainAxes, gen_positions
+from hybridrl.models.tiny import make_tiny_model
+
+EARLY = ["schedule=fused", "schedule.early_backward=auto"]
+REPLICAS = ["trainer.layout.replicas=2"]
+Train = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def tail(long_tail: list[str]) -> list[str]:
+    """Groups of a long-tailed run that are whole before the longest sample ends."""
+    changed = ("recipe", "reward", "trainer.prompts_per_step", "rollout.decode_steps")
+    kept = [setting for setting in long_tail if not setting.startswith(changed)]
+    return [*kept, "trainer.prompts_per_step=8", "rollout.decode_steps=1", *REPLICAS]
+
+
+@pytest.fixture(scope="module")
+def run_of(
+    train_here: Train, tail: list[str], user_rewards: Path, tmp_path_factory: Any
+) -> Callable[..., Any]:
+    """Three steps of a recipe on two ranks, serial or with early backward.
+
+    Whatever it costs: on a loaded machine the driver might find it too dear.
+    """
+
+    @functools.cache
+    def run(name: str, *overrides: str) -> Any:
+        reward = ["reward=function", f"reward.function={user_rewards}:score"]
+        settings = [*tail, *reward, "reward.extract=null", *overrides]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
+            return train_here(tmp_path_factory.mktemp(name), *settings)
+
+    return run
+
+
+def check_same(serial: Any, early: Any) -> None:
+    """The same batches, and the same weights after three steps, by how far they have moved.
+
+    Measured: 6e-7 of the move, 1e-7 at most; losses and norms of gradients 1e-6.
+    """
+    assert len(serial.steps) == len(early.steps) == 3
+    for one, other in zip(serial.steps, early.steps, strict=True):
+        assert [(s.id, s.tokens) for s in one.samples] == [(s.id, s.tokens) for s in other.samples]
+        assert len({s.response_tokens for s in one.samples}) > 5
+    for one, other in zip(serial.metrics, early.metrics, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "tokens", "mismatch/kl", "reward_mean"):
+            assert one.get(key) == pytest.approx(other.get(key), rel=1e-5, abs=1e-6), key
+    moved, apart = 0.0, 0.0
+    start, final, others = (
+        load_file(folder / "model.safetensors")
+        for folder in (serial.dir / "start", serial.dir / "final", early.dir / "final")
+    )
+    for name, weights in final.items():
+        moved += (weights - start[name]).double().square().sum().item()
+        apart += (weights - others[name]).double().square().sum().item()
+        torch.testing.assert_close(weights, others[name], atol=1e-5, rtol=0)
+    assert moved**0.5 > 1e-2
+    assert apart**0.5 < 1e-5 * moved**0.5
+
+
+def early_spans(run: Any) -> list[Any]:
+    return [s for s in run.spans if s.name == "early backward" and s.lane.startswith("rank")]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("recipe=grpo", "recipe.group_size=2"),
+        pytest.param(("recipe=rloo", "recipe.group_size=2"), marks=pytest.mark.layouts),
+    ],
+    ids=["grpo", "rloo"],
+)
+def test_it_trains_as_serial_does(run_of: Callable[..., Any], recipe: tuple[str, ...]) -> None:
+    serial, early = run_of("serial", *recipe), run_of("early", *recipe, *EARLY)
+    check_same(serial, early)
+    assert sum(line["trained_early"] for line in early.metrics) > 0
+    assert early_spans(early)
+    assert not early_spans(serial)
+
+
+@pytest.mark.layouts
+def test_adapters(run_of: Callable[..., Any]) -> None:
+    settings = ["recipe=gspo", "recipe.group_size=2", "actor.lora.rank=4"]
+    serial, early = run_of("lora", *settings), run_of("lora_early", *settings, *EARLY)
+    check_same(serial, early)
+    assert sum(line["trained_early"] for line in early.metrics) > 0
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    "layout", [["trainer.layout.tp=2"], ["trainer.layout.fsdp=2"]], ids=["tp", "fsdp"]
+)
+def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -> None:
+    """Each is one replica of two ranks; with a reference, whose passes come first."""
+    ranks = ["cluster.ranks=4", "rollout.layout.tp=2", *layout]
+    settings = ["recipe=grpo", "recipe.group_size=2", "recipe.kl_coef=0.05", *ranks]
+    serial, early = run_of("wide", *settings), run_of("wide_early", *settings, *EARLY)
+    check_same(serial, early)
+    assert sum(line["trained_early"] for line in early.metrics) > 0
+
+
+@pytest.mark.layouts
+def test_a_run_that_resumes_in_between(
+    run_of: Callable[..., Any], train_here: Train, tail: list[str], tmp_path: Path
+) -> None:
+    """A checkpoint is taken between steps, where no gradient is left over."""
+    settings = ["recipe=grpo", "recipe.group_size=2", *EARLY]
+    whole = run_of("whole", *settings, "trainer.save_every=1", "trainer.keep_last=9")
+    (second,) = whole.dir.glob("checkpoints/step_*2")
+    rest = run_of("rest", *settings, f"trainer.resume={second}")
+    for name, weights in load_file(whole.dir / "final" / "model.safetensors").items():
+        other = load_file(rest.dir / "final" / "model.safetensors")[name]
+        torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
+    assert len(rest.steps) == 1
+
+
+def test_a_step_that_fails_leaves_no_rank_behind() -> None:
+    """Its early instances train, the others generate: all leave, so that all switch together."""
+    entered: list[Phase] = []
+
+    def enter(phase: Phase, meanwhile: Callable[[], None]) -> list[Any]:
+        entered.append(phase)
+        return [SimpleNamespace(version=3, switch=None)]
+
+    executor = object.__new__(RayExecutor)
+    executor.group = cast(Any, SimpleNamespace(enter=enter))
+    executor._early = defaultdict(set, {"update_actor": {SampleId(0)}})
+    for _ in range(2):
+        executor.enter(Phase.GENERATE)
+    assert entered == [Phase.TRAIN, Phase.GENERATE, Phase.GENERATE]
+
+
+# -- which runs can ------------------------------------------------------------------------------
+
+
+def instances_of(config: Config) -> list[list[int]]:
+    """The ranks of each generation instance, by the order that the config names."""
+    axes, layout = TrainAxes.of(config.trainer.layout), config.rollout.layout
+    positions = gen_positions(axes, layout.pp, layout.tp, layout.grouping)
+    numbers = [position[0] for position in positions]
+    return [[r for r, n in enumerate(numbers) if n == i] for i in range(1 + max(numbers))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ("cluster.ranks=2 trainer.layout.replicas=2", None),
+        ("cluster.ranks=4 trainer.layout.replicas=4", None),
+        # two replicas an instance, or one of two ranks
+        ("cluster.ranks=4 trainer.layout.replicas=4 rollout.layout.tp=2 G=vanilla", None),
+        ("cluster.ranks=4 trainer.layout.replicas=2 rollout.layout.tp=2", None),
+        ("cluster.ranks=4 trainer.layout.tp=2 trainer.layout.replicas=2 rollout.layout.tp=2", None),
+        ("cluster.ranks=2", "trainer.layout.replicas=2 trainer.layout.fsdp=1"),
+        ("cluster.ranks=8 rollout.layout.tp=2", "trainer.layout.replicas=4 trainer.layout.fsdp=2"),
+        (
+            "cluster.ranks=2 trainer.layout.tp=2",
+            "trainer.layout.replicas=2 trainer.layout.fsdp=1 trainer.layout.tp=1",
+        ),
+        ("cluster.ranks=2 rollout.layout.tp=2", "more cluster.ranks"),
+    ],
+)
+def test_an_instance_is_whole_replicas(
+    make_config: Callable[..., Config], overrides: str, wanted: str | None
+) -> None:
+    named = overrides.replace("G=", "rollout.layout.grouping=")
+    if "G=" not in overrides:
+        named += " rollout.layout.grouping=strided"
+    config = make_config("run.dir=x", *named.split())
+    reason = layout_obstacle(config, instances_of(config))
+    assert (reason is None) == (wanted is None), reason
+    assert wanted is None or wanted in (reason or "")
+
+
+def test_what_it_says_would_do(make_config: Callable[..., Config]) -> None:
+    """Of all small layouts: where none can train alone, the settings that are named let them."""
+    for ranks, tp, replicas, gen_tp in product((2, 4, 8), (1, 2), (1, 2, 4), (1, 2)):
+        if ranks % (tp * replicas) or ranks % gen_tp or ranks == gen_tp:
+            continue
+        layout = f"trainer.layout.tp={tp} trainer.layout.replicas={replicas}".split()
+        settings = ["run.dir=x", f"cluster.ranks={ranks}", f"rollout.layout.tp={gen_tp}"]
+        settings.append("rollout.layout.grouping=strided")
+        config = make_config(*settings, *layout)
+        reason = layout_obstacle(config, instances_of(config))
+        if reason is None:
+            continue
+        named = reason.partition("wanted ")[2].split()
+        better = make_config(*settings, *layout, *named)
+        assert layout_obstacle(better, instances_of(better)) is None, (settings, layout, reason)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("deterministic=strict", "deterministic=strict sums gradients in the order of"),
+        ("rollout=vllm", "wanted native"),
+        ("trainer.layout.pp=2", "wanted trainer.layout.pp=1 (2)"),
+        ("trainer.layout.cp=2", "wanted trainer.layout.cp=1 (2)"),
+        ("actor.lora.dropout=0.1", "wanted actor.lora.dropout=0 (0.1)"),
+        ("trainer.epochs=1", "more cluster.ranks"),
+    ],
+)
+def test_other_settings(
+    make_config: Callable[..., Config], tmp_path: Path, override: str, reason: str
+) -> None:
+    lora = ["actor.lora.rank=2"] if "lora" in override else []
+    config = make_config("run.dir=x", "cluster.ranks=2", override, *lora)
+    make_tiny_model(tmp_path, TinyModelConfig(), seed=0)
+    assert reason in (early_settings(config, [[0, 1]], str(tmp_path)).obstacle or "")
