@@ -19,6 +19,7 @@ from hybridrl.config.cluster import (
 )
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
 from hybridrl.config.endpoint import EndpointConfig
+from hybridrl.config.emulated import settle_emulated
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.layout import (
@@ -124,6 +125,8 @@ class Config:
     def __post_init__(self) -> None:
         check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
+        if self.cluster.emulated:
+            settle_emulated(self)
         self.check_groups()
         self.cluster.resolve()
         if self.cluster.requeue and not self.trainer.resumes:
@@ -361,6 +364,17 @@ class Config:
     def longest_generated(self) -> int:
         """Tokens of the longest prompt with the longest response that is generated."""
         return self.data.max_prompt_tokens + self.longest_response
+
+    @property
+    def samples_held(self) -> int:
+        """Samples that decode together on an instance, of whatever length: KV cache and batch.
+
+        At least one: that one fits is checked for the prompts that there are, not for the longest.
+        """
+        rollout = self.rollout
+        blocks = -(-self.longest_generated // rollout.block_size)
+        cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
+        return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running
 
     @property
     def value_pool(self) -> str:

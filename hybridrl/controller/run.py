@@ -93,11 +93,13 @@ def train(config: Config) -> dict[str, Any]:
         after = run.run_recipe()
     accuracies = {"accuracy_before": before, "accuracy_after": after}
     measured = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
-    return {**measured, "run": config.run.dir}
+    marks = {"emulated": True} if config.cluster.emulated else {}
+    return {**marks, **measured, "run": config.run.dir}
 
 
 def evaluate_only(config: Config) -> dict[str, Any]:
     """Evaluate the trained model on the held-out items; returns the metrics."""
+    _check_has_model(config)
     prepared = prepare(config)
     with running(config, prepared, Origin()) as run:
         if "actor" not in prepared.graph.learned:
@@ -114,6 +116,7 @@ def evaluate_checkpoints(
     The metrics are added to that run's, and its report is rendered again. Returns those of the last
     checkpoint.
     """
+    _check_has_model(config)
     prepared, metrics = prepare(config), dict[str, float]()
     if "actor" not in prepared.graph.learned:
         raise ConfigError("run", run_dir, "a run that trains the actor")
@@ -127,6 +130,12 @@ def evaluate_checkpoints(
     if (run_dir / "report.html").is_file():
         render(run_dir)
     return {**metrics, "steps": list(checkpoints), "run": str(run_dir)}
+
+
+def _check_has_model(config: Config) -> None:
+    if config.cluster.emulated:
+        allowed = "another cluster: the ranks of an emulated one hold no model to evaluate"
+        raise ConfigError("cluster", config.cluster.kind.value, allowed)
 
 
 @contextmanager
@@ -161,7 +170,12 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["
     settings = origin.settings or settings_of(config)
     with (
         Telemetry(
-            run_dir, config.telemetry, total, origin.records(config), settings=settings
+            run_dir,
+            config.telemetry,
+            total,
+            origin.records(config),
+            settings=settings,
+            emulated=config.cluster.emulated,
         ) as telemetry,
         driver_log(config.log.level, run_dir / "logs" / "driver.log"),
         _logged_end(),
@@ -170,6 +184,8 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
         logger.info("starting %d ranks, rollout engine %s", ranks, engine)
+        if config.cluster.emulated:
+            telemetry.note(f"emulated: {ranks} ranks hold no model, their work takes modeled times")
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run
@@ -232,7 +248,9 @@ class Run:
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
         telemetry.inputs(inputs.result())
-        works = work_of_roles(config, prepared.graph, prepared.model_path)
+        # the model of emulated ranks is not the one that is here
+        emulated = config.cluster.emulated
+        works = {} if emulated else work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(
@@ -317,8 +335,9 @@ class Run:
                 after = self.evaluation.at(self.step)
             except BudgetSpent as error:  # the trained model is written nonetheless
                 spent = error
-            final = self.run_dir / "final"
-            self.checkpoints.write(final, self.step, self._state(phase, schedule))
+            if not self.config.cluster.emulated:
+                final = self.run_dir / "final"
+                self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
         if spent is not None:
             raise self._spent(spent)

@@ -1,0 +1,202 @@
+"""Ranks of an emulated device (`cluster=emulated`): many in a process of Ray, or in the driver's.
+
+Calls go through the same worker groups and, on Ray, the same object store as those of real ranks.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hybridrl.compat import verl
+from hybridrl.config import ClusterConfig, Config, Device
+from hybridrl.runtime.launcher import POLL_S, CallFailed, rank_environment
+from hybridrl.runtime.process_launcher import Call, ProcessGroup
+from hybridrl.runtime.ray_launcher import RayLauncher
+from hybridrl.telemetry.log import rank_log
+from hybridrl.workers.base_worker import Reply
+from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
+from hybridrl.workers.emulated_ranks import EmulatedRanks
+
+logger = logging.getLogger(__name__)
+
+_CALLS_AT_A_TIME = 1_000_000  # of a process: each of its ranks has some, most of them asleep
+
+
+class EmulatedLauncher:
+    """See `Launcher`: all ranks in the driver's process. Their calls end within `wait`."""
+
+    def __init__(self) -> None:
+        self.data_plane: DataPlane = LocalDataPlane()
+        self._ranks: EmulatedRanks | None = None
+
+    def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
+        """See `Launcher`; of `args` the config counts."""
+        config: Config = args[0]
+        self._ranks = EmulatedRanks(range(config.cluster.ranks), config, self.data_plane)
+        return ProcessGroup(worker, [_LocalRank(self._ranks, r) for r in range(config.cluster.ranks)])
+
+    def subgroup(self, group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+        """See `Launcher`."""
+        return ProcessGroup(group.worker, [group.ranks[rank] for rank in ranks])
+
+    def wait(self, references: Sequence[Call], timeout: float = POLL_S) -> list[Call]:
+        """See `Launcher`."""
+        assert self._ranks is not None
+        until = time.time() + timeout
+        while True:
+            now = time.time()
+            self._ranks.end_due(now)
+            if ready := [call for call in references if call.done]:
+                return ready
+            if now >= until:
+                return []
+            next_end = self._ranks.next_end
+            time.sleep(max(0.0, min(until, until if next_end is None else next_end) - now))
+
+    def get(self, reference: Call) -> Any:
+        """See `Launcher`."""
+        while not reference.done:
+            self.wait([reference])
+        if reference.failure is not None:
+            raise reference.failure
+        return reference.value
+
+    def first_dead(self, group: ProcessGroup) -> None:
+        """None dies but with the driver."""
+
+    def kill(self, group: ProcessGroup) -> None:
+        """They end with the driver."""
+
+    def log(self, file: str, logs: Path) -> str:
+        """They log with the driver."""
+        return str(logs / "driver.log")
+
+
+class _LocalRank:
+    """A rank in this process."""
+
+    def __init__(self, ranks: EmulatedRanks, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Begin a method."""
+        call = Call()
+        self.ranks.call(self.rank, name, args, kwargs, time.time(), partial(_end, call))
+        return call
+
+
+def _end(call: Call, reply: Reply[Any] | None, error: Exception | None) -> None:
+    call.done, call.value = True, reply
+    call.failure = None if error is None else CallFailed(str(error), error)
+
+
+class EmulatedRayLauncher(RayLauncher):
+    """Emulated ranks in Ray's actors, `cluster.ranks_per_process` in each."""
+
+    def __init__(self, ray: Any, config: ClusterConfig) -> None:
+        super().__init__(ray, config)
+        self._hosts: list[Any] = []
+
+    def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
+        """See `Launcher`; of `args` the config counts."""
+        config: Config = args[0]
+        size, each = config.cluster.ranks, config.cluster.ranks_per_process
+        options = {
+            "max_concurrency": _CALLS_AT_A_TIME,
+            "runtime_env": {"env_vars": rank_environment(self.config) | verl.environment(Device.cpu)},
+            "num_cpus": 1,
+        }
+        host_class = self.ray.remote(_Host).options(**options)
+        handles: list[_RankHandle] = []
+        for first in range(0, size, each):
+            ranks = range(first, min(first + each, size))
+            host = host_class.remote(ranks, config, self.data_plane)
+            self._hosts.append(host)
+            handles += [_RankHandle(host, rank) for rank in ranks]
+        logger.debug("%d ranks share %d processes", size, len(self._hosts))
+        return verl.group_of(verl.worker_class(worker, make, *args), handles)
+
+    def kill(self, group: Any) -> None:
+        """See `Launcher`: their processes, and with these all ranks."""
+        for host in self._hosts:
+            self.ray.kill(host)
+        self._hosts = []
+
+
+class _RankHandle:
+    """An actor handle of a rank that has no process of its own: `handle.method.remote(...)`."""
+
+    def __init__(self, host: Any, rank: int) -> None:
+        self._host, self._rank = host, rank
+        self._numbers = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__ray_ready__":
+            return self._host.__ray_ready__
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Method(self, name)
+
+    def begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A reference to the reply of a call."""
+        number, self._numbers = self._numbers, self._numbers + 1
+        return self._host.call.remote(number, self._rank, name, args, kwargs)
+
+
+class _Method:
+    """A method of a rank."""
+
+    def __init__(self, handle: _RankHandle, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """A reference to the reply."""
+        return self._handle.begin(self._name, args, kwargs)
+
+
+class _Host:
+    """A process of ranks, an actor of Ray on asyncio.
+
+    Ray starts the calls of such an actor in any order; each has its number among its rank's.
+    """
+
+    def __init__(self, ranks: range, config: Config, data_plane: DataPlane) -> None:
+        rank_log(ranks.start, config.log.level, None)
+        self._ranks = EmulatedRanks(ranks, config, data_plane)
+        self._early: dict[tuple[int, int], Callable[[], None]] = {}
+        self._next = dict.fromkeys(ranks, 0)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def call(
+        self, number: int, rank: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The reply of a call, when its time has passed."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply[Any]] = loop.create_future()
+
+        def done(value: Reply[Any] | None, error: Exception | None) -> None:
+            if error is not None:
+                reply.set_exception(error)
+            elif value is not None:
+                reply.set_result(value)
+
+        now = time.time()
+        self._early[rank, number] = lambda: self._ranks.call(rank, name, args, kwargs, now, done)
+        while begin := self._early.pop((rank, self._next[rank]), None):
+            self._next[rank] += 1
+            begin()
+        self._look(loop)
+        return await reply
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End what is due, and be called again when the next call is."""
+        self._ranks.end_due(time.time())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (end := self._ranks.next_end) is not None:
+            self._timer = loop.call_later(max(0.0, end - time.time()), self._look, loop)
