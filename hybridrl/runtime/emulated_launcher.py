@@ -4,9 +4,10 @@ Calls go through the same worker groups and, on Ray, the same object store as th
 """
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,31 +132,26 @@ class _RankHandle:
     """An actor handle of a rank that has no process of its own: `handle.method.remote(...)`."""
 
     def __init__(self, host: Any, rank: int) -> None:
-        self._host, self._rank = host, rank
-        self._numbers = 0
+        self._host, self._rank, self._numbers = host, rank, itertools.count()
 
     def __getattr__(self, name: str) -> Any:
         if name == "__ray_ready__":
             return self._host.__ray_ready__
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
-        return _Method(self, name)
-
-    def begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A reference to the reply of a call."""
-        number, self._numbers = self._numbers, self._numbers + 1
-        return self._host.call.remote(number, self._rank, name, args, kwargs)
+        return _Method(self._host, self._rank, name, self._numbers)
 
 
 class _Method:
-    """A method of a rank."""
+    """A method of a rank; `numbers` counts the rank's calls."""
 
-    def __init__(self, handle: _RankHandle, name: str) -> None:
-        self._handle, self._name = handle, name
+    def __init__(self, host: Any, rank: int, name: str, numbers: Iterator[int]) -> None:
+        self._host, self._rank, self._name, self._numbers = host, rank, name, numbers
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """A reference to the reply."""
-        return self._handle.begin(self._name, args, kwargs)
+        number = next(self._numbers)
+        return self._host.call.remote(number, self._rank, self._name, args, kwargs)
 
 
 class _Host:
