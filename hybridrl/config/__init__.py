@@ -18,8 +18,8 @@ from hybridrl.config.cluster import (
     PoolsConfig,
 )
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
+from hybridrl.config.emulated import WITHOUT_MODEL, check_judges, leave_out, settle_cluster
 from hybridrl.config.endpoint import EndpointConfig
-from hybridrl.config.emulated import settle_emulated
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.layout import (
@@ -126,7 +126,7 @@ class Config:
         check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
         if self.cluster.emulated:
-            settle_emulated(self)
+            self._settle_emulated()
         self.check_groups()
         self.cluster.resolve()
         if self.cluster.requeue and not self.trainer.resumes:
@@ -138,6 +138,16 @@ class Config:
         if self.cluster.ranks:
             self._resolve_layouts()
             self._check_layouts()
+
+    def _settle_emulated(self) -> None:
+        """Leave out what ranks without a model cannot do; raise ConfigError where it is wanted."""
+        settle_cluster(self.cluster, self.rollout)
+        leave_out(self.eval, self.warm_start, self.trainer, self.telemetry)
+        check_judges({"reward": self.reward, "cost": self.cost})
+        if self.strict:
+            raise ConfigError("deterministic", self.deterministic.value, f"off {WITHOUT_MODEL}")
+        tiny = self.model.tiny  # its tokenizer reads the prompts; responses have modeled lengths
+        tiny.max_positions = max(tiny.max_positions, self.longest_generated)
 
     def check_groups(self) -> None:
         """Raise ConfigError for a group of settings that cannot work, whatever the others are."""

@@ -138,8 +138,8 @@ class ClusterConfig:
     """Slurm: how often the job may start again, at its time limit, after preemption, or when a node
     or a rank has died. Then `trainer.resume` is at least `auto`."""
     costs: str | None = None
-    """Emulated: seconds of work, as `--costs` of `hybridrl plan schedule` has them: the directory
-    of a run, a file of its costs.json's form, or `gpu:model=8b`, of the run's own ranks."""
+    """Emulated: seconds of work, as `--costs` of `hybridrl plan schedule`: the directory of a run, a
+    file of its costs.json's form, or a roofline of the run's ranks (`gpu:model=8b`)."""
     lengths: str | None = None
     """Emulated: lengths of responses, as its `--lengths` has them: the directory of a run, a file,
     `lmsys`, or `lognormal:median=M,p99=N`. Those of a distribution follow from `run.seed`."""
@@ -223,7 +223,9 @@ class ClusterConfig:
         if not self.emulated:
             for key in ("costs", "lengths", "prompt_tokens"):
                 if getattr(self, key) is not None:
-                    raise ConfigError(f"cluster.{key}", getattr(self, key), "cluster=emulated with it")
+                    raise ConfigError(
+                        f"cluster.{key}", getattr(self, key), "cluster=emulated with it"
+                    )
         slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
         if self.container is not Container.none:
             raise ConfigError("cluster.container", self.container.value, "cluster=slurm before it")

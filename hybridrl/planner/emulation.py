@@ -116,7 +116,7 @@ def pass_seconds(costs: Costs, stage: Stage, tokens: float) -> float:
 
 def scaled(costs: Costs, factor: float) -> Costs:
     """All seconds times `factor`."""
-    values = {
+    values: dict[str, Any] = {
         name: {x: seconds * factor for x, seconds in value.items()}
         if isinstance(value, dict)
         else value * factor

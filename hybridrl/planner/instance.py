@@ -13,7 +13,7 @@ from hybridrl.flow.sample import SampleId, TokenSpan
 
 
 @dataclass(slots=True)
-class Row:
+class ModeledRow:
     """A response: `left` tokens to decode after `prefill` or `restore` tokens."""
 
     id: SampleId
@@ -72,7 +72,7 @@ class _Tally:
 class Advance:
     """The outcome of a bounded call: whole responses, parked ones, the work."""
 
-    finished: tuple[Row, ...]
+    finished: tuple[ModeledRow, ...]
     parked: tuple[Parked, ...]
     work: Work
 
@@ -86,8 +86,8 @@ class ModeledInstance:
 
     Invariant: a sample's response has its known length, whether it was parked or moved or not.
 
-    Example, in calls of 4 steps: of samples of 3 and 5 tokens the first is in the first call's
-    `finished`, the second in the second's, after one step.
+    Example: samples of 3 and 5 tokens, in calls of 4 steps. The first call finishes the first of
+    them, the second call the other one after a step.
     """
 
     def __init__(
@@ -99,24 +99,22 @@ class ModeledInstance:
     ) -> None:
         self.costs, self.max_running = costs, max_running
         self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
-        self.running: dict[SampleId, Row] = {}
-        self.waiting: deque[Row] = deque()
+        self.running: dict[SampleId, ModeledRow] = {}
+        self.waiting: deque[ModeledRow] = deque()
 
     @property
     def unfinished(self) -> int:
         """Rows that have not ended."""
         return len(self.running) + len(self.waiting)
 
-    def advance(
-        self, commands: Sequence[Command], num_decode_steps: int, version: int
-    ) -> Advance:
+    def advance(self, commands: Sequence[Command], num_decode_steps: int, version: int) -> Advance:
         """Obey the commands, then decode until the steps are done or no row remains.
 
         `version` is that of the weights.
         """
         tally = _Tally()
         parked = [p for c in commands if (p := self._obey(c, version, tally)) is not None]
-        finished: list[Row] = []
+        finished: list[ModeledRow] = []
         while tally.steps < num_decode_steps and self.unfinished:
             self._admit(tally)
             finished += self._decode(num_decode_steps - tally.steps, version, tally)
@@ -131,7 +129,7 @@ class ModeledInstance:
                     prompt = self.prompt_tokens_of(id.prompt)
                     # Samples of one prompt share its cache.
                     prefill = 0 if i else prompt
-                    row = Row(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
+                    row = ModeledRow(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
                     self.waiting.append(row)
             case Park(ids=ids, with_kv=with_kv):
                 return self._park(ids, with_kv, version, tally)
@@ -145,10 +143,8 @@ class ModeledInstance:
                     self.waiting.append(row)
         return None
 
-    def _park(
-        self, ids: Sequence[SampleId], with_kv: bool, version: int, tally: _Tally
-    ) -> Parked:
-        state: dict[SampleId, tuple[Row, bool]] = {}
+    def _park(self, ids: Sequence[SampleId], with_kv: bool, version: int, tally: _Tally) -> Parked:
+        state: dict[SampleId, tuple[ModeledRow, bool]] = {}
         for id in ids:
             if id in self.running:
                 row = self.running.pop(id)
@@ -174,7 +170,7 @@ class ModeledInstance:
             self.running[row.id] = row
         tally.kv_calls += restored
 
-    def _decode(self, most: int, version: int, tally: _Tally) -> list[Row]:
+    def _decode(self, most: int, version: int, tally: _Tally) -> list[ModeledRow]:
         """Decode until a row ends, at most `most` steps; returns the finished rows."""
         rows = self.running.values()
         steps = min(most, min(row.left for row in rows))

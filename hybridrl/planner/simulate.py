@@ -170,7 +170,9 @@ class SimulatedExecutor:
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, to which samples of other instances move."""
-        assert not self._servers[instance].running, "a forward pass concurrent with unfinished samples"
+        assert not self._servers[instance].running, (
+            "a forward pass concurrent with unfinished samples"
+        )
         seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
         for sample in samples:
             sample.rank = instance

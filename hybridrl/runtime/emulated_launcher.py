@@ -38,7 +38,9 @@ class EmulatedLauncher:
         """See `Launcher`; of `args` the config counts."""
         config: Config = args[0]
         self._ranks = EmulatedRanks(range(config.cluster.ranks), config, self.data_plane)
-        return ProcessGroup(worker, [_LocalRank(self._ranks, r) for r in range(config.cluster.ranks)])
+        return ProcessGroup(
+            worker, [_LocalRank(self._ranks, r) for r in range(config.cluster.ranks)]
+        )
 
     def subgroup(self, group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
         """See `Launcher`."""
@@ -89,6 +91,9 @@ class _LocalRank:
         self.ranks.call(self.rank, name, args, kwargs, time.time(), partial(_end, call))
         return call
 
+    def kill(self) -> None:
+        """It ends with the driver."""
+
 
 def _end(call: Call, reply: Reply[Any] | None, error: Exception | None) -> None:
     call.done, call.value = True, reply
@@ -108,7 +113,9 @@ class EmulatedRayLauncher(RayLauncher):
         size, each = config.cluster.ranks, config.cluster.ranks_per_process
         options = {
             "max_concurrency": _CALLS_AT_A_TIME,
-            "runtime_env": {"env_vars": rank_environment(self.config) | verl.environment(Device.cpu)},
+            "runtime_env": {
+                "env_vars": rank_environment(self.config) | verl.environment(Device.cpu)
+            },
             "num_cpus": 1,
         }
         host_class = self.ray.remote(_Host).options(**options)

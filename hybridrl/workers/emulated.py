@@ -24,7 +24,6 @@ from hybridrl.flow.executor import (
     Parked,
     Phase,
     Resume,
-    Submit,
     TargetsLoaded,
     generated_tensors,
 )
@@ -40,7 +39,7 @@ from hybridrl.planner.emulation import (
     pass_seconds,
     scaled,
 )
-from hybridrl.planner.instance import Advance, ModeledInstance, Row
+from hybridrl.planner.instance import Advance, ModeledInstance, ModeledRow
 from hybridrl.planner.workload import Workload
 from hybridrl.rewards import RewardInput
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
@@ -90,7 +89,7 @@ class StoredLengths(NamedTuple):
     response: int
 
 
-Parcel = dict[SampleId, StoredLengths]
+LengthsById = dict[SampleId, StoredLengths]
 
 
 class EmulatedInstance:
@@ -134,7 +133,7 @@ class EmulatedWorker:
         self.rank, self.pool, self.config = rank, pool, config
         self.data_plane, self.instance = data_plane, instance
         self.costs: Costs = scaled(emulated_costs(config), config.cluster.time_scale)
-        self.store: Parcel = {}
+        self.store: LengthsById = {}
         self.publishes = False
         self.version = self.generating_version = 0
         self._num_updates = 1  # stages that train, in a step
@@ -249,14 +248,12 @@ class EmulatedWorker:
         finished = tuple(self._finished(row) for row in mine)
         parked = tuple(self._export_parked(place, event) for event in outcome.parked)
         assert shared.rows is not None
-        event = Advanced(
-            instance, shared.rows.unfinished, finished, parked, work=outcome.work
-        )
+        event = Advanced(instance, shared.rows.unfinished, finished, parked, work=outcome.work)
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
         return _taking(outcome.work.seconds, value, "generate")
 
-    def _finished(self, row: Row) -> Finished:
+    def _finished(self, row: ModeledRow) -> Finished:
         spans = tuple(row.spans)
         return Finished(row.id, self.rank, row.prompt, row.num_generated, row.finish, spans)
 
@@ -265,7 +262,7 @@ class EmulatedWorker:
 
         A row with its cache has one of its own.
         """
-        rows: dict[SampleId, tuple[Row, bool]] = event.state
+        rows: dict[SampleId, tuple[ModeledRow, bool]] = event.state
         alone = any(with_kv for _, with_kv in rows.values())
         if alone:
             references = {id: self.data_plane.put({id: state}) for id, state in rows.items()}
@@ -432,9 +429,7 @@ class EmulatedWorker:
     @dispatch(Dispatch.SAME)
     def texts(self, ids: tuple[SampleId, ...]) -> Task:
         """Texts that say that there are none."""
-        texts = {
-            id: (EMULATED, f"{EMULATED} {self.store[id].response} tokens") for id in ids
-        }
+        texts = {id: (EMULATED, f"{EMULATED} {self.store[id].response} tokens") for id in ids}
         return _at_once(texts)
 
     @dispatch(Dispatch.SAME)

@@ -102,7 +102,7 @@ class EmulatedRanks:
         concurrent = name in _CONCURRENT
         lane = self._lanes.setdefault((rank, concurrent), _Lane(rank))
         lane.waiting.append(_Call(lane, name, args, kwargs, now, done))
-        self._take_up(lane)
+        self._begin_next(lane)
 
     @property
     def next_end(self) -> float | None:
@@ -117,10 +117,10 @@ class EmulatedRanks:
                 call.lane.busy = False
                 call.done(reply, None)
             for call in calls:
-                self._take_up(call.lane)
+                self._begin_next(call.lane)
 
-    def _take_up(self, lane: _Lane) -> None:
-        """Begin the oldest call of a lane; with the other ranks that it needs, once they are in it."""
+    def _begin_next(self, lane: _Lane) -> None:
+        """Begin the oldest call of a lane, once all ranks that it needs are in it."""
         while lane.waiting and not lane.busy:
             lane.busy = True
             call = lane.waiting.popleft()
@@ -159,9 +159,7 @@ class EmulatedRanks:
             tokens *= self._pool_sizes[self._pool_of[calls[0].lane.rank]] / len(calls)
         seconds = tasks[0].seconds(tokens)
         end = begins + seconds
-        replies = [
-            _reply(call, task, begins, end) for call, task in zip(calls, tasks, strict=True)
-        ]
+        replies = [_reply(call, task, begins, end) for call, task in zip(calls, tasks, strict=True)]
         for call in calls:
             call.lane.free_at = end
         heapq.heappush(self._ends, (end, next(self._number), calls, replies))

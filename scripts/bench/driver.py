@@ -17,7 +17,7 @@ from lines import show
 # A 7B on H100s, four a generation instance. p99 over p50 of the lengths is 8.
 SETTINGS = (
     'cluster.costs="gpu:model=7b"',
-    'cluster.lengths="lognormal:median=256,p99=2048"',
+    'cluster.lengths="lognormal:median=256,p99=2048,max=2048"',
     "rollout.max_new_tokens=2048",
     "recipe.skip_equal_groups=false",
 )
@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,256", help="numbers of ranks")
     parser.add_argument("--tp", type=int, default=4, help="ranks of an instance")
     parser.add_argument("--schedules", default="serial,fused")
-    parser.add_argument("--steps", type=int, default=3, help="after the first, which is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="after the first, which is not counted"
+    )
     parser.add_argument("--samples-per-rank", type=int, default=8)
     parser.add_argument("--processes", type=int, default=4, help="that the ranks share")
     parser.add_argument("--time-scale", type=float, default=1.0)
