@@ -138,8 +138,8 @@ class ClusterConfig:
     """Slurm: how often the job may start again, at its time limit, after preemption, or when a node
     or a rank has died. Then `trainer.resume` is at least `auto`."""
     costs: str | None = None
-    """Emulated: seconds of work, as `--costs` of `hybridrl plan schedule`: the directory of a run, a
-    file of its costs.json's form, or a roofline of the run's ranks (`gpu:model=8b`)."""
+    """Emulated: seconds of work, as `--costs` of `hybridrl plan schedule`: a run, a file, or a
+    roofline of the run's ranks (`gpu:model=8b`)."""
     lengths: str | None = None
     """Emulated: lengths of responses, as its `--lengths` has them: the directory of a run, a file,
     `lmsys`, or `lognormal:median=M,p99=N`. Those of a distribution follow from `run.seed`."""
