@@ -158,7 +158,7 @@ class _Method:
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """A reference to the reply."""
         number = next(self._numbers)
-        return self._host.call.remote(number, self._rank, self._name, args, kwargs)
+        return self._host.call.remote(number, self._rank, self._name, *args, **kwargs)
 
 
 class _Host:
@@ -174,9 +174,7 @@ class _Host:
         self._next = dict.fromkeys(ranks, 0)
         self._timer: asyncio.TimerHandle | None = None
 
-    async def call(
-        self, number: int, rank: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    async def call(self, number: int, rank: int, name: str, *args: Any, **kwargs: Any) -> Any:
         """The reply of a call, when its time has passed."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Reply[Any]] = loop.create_future()
