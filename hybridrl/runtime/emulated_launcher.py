@@ -9,17 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig, Config, Device
 from hybridrl.runtime.launcher import POLL_S, CallFailed, rank_environment
-from hybridrl.runtime.process_launcher import Call, ProcessGroup
+from hybridrl.runtime.process_launcher import Call, ProcessGroup, ProcessLauncher
 from hybridrl.runtime.ray_launcher import RayLauncher
 from hybridrl.telemetry.log import rank_log
 from hybridrl.workers.base_worker import Reply
-from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
+from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.emulated_ranks import EmulatedRanks
 
 logger = logging.getLogger(__name__)
@@ -27,56 +26,40 @@ logger = logging.getLogger(__name__)
 _CALLS_AT_A_TIME = 1_000_000  # of a process: each of its ranks has some, most of them asleep
 
 
-class EmulatedLauncher:
-    """See `Launcher`: all ranks in the driver's process. Their calls end within `wait`."""
+class EmulatedLauncher(ProcessLauncher):
+    """All ranks in the driver's process. Their calls end within `wait`."""
 
-    def __init__(self) -> None:
-        self.data_plane: DataPlane = LocalDataPlane()
-        self._ranks: EmulatedRanks | None = None
+    def __init__(self, config: ClusterConfig) -> None:
+        super().__init__(config)
+        self._emulated: EmulatedRanks | None = None
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
         """See `Launcher`; of `args` the config counts."""
         config: Config = args[0]
-        self._ranks = EmulatedRanks(range(config.cluster.ranks), config, self.data_plane)
-        return ProcessGroup(
-            worker, [_LocalRank(self._ranks, r) for r in range(config.cluster.ranks)]
-        )
-
-    def subgroup(self, group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
-        """See `Launcher`."""
-        return ProcessGroup(group.worker, [group.ranks[rank] for rank in ranks])
+        ranks = range(config.cluster.ranks)
+        self._emulated = EmulatedRanks(ranks, config, self.data_plane)
+        return ProcessGroup(worker, [_LocalRank(self._emulated, rank) for rank in ranks])
 
     def wait(self, references: Sequence[Call], timeout: float = POLL_S) -> list[Call]:
         """See `Launcher`."""
-        assert self._ranks is not None
+        assert self._emulated is not None
         until = time.time() + timeout
         while True:
             now = time.time()
-            self._ranks.end_due(now)
+            self._emulated.end_due(now)
             if ready := [call for call in references if call.done]:
                 return ready
             if now >= until:
                 return []
-            next_end = self._ranks.next_end
-            time.sleep(max(0.0, min(until, until if next_end is None else next_end) - now))
-
-    def get(self, reference: Call) -> Any:
-        """See `Launcher`."""
-        while not reference.done:
-            self.wait([reference])
-        if reference.failure is not None:
-            raise reference.failure
-        return reference.value
+            next_end = self._emulated.next_end
+            time.sleep(max(0.0, min(until, next_end or until) - now))
 
     def first_dead(self, group: ProcessGroup) -> None:
         """None dies but with the driver."""
 
-    def kill(self, group: ProcessGroup) -> None:
-        """They end with the driver."""
-
-    def log(self, file: str, logs: Path) -> str:
+    def log(self, file: str, logs: object) -> str:
         """They log with the driver."""
-        return str(logs / "driver.log")
+        return f"{logs}/driver.log"
 
 
 class _LocalRank:

@@ -23,7 +23,7 @@ def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
     Emulated ranks are on Ray, unless they are all in this process.
     """
     if config.emulated and not config.ranks_per_process:
-        yield EmulatedLauncher()
+        yield EmulatedLauncher(config)
         return
     if config.kind is ClusterKind.processes:
         with ProcessLauncher(config) as plain:

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=3, help="after the first, which is not counted"
     )
+    parser.add_argument("--decode-steps", type=int, default=64, help="of one call of an instance")
     parser.add_argument("--samples-per-rank", type=int, default=8)
     parser.add_argument("--processes", type=int, default=4, help="that the ranks share")
     parser.add_argument("--time-scale", type=float, default=1.0)
@@ -60,6 +61,7 @@ def one(
         f"cluster.time_scale={args.time_scale}",
         f"cluster.ranks_per_process={-(-instances // args.processes) * args.tp}",
         f"rollout.layout.tp={args.tp}",
+        f"rollout.decode_steps={args.decode_steps}",
         f"trainer.steps={args.steps + 1}",
         f"trainer.prompts_per_step={ranks * args.samples_per_rank // 8}",
         "recipe.group_size=8",
@@ -75,6 +77,7 @@ def one(
             "ranks": ranks,
             "instances": instances,
             "schedule": schedule,
+            "decode_steps": args.decode_steps,
             "samples": steps.samples,
             "step_s": round(steps.seconds, 3),
             "planned_s": round(predicted, 3),
