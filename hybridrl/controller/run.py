@@ -418,7 +418,8 @@ class Run:
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
-                self.telemetry.costs({"costs": costs.to_json(), **setting})
+                marks = {"emulated": True} if self.config.cluster.emulated else {}
+                self.telemetry.costs({"costs": costs.to_json(), **setting, **marks})
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)

@@ -109,7 +109,8 @@ def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_pat
     from hybridrl.telemetry.report import render
 
     run = trained("schedule=serial", *GRPO)
-    assert json.loads((run / "run.json").read_text())["emulated"] is True
+    for file in ("run.json", "costs.json"):
+        assert json.loads((run / file).read_text())["emulated"] is True
     assert all(line["emulated"] == 1.0 for line in read_lines(run / "metrics.jsonl"))
     assert "emulated: 4 ranks" in (run / "events.jsonl").read_text()
     assert {line["prompt"] for line in read_lines(run / "samples.jsonl")} == {"[emulated]"}
