@@ -185,7 +185,9 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
         logger.info("starting %d ranks, rollout engine %s", ranks, engine)
         if config.cluster.emulated:
-            telemetry.note(f"emulated: {ranks} ranks hold no model, their work takes modeled times")
+            line = f"emulated: {ranks} ranks hold no model, their work takes modeled times"
+            telemetry.note(line)
+            logger.info("%s", line)
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run

@@ -12,7 +12,6 @@ from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from hybridrl.checkpoint.distributed import Progress
 from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.flow.costs import Costs
@@ -27,7 +26,7 @@ from hybridrl.flow.executor import (
     TargetsLoaded,
     generated_tensors,
 )
-from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
+from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.weight_switch import SwitchStats
@@ -35,13 +34,11 @@ from hybridrl.planner.emulation import (
     emulated_costs,
     emulated_workload,
     group_size_of,
-    is_pass,
     pass_seconds,
     scaled,
 )
 from hybridrl.planner.instance import Advance, ModeledInstance, ModeledRow
 from hybridrl.planner.workload import Workload
-from hybridrl.rewards import RewardInput
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.workers.answers import (
     ActorDescription,
@@ -65,7 +62,7 @@ class Task:
     """A method's answer before its time has passed.
 
     `seconds` gives them from the `tokens` of all ranks that take part together, `value` the answer
-    from the seconds. `span` names the work in the trace, of `num_samples`; none without a name.
+    from the seconds. `span` names the work in the trace, where it is shown.
     """
 
     value: Callable[[float], Any]
@@ -346,16 +343,9 @@ class EmulatedWorker:
         self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]
     ) -> Task:
         """A verifier or a `map`: scalars drawn by identity."""
-        is_costed = isinstance(stage, MapStage) or not is_pass(stage, self.config)
-        cost = self.costs.compute(stage.name, self._tokens(ids)) if is_costed else 0.0
+        cost = self.costs.compute(stage.name, self._tokens(ids))
         drawn, tensors = self._outputs(stage, ids)
         return _taking(cost, Computed(stage.name, ids, drawn, tensors, seconds=cost), stage.name)
-
-    @dispatch(Dispatch.SAME, concurrent=True)
-    def reward_inputs(self, ids: tuple[SampleId, ...]) -> Task:
-        """What a judge on the driver's node would see."""
-        empty = RewardInput(prompt=EMULATED, response=EMULATED, answer="", item={}, source="")
-        return _at_once((empty,) * len(ids))
 
     def _outputs(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Scalars of a stage by field, aligned with `ids`, and the names of its tensors."""
@@ -437,12 +427,6 @@ class EmulatedWorker:
         """Forget samples that have left."""
         self._drop(ids)
         return _at_once(len(self.store))
-
-    @dispatch(Dispatch.SAME)
-    def save(self, path: str, resume: str | None = None) -> Task:
-        """There are no weights."""
-        progress: dict[str, Progress] = {}
-        return _at_once(progress)
 
     def _tokens(self, ids: Sequence[SampleId]) -> int:
         return sum(sum(self.store[id]) for id in ids)

@@ -24,7 +24,7 @@ class Reference(Generic[Answer_co]):
 class SharedIds(tuple[SampleId, ...]):
     """Ids that are an argument of many ranks' calls: they are pickled once, not for every rank.
 
-    A rank gets a plain tuple. Of 2,048 ids for 256 ranks, pickling was half of a step's calls.
+    A rank gets a plain tuple. To pickle 2,048 ids for each of 256 ranks took 0.7 s.
     """
 
     def __reduce__(self) -> tuple[Callable[[bytes], tuple[SampleId, ...]], tuple[bytes]]:

@@ -15,12 +15,7 @@ from emulated_steps import config_of, hottest, measure, predict
 from lines import show
 
 # A 7B on H100s, four a generation instance. p99 over p50 of the lengths is 8.
-SETTINGS = (
-    'cluster.costs="gpu:model=7b"',
-    'cluster.lengths="lognormal:median=256,p99=2048,max=2048"',
-    "rollout.max_new_tokens=2048",
-    "recipe.skip_equal_groups=false",
-)
+SETTINGS = ('cluster.costs="gpu:model=7b"', "recipe.skip_equal_groups=false", "recipe.group_size=8")
 
 
 def main() -> None:
@@ -35,6 +30,7 @@ def main() -> None:
         "--steps", type=int, default=3, help="after the first, which is not counted"
     )
     parser.add_argument("--decode-steps", type=int, default=64, help="of one call of an instance")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of a response at most")
     parser.add_argument("--samples-per-rank", type=int, default=8)
     parser.add_argument("--processes", type=int, default=4, help="that the ranks share")
     parser.add_argument("--time-scale", type=float, default=1.0)
@@ -53,7 +49,8 @@ def one(
     args: argparse.Namespace, ranks: int, schedule: str, profile: cProfile.Profile | None
 ) -> None:
     """One number of ranks under one schedule."""
-    instances = ranks // args.tp
+    instances, longest = ranks // args.tp, args.longest
+    lengths = f"lognormal:median={longest // 8},p99={longest},max={longest}"
     settings = [
         *SETTINGS,
         f"schedule={schedule}",
@@ -64,7 +61,8 @@ def one(
         f"rollout.decode_steps={args.decode_steps}",
         f"trainer.steps={args.steps + 1}",
         f"trainer.prompts_per_step={ranks * args.samples_per_rank // 8}",
-        "recipe.group_size=8",
+        f'cluster.lengths="{lengths}"',
+        f"rollout.max_new_tokens={args.longest}",
     ]
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(settings, Path(folder) / "run")
@@ -78,6 +76,7 @@ def one(
             "instances": instances,
             "schedule": schedule,
             "decode_steps": args.decode_steps,
+            "longest": args.longest,
             "samples": steps.samples,
             "step_s": round(steps.seconds, 3),
             "planned_s": round(predicted, 3),
