@@ -135,7 +135,7 @@ def test_ranks_share_processes_of_ray(tmp_path: Path) -> None:
     ranks = [
         line
         for line in (tmp_path / "logs" / "driver.log").read_text().splitlines()
-        if "is up" in line
+        if " is up on " in line
     ]
     assert len({line.rpartition("pid ")[2] for line in ranks}) == 2
     assert len(ranks) == 4
