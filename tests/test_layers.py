@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": CORE,
     "rewards": CORE,
     "checkpoint": CORE | {"telemetry"},
-    "workers": WORKERS,
+    "workers": WORKERS | {"planner"},
     "compat": {"config", "system", "telemetry", "workers"},
     "runtime": RUNTIME,
     "controller": RUNTIME | {"runtime", "planner"},

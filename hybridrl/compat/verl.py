@@ -172,3 +172,16 @@ def subgroup(group: Any, ranks: list[int]) -> Any:
         device_name=group.device_name,
         use_gpu=group.use_gpu,
     )
+
+
+def group_of(worker: type, handles: Sequence[Any]) -> Any:
+    """A group over handles that have the methods of `worker`, on whatever actors."""
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+    return RayWorkerGroup.from_detached(
+        worker_handles=list(handles),
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(worker)),
+        device_name="cpu",
+        use_gpu=False,
+    )

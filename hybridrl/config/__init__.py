@@ -18,6 +18,7 @@ from hybridrl.config.cluster import (
     PoolsConfig,
 )
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
+from hybridrl.config.emulated import WITHOUT_MODEL, check_judges, leave_out, settle_cluster
 from hybridrl.config.endpoint import EndpointConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
@@ -125,6 +126,8 @@ class Config:
     def __post_init__(self) -> None:
         check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
+        if self.cluster.emulated:
+            self._settle_emulated()
         self.check_groups()
         self.cluster.resolve()
         if self.cluster.requeue and not self.trainer.resumes:
@@ -136,6 +139,16 @@ class Config:
         if self.cluster.ranks:
             self._resolve_layouts()
             self._check_layouts()
+
+    def _settle_emulated(self) -> None:
+        """Leave out what ranks without a model cannot do; raise ConfigError where it is wanted."""
+        settle_cluster(self.cluster, self.rollout)
+        leave_out(self.eval, self.warm_start, self.trainer, self.telemetry)
+        check_judges({"reward": self.reward, "cost": self.cost})
+        if self.strict:
+            raise ConfigError("deterministic", self.deterministic.value, f"off {WITHOUT_MODEL}")
+        tiny = self.model.tiny  # its tokenizer reads the prompts; responses have modeled lengths
+        tiny.max_positions = max(tiny.max_positions, self.longest_generated)
 
     def check_groups(self) -> None:
         """Raise ConfigError for a group of settings that cannot work, whatever the others are."""
@@ -362,6 +375,17 @@ class Config:
     def longest_generated(self) -> int:
         """Tokens of the longest prompt with the longest response that is generated."""
         return self.data.max_prompt_tokens + self.longest_response
+
+    @property
+    def samples_held(self) -> int:
+        """Samples that decode together on an instance, of whatever length: KV cache and batch.
+
+        At least one: that one fits is checked for the prompts that there are, not for the longest.
+        """
+        rollout = self.rollout
+        blocks = -(-self.longest_generated // rollout.block_size)
+        cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
+        return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running
 
     @property
     def value_pool(self) -> str:

@@ -36,6 +36,7 @@ class ClusterKind(Enum):
     slurm = "slurm"  # the nodes of a Slurm allocation
     ray = "ray"  # a standing Ray cluster that runs jobs: hybridrl submit
     processes = "processes"  # this node without Ray, to debug: rank 0 is the driver itself
+    emulated = "emulated"  # this node, with ranks that hold no model: work takes modeled seconds
 
 
 CPU_RANKS = 2  # of a run that names no number
@@ -136,8 +137,25 @@ class ClusterConfig:
     requeue: int = bounded(0, least=0)
     """Slurm: how often the job may start again, at its time limit, after preemption, or when a node
     or a rank has died. Then `trainer.resume` is at least `auto`."""
+    costs: str | None = None
+    """Emulated: seconds of work, as `--costs` of `hybridrl plan schedule`: a run, a file, or a
+    roofline of the run's ranks (`gpu:model=8b`)."""
+    lengths: str | None = None
+    """Emulated: lengths of responses, as its `--lengths` has them: the directory of a run, a file,
+    `lmsys`, or `lognormal:median=M,p99=N`. Those of a distribution follow from `run.seed`."""
+    prompt_tokens: int | None = bounded(None, least=1)
+    """Emulated: tokens of each prompt; null: the recorded ones, or 128 with a distribution."""
+    time_scale: float = bounded(1.0, above=0)
+    """Emulated: factor of all modeled seconds; below 1 a run is sooner through."""
+    ranks_per_process: int = bounded(32, least=0)
+    """Emulated: ranks that share a process of Ray; 0: all are in the driver's, without Ray."""
     warn_s: int = bounded(120, least=1)
     """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the ranks hold no model."""
+        return self.kind is ClusterKind.emulated
 
     def resolve(self) -> None:
         """Fill in device and ranks of a Slurm job, which its request says, and sizes of pools."""
@@ -202,6 +220,12 @@ class ClusterConfig:
             raise ConfigError("cluster.address", self.address, allowed)
         if self.kind is ClusterKind.processes and self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
+        if not self.emulated:
+            for key in ("costs", "lengths", "prompt_tokens"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(
+                        f"cluster.{key}", getattr(self, key), "cluster=emulated with it"
+                    )
         slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
         if self.container is not Container.none:
             raise ConfigError("cluster.container", self.container.value, "cluster=slurm before it")

@@ -128,6 +128,11 @@ class RolloutLayoutConfig:
     bucket_mb: float = bounded(16.0, least=0.1, most=1e6, allowed="0.1 to 1e6")
     """Size, in MB, of a bucket of the weight switch; two of them are in flight."""
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of an instance."""
+        return self.pp * self.tp
+
     def check(self, ranks: int, ranks_key: str = "cluster.ranks") -> None:
         """Raise ConfigError where the ranks are not a whole number of instances."""
         if ranks % (self.pp * self.tp):

@@ -43,8 +43,9 @@ class Rounds:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
-        # Calls in flight, with their rank.
-        self._pending: dict[AnyCall[Any], tuple[int, _Round]] = {}
+        # Calls in flight, with their rank; work on the driver's node apart.
+        self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
+        self._here: dict[Future[Any], tuple[int, _Round]] = {}
         self._ready: list[Event] = []  # events for the next `wait`
 
     def begin(self, work: EventCalls) -> None:
@@ -64,29 +65,28 @@ class Rounds:
         events, self._ready = self._ready, []
         while not events:
             meanwhile()
-            if not self._pending:
+            if not (self._pending or self._here):
                 raise RuntimeError("nothing is in flight")
             for call in self._ended():
-                rank, calls = self._pending.pop(call)
-                value = (
-                    call.result() if isinstance(call, Future) else self.group.value_of(rank, call)
-                )
-                calls.answers[call] = value
+                if isinstance(call, Future):
+                    _, calls = self._here.pop(call)
+                    calls.answers[call] = call.result()
+                else:
+                    rank, calls = self._pending.pop(call)
+                    calls.answers[call] = self.group.value_of(rank, call)
                 if len(calls.answers) == len(calls.calls):
                     events += self._start_next(calls.work, [calls.answers[x] for x in calls.calls])
         return events
 
     def _ended(self) -> list[AnyCall[Any]]:
         """Calls that have ended; none after `POLL_S` seconds without any."""
-        here = [call for call in self._pending if isinstance(call, Future)]
-        on_ranks = [call for call in self._pending if not isinstance(call, Future)]
-        ended: list[AnyCall[Any]] = [call for call in here if call.done()]
-        if not on_ranks:
+        ended: list[AnyCall[Any]] = [call for call in self._here if call.done()]
+        if not self._pending:
             first = concurrent.futures.FIRST_COMPLETED
-            return list(concurrent.futures.wait(here, POLL_S, first).done)
+            return list(concurrent.futures.wait(self._here, POLL_S, first).done)
         # Nothing waits for both; a rank's call takes longer than this, and so does a judge.
-        timeout = 0.0 if ended else MIXED_POLL_S if here else POLL_S
-        return ended + self.group.launcher.wait(on_ranks, timeout)
+        timeout = 0.0 if ended else MIXED_POLL_S if self._here else POLL_S
+        return ended + self.group.launcher.wait(list(self._pending), timeout)
 
     def _start_next(self, work: EventCalls, answers: list[Any] | None) -> list[Event]:
         """Start the next round of `work`; its events where there is none."""
@@ -98,7 +98,11 @@ class Rounds:
             events: list[Event] = ended.value
             return events
         started = _Round(work, list(calls))
-        self._pending |= {call: (rank, started) for call, rank in calls.items()}
+        for call, rank in calls.items():
+            if isinstance(call, Future):
+                self._here[call] = rank, started
+            else:
+                self._pending[call] = rank, started
         return []
 
 

@@ -41,6 +41,7 @@ from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 
@@ -81,13 +82,17 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     check_groups(graph)
-    try_judges(config, graph, is_recorded)
+    if config.cluster.emulated:
+        check_emulation(config, graph)
+    else:
+        try_judges(config, graph, is_recorded)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data, eval_items = _load(config, model_path, graph)
     check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
     _check_schedule(config.schedule, graph)
-    check_memory(config, graph, model_path, gpu_memory)
+    if not config.cluster.emulated:  # its accelerators are not here
+        check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start)
 
 
@@ -234,12 +239,8 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
     """The run's prompts, of training and by evaluation set, once the model is checked."""
     from transformers import AutoTokenizer
 
-    from hybridrl.engines.probe import check_balance, check_model, check_replay
-    from hybridrl.models.adapters import check_lora
     from hybridrl.models.context import context_tokens
     from hybridrl.models.load import check_supported, load_config
-    from hybridrl.models.parallel import check_gen_layout, check_train_layout
-    from hybridrl.models.router_balance import check_bias_update
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.workers.sampling import stop_strings
 
@@ -253,6 +254,26 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = f"a model with its tokenizer that can be trained ({reason})"
         raise ConfigError("model.path", model_path, allowed) from None
+    if not config.cluster.emulated:
+        _check_model(config, graph, model)
+    check_stored(model_path, model)
+    stop_strings(tokenizer, config.rollout.stop)
+    _check_sampling(config, graph, tokenizer, model.vocab_size)
+    data, eval_items = _load_items(config, tokenizer, context_tokens(model), graph.columns)
+    _check_kv_cache(config, [data.train, *eval_items.values()])
+    if not config.cluster.emulated:
+        check_role_models(config, graph, model_path, tokenizer)
+        resolve_role_paths(config, graph)
+    return data, eval_items
+
+
+def _check_model(config: Config, graph: Graph, model: Any) -> None:
+    """Raise for a `model` that the engines cannot train, generate with, or lay out."""
+    from hybridrl.engines.probe import check_balance, check_model, check_replay
+    from hybridrl.models.adapters import check_lora
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.router_balance import check_bias_update
+
     check_model(model, "model.path", train=True, native=scores_with_copies(graph))
     check_train_layout(model, config.trainer.layout)
     gen = config.rollout.layout
@@ -266,14 +287,6 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
     engine_checks(config.rollout).check_model(config, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
-    check_stored(model_path, model)
-    stop_strings(tokenizer, config.rollout.stop)
-    _check_sampling(config, graph, tokenizer, model.vocab_size)
-    data, eval_items = _load_items(config, tokenizer, context_tokens(model), graph.columns)
-    _check_kv_cache(config, [data.train, *eval_items.values()])
-    check_role_models(config, graph, model_path, tokenizer)
-    resolve_role_paths(config, graph)
-    return data, eval_items
 
 
 def _check_sampling(config: Config, graph: Graph, tokenizer: Any, vocab_size: int) -> None:

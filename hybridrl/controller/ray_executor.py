@@ -496,13 +496,17 @@ class RayExecutor:
         num = stage.mini_batches or self.config.trainer.mini_batches
         rows = -(-len(samples) // samples_per_row)
         bounds = [rows * i // num * samples_per_row for i in range(num)] + [len(samples)]
+        # Without samples where all were trained early.
+        batches = [(a, b) for a, b in itertools.pairwise(bounds) if a < b or num == 1]
+        by_rank: dict[int, list[list[SampleId]]] = {
+            rank: [[] for _ in batches] for rank in self._pool(stage).ranks
+        }
+        for number, (a, b) in enumerate(batches):
+            for i in range(a, b):
+                by_rank[ranks[i]][number].append(samples[i].id)
         shares = {}
-        for rank in self._pool(stage).ranks:
-            mini_batches = tuple(
-                tuple(samples[i].id for i in range(a, b) if ranks[i] == rank)
-                for a, b in itertools.pairwise(bounds)
-                if a < b or num == 1  # perhaps all are trained early
-            )
+        for rank, ids_of_batches in by_rank.items():
+            mini_batches = tuple(map(tuple, ids_of_batches))
             mine = [id for ids in mini_batches for id in ids]
             scalars = {id: wanted[id] for id in mine}
             oldest = {id: versions[id] for id in mine}

@@ -94,11 +94,13 @@ def train(config: Config) -> dict[str, Any]:
         after = run.run_recipe()
     accuracies = {"accuracy_before": before, "accuracy_after": after}
     measured = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
-    return {**measured, "run": config.run.dir}
+    marks = {"emulated": True} if config.cluster.emulated else {}
+    return {**marks, **measured, "run": config.run.dir}
 
 
 def evaluate_only(config: Config) -> dict[str, Any]:
     """Evaluate the trained model on the held-out items; returns the metrics."""
+    _check_has_model(config)
     prepared = prepare(config)
     with running(config, prepared, Origin()) as run:
         if "actor" not in prepared.graph.learned:
@@ -115,6 +117,7 @@ def evaluate_checkpoints(
     The metrics are added to that run's, and its report is rendered again. Returns those of the last
     checkpoint.
     """
+    _check_has_model(config)
     prepared, metrics = prepare(config), dict[str, float]()
     if "actor" not in prepared.graph.learned:
         raise ConfigError("run", run_dir, "a run that trains the actor")
@@ -128,6 +131,12 @@ def evaluate_checkpoints(
     if (run_dir / "report.html").is_file():
         render(run_dir)
     return {**metrics, "steps": list(checkpoints), "run": str(run_dir)}
+
+
+def _check_has_model(config: Config) -> None:
+    if config.cluster.emulated:
+        allowed = "another cluster: the ranks of an emulated one hold no model to evaluate"
+        raise ConfigError("cluster", config.cluster.kind.value, allowed)
 
 
 @contextmanager
@@ -162,7 +171,12 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["
     settings = origin.settings or settings_of(config)
     with (
         Telemetry(
-            run_dir, config.telemetry, total, origin.records(config), settings=settings
+            run_dir,
+            config.telemetry,
+            total,
+            origin.records(config),
+            settings=settings,
+            emulated=config.cluster.emulated,
         ) as telemetry,
         driver_log(config.log.level, run_dir / "logs" / "driver.log"),
         _logged_end(),
@@ -171,6 +185,10 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator["
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
         logger.info("starting %d ranks, rollout engine %s", ranks, engine)
+        if config.cluster.emulated:
+            line = f"emulated: {ranks} ranks hold no model, their work takes modeled times"
+            telemetry.note(line)
+            logger.info("%s", line)
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run
@@ -233,7 +251,9 @@ class Run:
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
         telemetry.inputs(inputs.result())
-        works = work_of_roles(config, prepared.graph, prepared.model_path)
+        # the model of emulated ranks is not the one that is here
+        emulated = config.cluster.emulated
+        works = {} if emulated else work_of_roles(config, prepared.graph, prepared.model_path)
         self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(
@@ -318,8 +338,9 @@ class Run:
                 after = self.evaluation.at(self.step)
             except BudgetSpent as error:  # the trained model is written nonetheless
                 spent = error
-            final = self.run_dir / "final"
-            self.checkpoints.write(final, self.step, self._state(phase, schedule))
+            if not self.config.cluster.emulated:
+                final = self.run_dir / "final"
+                self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
         if spent is not None:
             raise self._spent(spent)
@@ -402,7 +423,8 @@ class Run:
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
-                self.telemetry.costs({"costs": costs.to_json(), **setting})
+                marks = {"emulated": True} if self.config.cluster.emulated else {}
+                self.telemetry.costs({"costs": costs.to_json(), **setting, **marks})
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)

@@ -42,7 +42,7 @@ def make_schedule(
         settings=StepSettings(
             sampling=sampling, decode_steps=rollout.decode_steps, prompts_per_step=prompts_per_step
         ),
-        max_held=samples_held(config),
+        max_held=config.samples_held,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
         key_of=key_of,
         exports_kv=rollout.features.exports_kv,
@@ -58,7 +58,7 @@ def replay_setting(config: Config, executor: Executor, graph: Graph) -> dict[str
     return {
         "scopes": {stage.name: executor.scope(stage).value for stage in computes},
         "num_instances": len(executor.instances),
-        "max_held": samples_held(config),
+        "max_held": config.samples_held,
         "decode_steps": config.rollout.decode_steps,
         "chunk_tokens": config.trainer.max_tokens_per_micro_batch,
     }
@@ -67,15 +67,3 @@ def replay_setting(config: Config, executor: Executor, graph: Graph) -> dict[str
 def key_of(item: Item) -> PromptKey:
     """The prompt as a length ranker may know it."""
     return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
-
-
-def samples_held(config: Config) -> int:
-    """Samples that decode together on an instance, whatever their lengths: KV cache and batch.
-
-    At least one: that one fits is checked for the prompts that there are, not for the longest.
-    """
-    rollout = config.rollout
-    longest = config.longest_generated
-    blocks = -(-longest // rollout.block_size)
-    cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
-    return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running

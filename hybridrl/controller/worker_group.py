@@ -31,7 +31,7 @@ from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescrip
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
-from hybridrl.workers.rank_calls import Answer, RankCalls, Reference
+from hybridrl.workers.rank_calls import Answer, RankCalls, Reference, SharedIds
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.worker_factory import make_worker
@@ -344,7 +344,7 @@ class WorkerGroup:
 
     def release(self, ids: tuple[SampleId, ...]) -> None:
         """Forget samples on every rank."""
-        self.gather(self._all.same(BaseWorker.release, ids))
+        self.gather(self._all.same(BaseWorker.release, SharedIds(ids)))
 
     def close(self) -> None:
         """End child processes and the ranks."""

@@ -115,8 +115,12 @@ def samples_held(actor: Llama, accelerator: Accelerator, gpus: int, tokens_per_s
     return int(free // (actor.kv_bytes * tokens_per_sample))
 
 
-def read_roofline(text: str) -> tuple[Costs, int, Llama, Accelerator, int]:
+def read_roofline(
+    text: str, gpus: int = 8, total: int = 64
+) -> tuple[Costs, int, Llama, Accelerator, int]:
     """`gpu:model=13b[,critic=33b][,gpu=h100][,gpus=8][,total=256]`: costs and instances of it.
+
+    `gpus` and `total` hold where the text has none.
 
     Also the actor, the accelerator and the number of them in an instance. With a critic there is a
     reward model of its size too (PPO), else only the reference. Raises `ConfigError`.
@@ -128,7 +132,7 @@ def read_roofline(text: str) -> tuple[Costs, int, Llama, Accelerator, int]:
     settings = dict(
         item.split("=", 1) for item in text.removeprefix("gpu:").split(",") if "=" in item
     )
-    numbers = [settings.pop("gpus", "8"), settings.pop("total", "64")]
+    numbers = [settings.pop("gpus", str(gpus)), settings.pop("total", str(total))]
     name, critic = settings.pop("model", ""), settings.pop("critic", None)
     gpu = settings.pop("gpu", "h100")
     known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)

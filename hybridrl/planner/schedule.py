@@ -243,6 +243,7 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
         max_held=setting.max_held,
         chunk_tokens=setting.chunk_tokens,
         key_of=lambda prompt: PromptKey(prompt, "", range(tokens_of(prompt))),
+        num_steps=setting.workload.num_steps,
     )
 
 

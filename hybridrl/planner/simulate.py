@@ -4,9 +4,8 @@ It has the interface of worker groups, so the simulation runs the schedule itsel
 """
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.flow.clock import Clock, VirtualClock
@@ -18,73 +17,15 @@ from hybridrl.flow.executor import (
     EarlyTrained,
     Event,
     Finished,
-    Park,
-    Parked,
     Phase,
-    Resume,
     SamplesRead,
     Scope,
-    Submit,
     TargetsLoaded,
     UpdateDone,
-    Work,
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
-
-
-@dataclass(slots=True)
-class _Row:
-    """An unfinished response: `left` tokens to decode after `prefill` or `restore` tokens."""
-
-    id: SampleId
-    prompt: int
-    left: int
-    finish: str = "stop"
-    prefill: int = 0
-    restore: int = 0
-    spans: list[TokenSpan] = field(default_factory=list)
-
-    @property
-    def num_generated(self) -> int:
-        return self.spans[-1].stop if self.spans else 0
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.num_generated
-
-    def decode(self, steps: int, version: int) -> None:
-        """Add `steps` tokens, by weights of `version`."""
-        start = generated = self.num_generated
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(TokenSpan(start, generated + steps, version))
-        self.left -= steps
-
-
-@dataclass(slots=True)
-class _Instance:
-    """One instance: rows that decode, rows that wait, and the time at which it is free."""
-
-    running: dict[SampleId, _Row] = field(default_factory=dict)
-    waiting: deque[_Row] = field(default_factory=deque)
-    free_at: float = 0.0
-
-
-class _Tally:
-    """The work of one call, added up."""
-
-    def __init__(self) -> None:
-        self.steps = self.rows = self.cached = self.prefill = self.admitted = 0
-        self.kv = self.kv_calls = 0
-
-    def seconds(self, costs: Costs) -> tuple[float, float]:
-        """Seconds of the call, and of packing or unpacking keys and values, one end of two."""
-        kv = (costs.kv_token_s * self.kv + costs.kv_call_s * self.kv_calls) / 2
-        decode = self.steps * costs.step_s + self.rows * costs.row_s
-        cached = self.cached * costs.cached_token_s
-        begun = self.prefill * costs.prefill_token_s + self.admitted * costs.admit_s
-        return costs.call_s + decode + cached + begun + kv, kv
+from hybridrl.planner.instance import ModeledInstance
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +81,17 @@ class SimulatedExecutor:
         self._num_updates = 0
         self._early: set[SampleId] = set()
         self._training: set[int] = set()  # instances that have left GENERATE
-        self._servers = [_Instance() for _ in range(num_instances)]
+        self._servers = [
+            ModeledInstance(costs, self._length, prompt_tokens_of, max_running)
+            for _ in range(num_instances)
+        ]
+        self._free_at = [0.0] * num_instances
         self._pool_free_at = 0.0
         self._pending: list[tuple[float, int, Event]] = []
         self._num_calls = 0
+
+    def _length(self, id: SampleId) -> int:
+        return self.length_of(id)
 
     def instance_of(self, rank: int) -> int:
         """One rank is one instance."""
@@ -172,101 +120,14 @@ class SimulatedExecutor:
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Execute the commands, then decode until the steps are done or no row remains."""
         assert self.phase is Phase.GENERATE, "generation outside of its phase"
-        server, tally = self._servers[instance], _Tally()
-        parked = [p for command in commands if (p := self._obey(server, command, tally))]
-        finished: list[_Row] = []
-        while tally.steps < num_decode_steps and (server.running or server.waiting):
-            self._admit(server, tally)
-            finished += self._decode(server, num_decode_steps - tally.steps, tally)
-        seconds, kv = tally.seconds(self.costs)
-        work = Work(
-            seconds,
-            tally.steps,
-            tally.rows,
-            tally.cached,
-            tally.prefill,
-            tally.kv,
-            kv,
-            tally.admitted,
-        )
-        running = len(server.running) + len(server.waiting)
+        server = self._servers[instance]
+        advance = server.advance(commands, num_decode_steps, self.version)
         done = tuple(
             Finished(row.id, instance, row.prompt, row.num_generated, row.finish, tuple(row.spans))
-            for row in finished
+            for row in advance.finished
         )
-        self._serve(
-            instance,
-            "generate",
-            seconds,
-            Advanced(instance, running, done, tuple(parked), (), work),
-        )
-
-    def _obey(self, server: _Instance, command: Command, tally: _Tally) -> Parked | None:
-        match command:
-            case Submit(ids=ids, sampling=sampling):
-                for i, id in enumerate(ids):
-                    length, most = self.length_of(id), sampling.max_new_tokens
-                    finish = "length" if length > most else "stop"
-                    prompt = self.prompt_tokens_of(id.prompt)
-                    # Samples of one prompt share its cache.
-                    prefill = 0 if i else prompt
-                    row = _Row(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
-                    server.waiting.append(row)
-            case Park(ids=ids, with_kv=with_kv):
-                return self._park(server, ids, with_kv, tally)
-            case Resume(ids=ids, parked=parked, stale_kv=stale_kv):
-                usable = stale_kv or parked.version == self.version
-                for id in ids:
-                    row, with_kv = parked.state[id]
-                    row.restore, row.prefill = (
-                        (row.tokens, 0) if with_kv and usable else (0, row.tokens)
-                    )
-                    server.waiting.append(row)
-        return None
-
-    def _park(
-        self, server: _Instance, ids: Sequence[SampleId], with_kv: bool, tally: _Tally
-    ) -> Parked:
-        state: dict[SampleId, tuple[_Row, bool]] = {}
-        for id in ids:
-            if id in server.running:
-                row = server.running.pop(id)
-                state[id] = (row, with_kv)
-                tally.kv += row.tokens if with_kv else 0
-            else:
-                for row in [row for row in server.waiting if row.id == id]:
-                    server.waiting.remove(row)
-                    state[id] = (row, False)
-        tally.kv_calls += any(kv for _, kv in state.values())
-        tokens = tuple(row.tokens for row, _ in state.values())
-        return Parked(tuple(state), tokens, self.version, state)
-
-    def _admit(self, server: _Instance, tally: _Tally) -> None:
-        restored = False
-        while server.waiting and len(server.running) < self.max_running:
-            row = server.waiting.popleft()
-            tally.admitted += 1
-            tally.prefill += row.prefill
-            tally.kv += row.restore
-            restored |= row.restore > 0
-            row.prefill = row.restore = 0
-            server.running[row.id] = row
-        tally.kv_calls += restored
-
-    def _decode(self, server: _Instance, most: int, tally: _Tally) -> list[_Row]:
-        """Decode until a row ends, at most `most` steps; returns the finished rows."""
-        rows = server.running.values()
-        steps = min(most, min(row.left for row in rows))
-        tally.steps += steps
-        tally.rows += steps * len(rows)
-        tally.cached += steps * sum(row.tokens for row in rows)
-        tally.cached += len(rows) * steps * (steps - 1) // 2
-        for row in rows:
-            row.decode(steps, self.version)
-        ended = [row for row in rows if not row.left]
-        for row in ended:
-            del server.running[row.id]
-        return ended
+        event = Advanced(instance, server.unfinished, done, advance.parked, (), advance.work)
+        self._serve(instance, "generate", advance.work.seconds, event)
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
@@ -306,16 +167,17 @@ class SimulatedExecutor:
                 self._push(now + seconds, self._computed(stage, mine, seconds=seconds))
             return
         seconds = self.costs.compute(stage.name, tokens / self.num_instances)
-        start = max([self.clock.now(), *(server.free_at for server in self._servers)])
-        for instance, server in enumerate(self._servers):
-            server.free_at = start + seconds
+        start = max([self.clock.now(), *self._free_at])
+        for instance in range(self.num_instances):
+            self._free_at[instance] = start + seconds
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
         self._push(start + seconds, self._computed(stage, samples, seconds=seconds))
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, to which samples of other instances move."""
-        server = self._servers[instance]
-        assert not server.running, "a forward pass concurrent with unfinished samples"
+        assert not self._servers[instance].running, (
+            "a forward pass concurrent with unfinished samples"
+        )
         seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
         for sample in samples:
             sample.rank = instance
@@ -380,11 +242,10 @@ class SimulatedExecutor:
         """Nothing is stored."""
 
     def _serve(self, instance: int, name: str, seconds: float, event: Event) -> None:
-        server = self._servers[instance]
-        start = max(self.clock.now(), server.free_at)
-        server.free_at = start + seconds
-        self.slices.append(Slice(instance, name, start, server.free_at))
-        self._push(server.free_at + self.costs.round_trip_s, event)
+        start = max(self.clock.now(), self._free_at[instance])
+        end = self._free_at[instance] = start + seconds
+        self.slices.append(Slice(instance, name, start, end))
+        self._push(end + self.costs.round_trip_s, event)
 
     def _push(self, when: float, event: Event) -> None:
         self._num_calls += 1

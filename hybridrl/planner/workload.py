@@ -1,6 +1,7 @@
 """The samples of a what-if run: lengths of prompts and responses."""
 
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from hybridrl.flow.sample import SampleId
 
 LENGTHS = (
     "a run's directory, FILE.jsonl with {lengths: [...]} a line, lmsys, or "
-    "lognormal:median=M,sigma=S[,max=N][,seed=K]"
+    "lognormal:median=M,sigma=S[,max=N][,seed=K] (p99=N in place of sigma)"
 )
 
 
@@ -41,8 +42,8 @@ class Workload:
         return max(len(group.lengths) for group in self.groups)
 
     def length_of(self, id: SampleId) -> int:
-        """Response tokens of a sample."""
-        lengths = self.groups[id.prompt % len(self.groups)].lengths
+        """Response tokens of a sample; an attempt that draws anew has other ones."""
+        lengths = self.groups[(id.prompt + id.attempt) % len(self.groups)].lengths
         return lengths[id.k % len(lengths)]
 
     def prompt_tokens_of(self, position: int) -> int:
@@ -76,17 +77,22 @@ class LogNormal:
 # log-normal has at sigma = ln(10) / 3.09; with that mean its median is 163.
 LMSYS = LogNormal(median=163.0, sigma=0.745)
 _PUBLISHED = {"lmsys": LMSYS}
+_P99 = 2.326  # of a standard normal
 
 
 @dataclass(kw_only=True, slots=True)
 class Shape:
-    """The user's shape of a step; None is the recorded value, or the default."""
+    """The user's shape of a step; None is the recorded value, or the default.
+
+    `seed` is that of a distribution which names none.
+    """
 
     prompts_per_step: int | None = None
     group_size: int | None = None
     num_steps: int | None = None
     prompt_tokens: int | None = None
     max_tokens: int | None = None
+    seed: int = 0
     defaults: Mapping[str, int] = field(
         default_factory=lambda: {"prompts": 32, "group": 8, "steps": 4, "prompt_tokens": 128}
     )
@@ -106,7 +112,7 @@ def read_workload(text: str, shape: Shape) -> Workload:
     if text in _PUBLISHED:
         return _drawn(_PUBLISHED[text], shape)
     if distribution == "lognormal":
-        return _drawn(_log_normal(text, settings), shape)
+        return _drawn(_log_normal(text, settings, shape.seed), shape)
     path = Path(text)
     file = path / "lengths.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -119,22 +125,30 @@ def read_workload(text: str, shape: Shape) -> Workload:
     return Workload(groups, prompts_per_step, num_steps)
 
 
-def _log_normal(text: str, settings: str) -> LogNormal:
+def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
     parameters = dict(item.split("=", 1) for item in settings.split(",") if "=" in item)
     try:
+        median = float(parameters.pop("median"))
         drawn = LogNormal(
-            median=float(parameters.pop("median")),
-            sigma=float(parameters.pop("sigma")),
+            median=median,
+            sigma=_sigma(parameters, median),
             max=int(parameters.pop("max", 2**31)),
-            seed=int(parameters.pop("seed", 0)),
+            seed=int(parameters.pop("seed", seed)),
         )
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, ZeroDivisionError):
         raise ConfigError("--lengths", text, LENGTHS) from None
     if parameters:
         raise ConfigError("--lengths", text, LENGTHS)
     if not (0 < drawn.median < 1e9 and 0 <= drawn.sigma < 10 and drawn.max >= 1):
         raise ConfigError("--lengths", text, "median above 0, sigma from 0 to 10, max 1 or more")
     return drawn
+
+
+def _sigma(parameters: dict[str, str], median: float) -> float:
+    """That which is named, or the one of a 99th percentile."""
+    if "p99" in parameters:
+        return math.log(float(parameters.pop("p99")) / median) / _P99
+    return float(parameters.pop("sigma"))
 
 
 def _drawn(lengths: LogNormal, shape: Shape) -> Workload:

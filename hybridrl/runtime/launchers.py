@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig, ClusterKind
+from hybridrl.runtime.emulated_launcher import EmulatedLauncher, EmulatedRayLauncher
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.runtime.ray_cluster import ray_runtime
@@ -17,7 +18,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
-    """Ray, or plain processes with cluster=processes; on exit all processes have ended."""
+    """Ray, or plain processes with cluster=processes; on exit all processes have ended.
+
+    Emulated ranks are on Ray, unless they are all in this process.
+    """
+    if config.emulated and not config.ranks_per_process:
+        yield EmulatedLauncher(config)
+        return
     if config.kind is ClusterKind.processes:
         with ProcessLauncher(config) as plain:
             yield plain
@@ -25,5 +32,5 @@ def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
         logger.debug("Ray: starting, or joining a cluster")
         with ray_runtime(config, verl.environment(config.device), logs) as ray:
             logger.info("Ray is up, at %s", ray.get_runtime_context().gcs_address)
-            yield RayLauncher(ray, config)
+            yield EmulatedRayLauncher(ray, config) if config.emulated else RayLauncher(ray, config)
         logger.info("Ray has ended")

@@ -22,7 +22,7 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import psutil
 
@@ -51,10 +51,22 @@ class Call:
     failure: CallFailed | None = None
 
 
+class CalledRank(Protocol):
+    """A rank of a `ProcessGroup`."""
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Begin a method."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
+
+
 class ProcessGroup:
     """Ranks with the marked methods of a worker class; each returns a `Call` per rank."""
 
-    def __init__(self, worker: type, ranks: "Sequence[_DriverRank | _ChildRank]") -> None:
+    def __init__(self, worker: type, ranks: Sequence[CalledRank]) -> None:
         self.worker, self.ranks = worker, list(ranks)
         for name, mode in dispatched_methods(worker).items():
             setattr(self, name, partial(self._call, name, mode))

@@ -35,7 +35,7 @@ def check_ranks(config: ClusterConfig) -> None:
     Ranks on CPUs may share cores, but not memory. `ranks_placement` checks a joined cluster, Slurm
     its own jobs, and `resolve_device` has counted GPUs.
     """
-    if config.address is not None or config.kind is ClusterKind.slurm:
+    if config.address is not None or config.kind is ClusterKind.slurm or config.emulated:
         return
     memory = usable_memory()
     most = max(1, int(memory // RANK_BYTES))

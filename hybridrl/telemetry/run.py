@@ -50,8 +50,12 @@ class Telemetry:
         total_steps: int,
         resume_sizes: Mapping[str, int] | None = None,
         settings: Mapping[str, Any] | None = None,
+        emulated: bool = False,
     ) -> None:
-        """Loggers show `settings`, by dotted key, with the run."""
+        """Loggers show `settings`, by dotted key, with the run. Of a run on an `emulated` device
+        `run.json` and every line of metrics say so.
+        """
+        self._emulated = emulated
         self.run_dir, self._resume_sizes = Path(run_dir), resume_sizes
         self._config = config
         self._total_steps = total_steps
@@ -71,6 +75,7 @@ class Telemetry:
         if self._resume_sizes is not None:
             cut(self.run_dir, self._resume_sizes)
         self._status = _begin(self.run_dir / "run.json", self._total_steps)
+        self._status |= {"emulated": True} if self._emulated else {}
         try:
             self._open()
         except BaseException as error:  # a signal, say, or a full disk
@@ -134,6 +139,7 @@ class Telemetry:
         phase = str(metrics.pop("phase", self._phase))
         assert not metrics.keys() & {"step", "time"}, "step and time are not metrics"
         metrics |= self._bubbles(step)
+        metrics |= {"emulated": 1.0} if self._emulated else {}
         self._append("metrics", {"step": step, "time": now, "phase": phase, **metrics})
         numbers = {key: float(value) for key, value in metrics.items()}
         self._loggers.log(step, phase, numbers)

@@ -1,8 +1,11 @@
 """Calls from the driver to ranks, typed by the worker's own methods."""
 
+import pickle
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from hybridrl.flow.sample import SampleId
 from hybridrl.workers.base_worker import BaseWorker, Reply
 from hybridrl.workers.dispatch import Dispatch, mode_of
 
@@ -16,6 +19,20 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 
 class Reference(Generic[Answer_co]):
     """A call that a rank will answer with `Reply[Answer_co]`; its type is the launcher's."""
+
+
+class SharedIds(tuple[SampleId, ...]):
+    """Ids that are an argument of many ranks' calls: they are pickled once, not for every rank.
+
+    A rank gets a plain tuple. To pickle 2,048 ids for each of 256 ranks took 0.7 s.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[bytes], tuple[SampleId, ...]], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
+
+    @cached_property
+    def _pickled(self) -> bytes:
+        return pickle.dumps(tuple(self))
 
 
 class RankCalls:

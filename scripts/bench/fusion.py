@@ -29,7 +29,7 @@ from hybridrl.config import (
 from hybridrl.controller.placement import graphs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_factory import make_schedule, samples_held
+from hybridrl.controller.schedule_factory import make_schedule
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import Item, PromptStream
 from hybridrl.flow.costs import CostMeter, Costs
@@ -239,7 +239,7 @@ def show_simulated(
         setting = Setting(
             costs=costs,
             num_instances=len(bench.group.instances),
-            max_held=samples_held(config),
+            max_held=config.samples_held,
             decode_steps=config.rollout.decode_steps,
             chunk_tokens=config.trainer.max_tokens_per_micro_batch,
             workload=workload,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hybridrl.config import Config, ConfigError, DataConfig, FusedScheduleConfig, RolloutConfig
-from hybridrl.controller.schedule_factory import samples_held
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_timeline
 
@@ -244,13 +243,13 @@ def test_a_rank_that_dies_while_samples_move_ends_the_run(
 def test_an_instance_holds_what_its_cache_and_its_batch_allow() -> None:
     data = DataConfig(max_prompt_tokens=20)
     sizes = {"max_new_tokens": 13, "block_size": 16, "max_running": 7}
-    assert samples_held(Config(data=data, rollout=RolloutConfig(**sizes))) == 7
+    assert Config(data=data, rollout=RolloutConfig(**sizes)).samples_held == 7
     cached = RolloutConfig(**sizes, kv_cache_tokens=160)
-    assert samples_held(Config(data=data, rollout=cached)) == 3  # 10 blocks; 33 tokens need three
+    assert Config(data=data, rollout=cached).samples_held == 3  # 10 blocks; 33 tokens need three
     small = RolloutConfig(
         **sizes, kv_cache_tokens=32
     )  # holds one, if its prompt is not the longest
-    assert samples_held(Config(data=data, rollout=small)) == 1
+    assert Config(data=data, rollout=small).samples_held == 1
 
 
 def test_a_threshold_that_cannot_work_is_refused() -> None:

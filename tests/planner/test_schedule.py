@@ -472,8 +472,9 @@ def test_lengths_without_prompts_are_cut_into_groups(tmp_path: Path) -> None:
     assert (workload.prompts_per_step, workload.num_steps) == (2, 2)
 
 
-def test_a_distribution_has_its_quantiles() -> None:
-    text = "lognormal:median=200,sigma=0.9,max=5000,seed=3"
+@pytest.mark.parametrize("tail", ["sigma=0.9", "p99=1622.6"])
+def test_a_distribution_has_its_quantiles(tail: str) -> None:
+    text = f"lognormal:median=200,{tail},max=5000,seed=3"
     workload = read_workload(text, Shape(prompts_per_step=400, group_size=8, num_steps=1))
     lengths = sorted(n for group in workload.groups for n in group.lengths)
     p50, p99 = (lengths[len(lengths) * p // 100] for p in (50, 99))
@@ -481,6 +482,20 @@ def test_a_distribution_has_its_quantiles() -> None:
     assert p99 / p50 == pytest.approx(math.exp(2.33 * 0.9), rel=0.1)
     assert lengths[-1] <= 5000
     assert read_workload(text, Shape(num_steps=1)).groups[0].lengths == workload.groups[0].lengths
+
+
+def test_a_seed_of_the_shape_counts_where_the_text_has_none() -> None:
+    drawn = [
+        read_workload(f"lognormal:median=200,sigma=0.9{own}", Shape(num_steps=1, seed=seed)).groups
+        for own, seed in (("", 3), ("", 4), (",seed=3", 4))
+    ]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_an_attempt_that_draws_anew_has_other_lengths() -> None:
+    workload = Workload((Group(1, (5, 6)), Group(1, (7, 8))), 2, 1)
+    lengths = [workload.length_of(SampleId(0, k=1, attempt=attempt)) for attempt in (0, 1)]
+    assert lengths == [6, 8]
 
 
 def test_lmsys_has_the_published_mean_and_tail() -> None:
@@ -498,6 +513,9 @@ def test_lmsys_has_the_published_mean_and_tail() -> None:
         "lognormal:median=3",
         "lognormal:median=x,sigma=1",
         "lognormal:median=3,sigma=-1",
+        "lognormal:median=3,p99=2",
+        "lognormal:median=3,p99=0",
+        "lognormal:median=3,p99=9,sigma=1",
         "lognormal:median=3,sigma=nan",
         "lognormal:median=3,sigma=1,mode=2",
         "lognormal:median=3,sigma=1,max=0",

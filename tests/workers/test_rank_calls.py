@@ -1,6 +1,7 @@
 """What the driver calls are methods of the workers, each spread as it is marked."""
 
 import ast
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,7 @@ from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.base_worker import BaseWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
-from hybridrl.workers.rank_calls import RankCalls
+from hybridrl.workers.rank_calls import RankCalls, SharedIds
 
 WORKERS = {worker.__name__: worker for worker in (BaseWorker, ActorWorker, CriticWorker)}
 
@@ -58,3 +59,14 @@ def test_a_method_is_called_as_it_is_marked() -> None:
         calls.same(ActorWorker.save_pending, "path", ())
     with pytest.raises(AssertionError, match="texts is called alike"):
         calls.per_rank(ActorWorker.texts, [], [])
+
+
+def test_shared_ids_arrive_as_a_plain_tuple_and_are_pickled_once() -> None:
+    ids = SharedIds(SampleId(prompt, k=k) for prompt in range(3) for k in range(2))
+    with mock.patch.object(SampleId, "__getnewargs__", autospec=True) as pickled:
+        pickled.side_effect = lambda id: tuple(id)
+        arrived = [pickle.loads(pickle.dumps(ids)) for _ in range(3)]
+    assert pickled.call_count == len(ids)
+    assert arrived == [tuple(ids)] * 3
+    assert type(arrived[0]) is tuple
+    assert type(arrived[0][0]) is SampleId

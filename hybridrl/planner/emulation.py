@@ -1,0 +1,133 @@
+"""The costs and lengths of an emulated device, by the texts of `hybridrl plan schedule`."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, MapStage, Stage, StageMethod
+from hybridrl.planner.accelerators import read_roofline
+from hybridrl.planner.schedule import read_costs
+from hybridrl.planner.workload import Shape, Workload, read_workload
+
+Read = TypeVar("Read")
+
+
+def emulated_costs(config: Config) -> Costs:
+    """`cluster.costs` in real seconds; raises `ConfigError`.
+
+    A roofline is of an instance's ranks, and of all of them, unless its text says otherwise.
+    """
+    text = config.cluster.costs or ""
+    if not text.startswith("gpu:"):
+        facts: dict[str, Any] = _of_key("cluster.costs", lambda: read_costs(Path(text)))
+        costs: Costs = facts["costs"]
+        return costs
+    ranks = config.ranks_of("actor")
+    gpus = config.rollout.layout.ranks
+    costs, instances, *_ = _of_key("cluster.costs", lambda: read_roofline(text, gpus, ranks))
+    if instances != ranks // gpus:
+        allowed = f"a roofline of {ranks // gpus} instances of {gpus}, as the run's ranks are"
+        raise ConfigError("cluster.costs", text, allowed)
+    return costs
+
+
+def emulated_workload(config: Config, group_size: int) -> Workload:
+    """`cluster.lengths` in the run's shape; raises `ConfigError`."""
+    cluster, trainer = config.cluster, config.trainer
+    return _workload(
+        cluster.lengths or "",
+        trainer.prompts_per_step,
+        group_size,
+        trainer.steps,
+        cluster.prompt_tokens,
+        config.run.seed,
+    )
+
+
+@lru_cache(maxsize=4)  # one for all ranks of a process
+def _workload(
+    text: str, prompts: int, group_size: int, steps: int, prompt_tokens: int | None, seed: int
+) -> Workload:
+    shape = Shape(
+        prompts_per_step=prompts,
+        group_size=group_size,
+        num_steps=steps,
+        prompt_tokens=prompt_tokens,
+        seed=seed,
+    )
+    return _of_key("cluster.lengths", lambda: read_workload(text, shape))
+
+
+def check_emulation(config: Config, graph: Graph) -> None:
+    """Raise `ConfigError` for costs or lengths that cannot be read, or a stage without a cost.
+
+    Paths become absolute, since ranks read them too.
+    """
+    cluster = config.cluster
+    if cluster.costs and Path(cluster.costs).exists():
+        cluster.costs = str(Path(cluster.costs).resolve())
+    if cluster.lengths and Path(cluster.lengths).exists():
+        cluster.lengths = str(Path(cluster.lengths).resolve())
+    costs = emulated_costs(config)
+    emulated_workload(config, group_size_of(graph))
+    for stage in graph.stages.values():
+        if is_pass(stage, config) and cost_name(costs, stage) is None:
+            known = ", ".join(costs.token_s) or "none"
+            allowed = f"costs of stage {stage.name}, or of its role {stage.role} (there: {known})"
+            raise ConfigError("cluster.costs", cluster.costs, allowed)
+
+
+def is_pass(stage: Stage, config: Config) -> bool:
+    """Whether a stage is a forward pass of a model; verifiers and `map` are none."""
+    if not isinstance(stage, ComputeStage) or isinstance(stage, MapStage):
+        return False
+    return stage.method is not StageMethod.SCORE or config.is_neural(stage.role or "")
+
+
+def cost_name(costs: Costs, stage: Stage) -> str | None:
+    """The name under which a forward-only stage has costs: its own or its role's.
+
+    None where neither has, but for the actor: its own pass costs as prefill does.
+    """
+    names = (stage.name, stage.role or "")
+    known = next((name for name in names if name in costs.token_s), None)
+    return known or ("actor" if stage.role == "actor" else None)
+
+
+def group_size_of(graph: Graph) -> int:
+    """Samples of a prompt; the most of any stage that generates."""
+    makers = [s.num_samples or 1 for s in graph.stages.values() if isinstance(s, GenerateStage)]
+    return max(makers, default=1)
+
+
+def pass_seconds(costs: Costs, stage: Stage, tokens: float) -> float:
+    """Seconds of one call of a forward-only stage on an instance."""
+    name = cost_name(costs, stage)
+    if name is None:
+        return 0.0
+    if name not in costs.token_s:
+        return costs.prefill_token_s * tokens
+    return costs.compute(name, tokens)
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """All seconds times `factor`."""
+    values: dict[str, Any] = {
+        name: {x: seconds * factor for x, seconds in value.items()}
+        if isinstance(value, dict)
+        else value * factor
+        for name, value in asdict(costs).items()
+    }
+    return Costs(**values)
+
+
+def _of_key(key: str, read: Callable[[], Read]) -> Read:
+    """What `read` gives; its errors name `key` in place of an option."""
+    try:
+        return read()
+    except ConfigError as error:
+        raise ConfigError(key, error.value, error.allowed) from None

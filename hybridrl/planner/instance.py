@@ -1,0 +1,186 @@
+"""A generation instance that holds no model: rows of known lengths, and the work that they are.
+
+The planner gives it virtual time (`simulate.py`), an emulated rank wall time (`workers/`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Command, Park, Parked, Resume, Submit, Work
+from hybridrl.flow.sample import SampleId, TokenSpan
+
+
+@dataclass(slots=True)
+class ModeledRow:
+    """A response: `left` tokens to decode after `prefill` or `restore` tokens."""
+
+    id: SampleId
+    prompt: int
+    left: int
+    finish: str = "stop"
+    prefill: int = 0
+    restore: int = 0
+    spans: list[TokenSpan] = field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the response so far."""
+        return self.spans[-1].stop if self.spans else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and response so far."""
+        return self.prompt + self.num_generated
+
+    def decode(self, steps: int, version: int) -> None:
+        """Add `steps` tokens, by weights of `version`."""
+        start = generated = self.num_generated
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(TokenSpan(start, generated + steps, version))
+        self.left -= steps
+
+
+class _Tally:
+    """The work of one call, added up."""
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.cached = self.prefill = self.admitted = 0
+        self.kv = self.kv_calls = 0
+
+    def work(self, costs: Costs) -> Work:
+        """The call's work, and its seconds; of keys and values only one end of two counts."""
+        kv = (costs.kv_token_s * self.kv + costs.kv_call_s * self.kv_calls) / 2
+        decode = self.steps * costs.step_s + self.rows * costs.row_s
+        cached = self.cached * costs.cached_token_s
+        begun = self.prefill * costs.prefill_token_s + self.admitted * costs.admit_s
+        return Work(
+            costs.call_s + decode + cached + begun + kv,
+            self.steps,
+            self.rows,
+            self.cached,
+            self.prefill,
+            self.kv,
+            kv,
+            self.admitted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The outcome of a bounded call: whole responses, parked ones, the work."""
+
+    finished: tuple[ModeledRow, ...]
+    parked: tuple[Parked, ...]
+    work: Work
+
+
+class ModeledInstance:
+    """Rows that decode, at most `max_running`, and rows that wait.
+
+    `length_of` returns the response tokens of a sample, `prompt_tokens_of` those of a prompt, by
+    position. The state of `Parked` and `Resume` is a dict by id of a row, and whether its keys and
+    values are with it.
+
+    Invariant: a sample's response has its known length, whether it was parked or moved or not.
+
+    Example: samples of 3 and 5 tokens, in calls of 4 steps. The first call finishes the first of
+    them, the second call the other one after a step.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        length_of: Callable[[SampleId], int],
+        prompt_tokens_of: Callable[[int], int],
+        max_running: int,
+    ) -> None:
+        self.costs, self.max_running = costs, max_running
+        self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
+        self.running: dict[SampleId, ModeledRow] = {}
+        self.waiting: deque[ModeledRow] = deque()
+
+    @property
+    def unfinished(self) -> int:
+        """Rows that have not ended."""
+        return len(self.running) + len(self.waiting)
+
+    def advance(self, commands: Sequence[Command], num_decode_steps: int, version: int) -> Advance:
+        """Obey the commands, then decode until the steps are done or no row remains.
+
+        `version` is that of the weights.
+        """
+        tally = _Tally()
+        parked = [p for c in commands if (p := self._obey(c, version, tally)) is not None]
+        finished: list[ModeledRow] = []
+        while tally.steps < num_decode_steps and self.unfinished:
+            self._admit(tally)
+            finished += self._decode(num_decode_steps - tally.steps, version, tally)
+        return Advance(tuple(finished), tuple(parked), tally.work(self.costs))
+
+    def _obey(self, command: Command, version: int, tally: _Tally) -> Parked | None:
+        match command:
+            case Submit(ids=ids, sampling=sampling):
+                for i, id in enumerate(ids):
+                    length, most = self.length_of(id), sampling.max_new_tokens
+                    finish = "length" if length > most else "stop"
+                    prompt = self.prompt_tokens_of(id.prompt)
+                    # Samples of one prompt share its cache.
+                    prefill = 0 if i else prompt
+                    row = ModeledRow(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
+                    self.waiting.append(row)
+            case Park(ids=ids, with_kv=with_kv):
+                return self._park(ids, with_kv, version, tally)
+            case Resume(ids=ids, parked=parked, stale_kv=stale_kv):
+                usable = stale_kv or parked.version == version
+                for id in ids:
+                    row, with_kv = parked.state[id]
+                    row.restore, row.prefill = (
+                        (row.tokens, 0) if with_kv and usable else (0, row.tokens)
+                    )
+                    self.waiting.append(row)
+        return None
+
+    def _park(self, ids: Sequence[SampleId], with_kv: bool, version: int, tally: _Tally) -> Parked:
+        state: dict[SampleId, tuple[ModeledRow, bool]] = {}
+        for id in ids:
+            if id in self.running:
+                row = self.running.pop(id)
+                state[id] = (row, with_kv)
+                tally.kv += row.tokens if with_kv else 0
+            else:
+                for row in [row for row in self.waiting if row.id == id]:
+                    self.waiting.remove(row)
+                    state[id] = (row, False)
+        tally.kv_calls += any(kv for _, kv in state.values())
+        tokens = tuple(row.tokens for row, _ in state.values())
+        return Parked(tuple(state), tokens, version, state)
+
+    def _admit(self, tally: _Tally) -> None:
+        restored = False
+        while self.waiting and len(self.running) < self.max_running:
+            row = self.waiting.popleft()
+            tally.admitted += 1
+            tally.prefill += row.prefill
+            tally.kv += row.restore
+            restored |= row.restore > 0
+            row.prefill = row.restore = 0
+            self.running[row.id] = row
+        tally.kv_calls += restored
+
+    def _decode(self, most: int, version: int, tally: _Tally) -> list[ModeledRow]:
+        """Decode until a row ends, at most `most` steps; returns the finished rows."""
+        rows = self.running.values()
+        steps = min(most, min(row.left for row in rows))
+        tally.steps += steps
+        tally.rows += steps * len(rows)
+        tally.cached += steps * sum(row.tokens for row in rows)
+        tally.cached += len(rows) * steps * (steps - 1) // 2
+        for row in rows:
+            row.decode(steps, version)
+        ended = [row for row in rows if not row.left]
+        for row in ended:
+            del self.running[row.id]
+        return ended

@@ -1,0 +1,175 @@
+"""The ranks of an emulated device that share a process: their calls, and the time that these take.
+
+Nothing runs but a call's own bookkeeping, so hundreds of ranks are busy at the same time in one
+thread. Who waits is told when to look again (`next_end`).
+"""
+
+import heapq
+import itertools
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.config import Config
+from hybridrl.telemetry.trace import TimeSpan
+from hybridrl.workers.base_worker import Reply
+from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.dispatch import runs_concurrently
+from hybridrl.workers.emulated import EmulatedInstance, EmulatedWorker, Task
+
+Done = Callable[[Reply[Any] | None, Exception | None], None]
+"""Called with the reply of a call that has ended, or its error."""
+
+_OF_INSTANCE = {"advance", "infer", "train_early"}
+_OF_POOL = {"compute", "update"}
+_CONCURRENT = {
+    name
+    for name in vars(EmulatedWorker)
+    if hasattr(getattr(EmulatedWorker, name), "hybridrl_dispatch")
+    and runs_concurrently(EmulatedWorker, name)
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """The calls of a rank that run one after the other: two lanes a rank, one for concurrent calls.
+
+    `busy` from the time that its oldest call is taken up until that ends. `free_at` is the end of
+    the one before.
+    """
+
+    rank: int
+    free_at: float = 0.0
+    busy: bool = False
+    waiting: "deque[_Call]" = field(default_factory=deque)
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call of a rank since `arrived`; its method has run when it has a `task`."""
+
+    lane: _Lane
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arrived: float
+    done: Done
+
+
+class EmulatedRanks:
+    """Some ranks of a run, whole instances of them.
+
+    Calls of a rank run one after the other, those marked `concurrent` in a lane of their own. A
+    call that an instance or a pool takes part in begins when all its ranks of this process are in
+    it. It then takes the seconds of the tokens of all. Of a pool that has ranks in other processes,
+    too, the tokens here stand for those of all: updates are balanced over the ranks.
+
+    Ends are exact: the next call of a busy rank begins at the end of the one before, however late
+    someone looks.
+    """
+
+    def __init__(self, ranks: range, config: Config, data_plane: DataPlane) -> None:
+        pools, size = config.cluster.pool_ranks, config.rollout.layout.ranks
+        self._pool_of = {rank: name for name, own in pools.items() for rank in own if rank in ranks}
+        self._pool_sizes = {name: len(own) for name, own in pools.items()}
+        instances: dict[int, EmulatedInstance] = {}
+        for rank in ranks:
+            if rank in pools["actor"]:
+                first = rank // size * size
+                instances.setdefault(first, EmulatedInstance(range(first, first + size)))
+        self._instance_of = {rank: i for i in instances.values() for rank in i.ranks}
+        self._workers = {
+            rank: EmulatedWorker(rank, pool, config, data_plane, self._instance_of.get(rank))
+            for rank, pool in self._pool_of.items()
+        }
+        self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self._together: dict[tuple[str, Any], list[_Call]] = {}
+        self._ends: list[tuple[float, int, list[_Call], list[Reply[Any]]]] = []
+        self._number = itertools.count()
+
+    def call(
+        self,
+        rank: int,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        now: float,
+        done: Done,
+    ) -> None:
+        """Begin a method of a rank, or have it wait for its turn."""
+        concurrent = name in _CONCURRENT
+        lane = self._lanes.setdefault((rank, concurrent), _Lane(rank))
+        lane.waiting.append(_Call(lane, name, args, kwargs, now, done))
+        self._begin_next(lane)
+
+    @property
+    def next_end(self) -> float | None:
+        """When the next call ends; None where none is at work."""
+        return self._ends[0][0] if self._ends else None
+
+    def end_due(self, now: float) -> None:
+        """End the calls whose time has passed, and begin those that waited for them."""
+        while self._ends and self._ends[0][0] <= now:
+            _, _, calls, replies = heapq.heappop(self._ends)
+            for call, reply in zip(calls, replies, strict=True):
+                call.lane.busy = False
+                call.done(reply, None)
+            for call in calls:
+                self._begin_next(call.lane)
+
+    def _begin_next(self, lane: _Lane) -> None:
+        """Begin the oldest call of a lane, once all ranks that it needs are in it."""
+        while lane.waiting and not lane.busy:
+            lane.busy = True
+            call = lane.waiting.popleft()
+            key, needed = self._partners(call)
+            calls = self._together.setdefault(key, [])
+            calls.append(call)
+            if len(calls) == needed:
+                del self._together[key]
+                self._run(calls)
+
+    def _partners(self, call: _Call) -> tuple[tuple[str, Any], int]:
+        """A name of those that run a call together, and their number in this process."""
+        rank = call.lane.rank
+        if call.name in _OF_INSTANCE:
+            ranks = self._instance_of[rank].ranks
+            return (call.name, ranks.start), len(ranks)
+        if call.name in _OF_POOL:
+            pool = self._pool_of[rank]
+            return (call.name, pool), list(self._pool_of.values()).count(pool)
+        return (call.name, call), 1
+
+    def _run(self, calls: Sequence[_Call]) -> None:
+        """Run the methods of calls that belong together, and note when they end."""
+        calls = sorted(calls, key=lambda call: call.lane.rank)
+        begins = max(max(call.arrived, call.lane.free_at) for call in calls)
+        try:
+            tasks = [self._task(call) for call in calls]
+        except Exception as error:
+            traceback.print_exc()  # into the process's log; the driver gets one line
+            for call in calls:
+                call.lane.busy = False
+                call.done(None, error)
+            return
+        tokens: float = sum(task.tokens for task in tasks)
+        if calls[0].name in _OF_POOL:  # those of other processes do their share
+            tokens *= self._pool_sizes[self._pool_of[calls[0].lane.rank]] / len(calls)
+        seconds = tasks[0].seconds(tokens)
+        end = begins + seconds
+        replies = [_reply(call, task, begins, end) for call, task in zip(calls, tasks, strict=True)]
+        for call in calls:
+            call.lane.free_at = end
+        heapq.heappush(self._ends, (end, next(self._number), calls, replies))
+
+    def _task(self, call: _Call) -> Task:
+        method = getattr(self._workers[call.lane.rank], call.name)
+        task: Task = method(*call.args, **call.kwargs)
+        return task
+
+
+def _reply(call: _Call, task: Task, begins: float, end: float) -> Reply[Any]:
+    spans = (TimeSpan(task.span, begins, end),) if task.span else ()
+    return Reply(task.value(end - begins), spans, concurrent=call.name in _CONCURRENT)

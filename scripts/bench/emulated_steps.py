@@ -1,0 +1,105 @@
+"""Steps of a run on an emulated device, and their prediction in virtual time; for other benches."""
+
+import contextlib
+import cProfile
+import io
+import pstats
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from hybridrl.config import Config, compose
+from hybridrl.controller.checkpoints import Origin
+from hybridrl.controller.preflight import prepare
+from hybridrl.controller.run import Run, running
+from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
+from hybridrl.planner.schedule import Setting, replay
+
+QUIET = ("telemetry.progress=false", "telemetry.report=false", "telemetry.loggers=[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Means of a run's steps but the first: a schedule has learned nothing before it."""
+
+    seconds: float
+    """Wall time of a step, with its records."""
+    cpu_s: float
+    """CPU time of the driver's process in a step, all its threads, with Ray's."""
+    samples: float
+    """Samples that a step has trained on."""
+
+
+def config_of(settings: Sequence[str], run_dir: Path) -> Config:
+    """The run's config; the recipe's groups without spread are trained on, as in virtual time."""
+    compose.register()
+    overrides = ["cluster=emulated", *QUIET, *settings, f"run.dir={run_dir}"]
+    return compose.check(overrides)
+
+
+def measure(config: Config, profile: cProfile.Profile | None = None) -> Steps:
+    """Run all steps of `trainer.steps` and time each; `profile` sees all but the first."""
+    prepared, seconds, cpu, samples = prepare(config), [], [], []
+    with running(config, prepared, Origin()) as run:
+        run.begin_recipe()
+        for step in range(1, config.trainer.steps + 1):
+            start, start_cpu = time.perf_counter(), time.process_time()
+            with _profiled(profile if step > 1 else None):
+                run.run_recipe_to(step)
+            seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - start_cpu)
+            samples.append(_trained(run))
+    return Steps(fmean(seconds[1:]), fmean(cpu[1:]), fmean(samples[1:]))
+
+
+def predict(config: Config, stages: Sequence[str], round_trip_s: float | None = None) -> float:
+    """Mean step of `hybridrl plan schedule` for the costs, lengths and schedule of `config`.
+
+    `stages` are the recipe's forward passes, by the names of their costs. `round_trip_s` replaces
+    that of the costs.
+    """
+    costs = scaled(emulated_costs(config), config.cluster.time_scale)
+    kept = {name: costs.token_s[name] for name in stages}
+    calls = {name: costs.stage_call_s[name] for name in stages if name in costs.stage_call_s}
+    costs = replace(costs, token_s=kept, stage_call_s=calls)
+    if round_trip_s is not None:
+        costs = replace(costs, round_trip_s=round_trip_s)
+    group_size = int(config.recipe["group_size"])
+    setting = Setting(
+        costs=costs,
+        num_instances=config.cluster.ranks // config.rollout.layout.ranks,
+        max_held=config.samples_held,
+        decode_steps=config.rollout.decode_steps,
+        chunk_tokens=config.trainer.max_tokens_per_micro_batch,
+        workload=emulated_workload(config, group_size),
+        group_size=group_size,
+    )
+    return replay(setting, config.schedule).step_s
+
+
+def hottest(profile: cProfile.Profile, num: int) -> str:
+    """The functions with most time of their own, and those with most in all."""
+    text = io.StringIO()
+    stats = pstats.Stats(profile, stream=text)
+    for order in ("tottime", "cumtime"):
+        stats.sort_stats(order).print_stats(num)
+    return text.getvalue()
+
+
+@contextlib.contextmanager
+def _profiled(profile: cProfile.Profile | None) -> Iterator[None]:
+    if profile is None:
+        yield
+        return
+    profile.enable()
+    try:
+        yield
+    finally:
+        profile.disable()
+
+
+def _trained(run: Run) -> float:
+    assert run.schedule is not None
+    return float(len([s for s in run.schedule.samples if "advantage" in s.scalars]))

@@ -1,0 +1,263 @@
+"""Runs on an emulated device: the real driver, ranks without a model."""
+
+import functools
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.config import Config, ConfigError, compose
+from hybridrl.controller import run as runs
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Sampling, Submit
+from hybridrl.flow.sample import SampleId
+from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
+from hybridrl.telemetry.records import read_lines
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.data_plane import LocalDataPlane
+from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
+from hybridrl.workers.emulated import EmulatedWorker
+from hybridrl.workers.emulated_ranks import EmulatedRanks
+
+HERE = (
+    "cluster=emulated", "cluster.ranks=4", "cluster.ranks_per_process=0",
+    "cluster.time_scale=0.001", "trainer.steps=3", "trainer.prompts_per_step=6",
+    "rollout.max_new_tokens=2000", "rollout.max_running=8",
+    "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
+)  # fmt: skip
+# Calls for what an emulated run refuses: checkpoints, digests, profiles, Parquet, endpoints.
+REFUSED = {
+    "digest_samples", "digest_weights", "end_profile", "load", "load_pending", "load_tensors",
+    "load_weights", "record_samples", "reward_inputs", "save", "save_pending", "save_tensors",
+    "start_profile",
+}  # fmt: skip
+
+
+def configured(*settings: str) -> Config:
+    compose.register()
+    return compose.check([*HERE, *settings])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a run with these settings, made once."""
+
+    @functools.cache
+    def train(*settings: str) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        result = runs.train(configured(*settings, f"run.dir={folder}"))
+        assert result == {"emulated": True, "run": str(folder)}
+        return folder
+
+    return train
+
+
+def lengths_by_prompt(run: Path) -> dict[int, list[int]]:
+    """Response tokens of all steps by the prompt's position, in order of dispatch."""
+    by_prompt: dict[int, list[int]] = {}
+    for line in read_lines(run / "lengths.jsonl"):
+        for prompt, tokens in zip(line["prompts"], line["lengths"], strict=True):
+            by_prompt.setdefault(prompt, []).append(tokens)
+    return by_prompt
+
+
+def rewards(run: Path) -> list[float]:
+    return [line["reward_mean"] for line in read_lines(run / "metrics.jsonl")]
+
+
+GRPO = ("recipe.group_size=4", "recipe.kl_coef=0.1")
+PPO = (
+    "recipe=ppo", "recipe.num_samples=4", "reward=model", "reward.model=none",
+    'cluster.costs="gpu:model=8b,critic=8b"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_fused_has_the_batch_of_serial(
+    trained: Callable[..., Path], recipe: tuple[str, ...]
+) -> None:
+    serial, fused = (trained(f"schedule={name}", *recipe) for name in ("serial", "fused"))
+    assert lengths_by_prompt(serial) == lengths_by_prompt(fused)
+    assert rewards(serial) == rewards(fused)
+    assert len(rewards(serial)) == 3
+
+
+def test_lengths_are_those_of_the_workload(trained: Callable[..., Path]) -> None:
+    workload = emulated_workload(configured(*GRPO), 4)
+    for prompt, tokens in lengths_by_prompt(trained("schedule=serial", *GRPO)).items():
+        wanted = [min(2000, workload.length_of(SampleId(prompt, k=k))) for k in range(4)]
+        assert tokens == wanted
+
+
+@pytest.mark.parametrize("schedule", ["packed", "partial"])
+def test_prompts_wait_by_tokens_alone(trained: Callable[..., Path], schedule: str) -> None:
+    quick, slow = (
+        trained(f"schedule={schedule}", f"cluster.time_scale={scale}", "recipe.group_size=4")
+        for scale in (0.001, 0.003)
+    )
+    assert [line["samples/used"] for line in read_lines(quick / "metrics.jsonl")]
+    if schedule == "packed":  # partial stops when enough have finished
+        assert lengths_by_prompt(quick) == lengths_by_prompt(slow)
+
+
+def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:
+    from hybridrl.telemetry.report import render
+
+    run = trained("schedule=serial", *GRPO)
+    for file in ("run.json", "costs.json"):
+        assert json.loads((run / file).read_text())["emulated"] is True
+    assert all(line["emulated"] == 1.0 for line in read_lines(run / "metrics.jsonl"))
+    assert "emulated: 4 ranks" in (run / "events.jsonl").read_text()
+    assert {line["prompt"] for line in read_lines(run / "samples.jsonl")} == {"[emulated]"}
+    assert "(emulated) · hybridrl</title>" in render(run).read_text()
+    assert not (run / "final").exists()
+
+
+@pytest.mark.ray
+def test_ranks_share_processes_of_ray(tmp_path: Path) -> None:
+    settings = [
+        *HERE,
+        *GRPO,
+        "cluster.ranks_per_process=2",
+        "schedule=fused",
+        f"run.dir={tmp_path}",
+    ]
+    command = [sys.executable, "-m", "hybridrl.cli", "train", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["emulated"] is True
+    ranks = [
+        line
+        for line in (tmp_path / "logs" / "driver.log").read_text().splitlines()
+        if " is up on " in line
+    ]
+    assert len({line.rpartition("pid ")[2] for line in ranks}) == 2
+    assert len(ranks) == 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("eval.sets.main.num_prompts=8", "eval.sets=main: wanted none"),
+        ("trainer.resume=auto", "trainer.resume=auto: wanted never"),
+        ("trainer.save_every=2", "trainer.save_every=2: wanted 0"),
+        ("warm_start.steps=2", "warm_start.steps=2: wanted 0"),
+        ("deterministic=strict", "deterministic=strict: wanted off"),
+        ("telemetry.digests=true", "telemetry.digests=true: wanted false"),
+        ("telemetry.profile.steps=[1]", "telemetry.profile.steps=[1]: wanted none"),
+        ("rollout=vllm", "rollout.engine=vllm: wanted native"),
+        ("telemetry.samples=all", "telemetry.samples=all: wanted first"),
+        ("cluster.device=cuda", "cluster.device=cuda: wanted auto or cpu"),
+        ("reward=http", "reward"),
+        ("rollout.layout.tp=4 cluster.ranks_per_process=2", "cluster.ranks_per_process=2"),
+        ("cluster.time_scale=0", "cluster.time_scale=0"),
+        ("cluster=local cluster.lengths=lmsys", "cluster.lengths=lmsys: wanted cluster=emulated"),
+    ],
+)
+def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configured(*setting.split(" "))
+    assert allowed in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("cluster.costs=nowhere", "cluster.costs=nowhere"),
+        ("cluster.lengths=nowhere", "cluster.lengths=nowhere"),
+        ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
+        ("recipe=ppo", "costs of stage values, or of its role critic"),
+    ],
+)
+def test_costs_and_lengths_are_read_before_ranks_start(
+    setting: str, allowed: str, tmp_path: Path
+) -> None:
+    own = [] if setting.startswith("recipe") else ["recipe.group_size=4"]
+    with pytest.raises(ConfigError) as refused:
+        runs.train(configured(setting, *own, f"run.dir={tmp_path}"))
+    assert allowed in str(refused.value)
+
+
+def test_evaluation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cluster=emulated: wanted another cluster"):
+        runs.evaluate_only(configured())
+
+
+def test_an_emulated_rank_takes_the_calls_of_a_rank() -> None:
+    for real in (ActorWorker, CriticWorker):
+        for name, mode in dispatched_methods(real).items():
+            if name in REFUSED:
+                continue
+            own, theirs = getattr(EmulatedWorker, name), getattr(real, name)
+            assert dispatched_methods(EmulatedWorker)[name] is mode
+            assert runs_concurrently(EmulatedWorker, name) == runs_concurrently(real, name)
+            assert [*inspect.signature(own).parameters] == [*inspect.signature(theirs).parameters]
+
+
+class Clocked:
+    """The ranks of one process, at times that the test sets."""
+
+    def __init__(self, *settings: str) -> None:
+        self.config = configured(*settings)
+        self.config.resolve_device(0, "this machine")
+        self.costs: Costs = scaled(emulated_costs(self.config), self.config.cluster.time_scale)
+        self.ranks = EmulatedRanks(range(4), self.config, LocalDataPlane())
+        self.replies: dict[str, Any] = {}
+
+    def call(self, key: str, rank: int, name: str, *args: Any, now: float) -> None:
+        def done(reply: Any, error: Exception | None) -> None:
+            self.replies[key] = reply if error is None else error
+
+        self.ranks.call(rank, name, args, {}, now, done)
+
+
+def submit(*ids: SampleId) -> Submit:
+    return Submit(ids, None, Sampling(max_new_tokens=10))
+
+
+def test_an_instance_begins_when_all_its_ranks_are_called_and_ends_when_the_model_says() -> None:
+    from hybridrl.flow import Flow
+
+    clocked = Clocked("rollout.layout.tp=2", "cluster.time_scale=1")
+    flow = Flow()
+    flow.collect(flow.actor.generate(flow.prompts, num_samples=2))
+    for rank in range(4):
+        clocked.call(f"begin {rank}", rank, "begin", flow.graph, {}, False, now=0.0)
+    clocked.ranks.end_due(0.0)
+    command = submit(SampleId(0, k=0), SampleId(0, k=1))
+    clocked.call("first", 0, "advance", 0, [command], 64, now=1.0)
+    assert clocked.ranks.next_end is None
+    clocked.call("second", 1, "advance", 0, [command], 64, now=3.0)
+    end = clocked.ranks.next_end
+    assert end is not None
+    clocked.call("after", 0, "release", (), now=3.5)
+    clocked.ranks.end_due(end + 100)  # someone looks late
+    spans = {key: clocked.replies[key].spans[0] for key in ("first", "second")}
+    work = clocked.replies["first"].value.event.work
+    assert spans["first"].start == spans["second"].start == 3.0
+    assert work.decode_steps == 10
+    assert work.rows == 20
+    assert end == pytest.approx(3.0 + work.seconds)
+    # Each finished sample is on one of the ranks: (prompt + k) modulo their number.
+    finished = [clocked.replies[k].value.event.finished for k in ("first", "second")]
+    assert [[f.id.k for f in mine] for mine in finished] == [[0], [1]]
+    assert clocked.replies["after"].value == 1
+
+
+def test_concurrent_calls_do_not_wait_for_a_busy_rank() -> None:
+    from hybridrl.flow.executor import Phase
+
+    clocked = Clocked("cluster.time_scale=1")
+    clocked.call("switch", 0, "enter", Phase.GENERATE, now=0.0)
+    clocked.call("fetch", 0, "import_samples", (), (), now=0.0)
+    clocked.call("next", 0, "enter", Phase.TRAIN, now=0.0)
+    clocked.ranks.end_due(0.0)
+    assert [*clocked.replies] == ["fetch"]
+    clocked.ranks.end_due(clocked.costs.switch_s)
+    assert [*clocked.replies] == ["fetch", "switch", "next"]
