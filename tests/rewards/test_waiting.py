@@ -164,8 +164,11 @@ def test_a_group_that_fails_is_marked_as_a_whole(
 
 def test_a_group_that_was_given_up_computes_no_more(make: Make) -> None:
     config = make("ranks", call=RewardCall.group)
-    groups = [unit("threads"), unit("spin"), unit("threads")]
-    (before,), (late,), (after,) = judged(config, *groups)
+    with closing(WaitingJudge(config)) as judge:
+        before, late, after = (
+            judge.submit(unit(response)).result(60)[0]
+            for response in ("threads", "spin", "threads")
+        )
     assert late.recorded_status == "timeout: no reward within 1.0 s"
     assert after == before
 
