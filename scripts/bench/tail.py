@@ -17,6 +17,11 @@ from lines import show
 SIDES: dict[str, tuple[str, ...]] = {
     "serial": ("schedule=serial",),
     "fused": ("schedule=fused",),
+    "fused_early": (
+        "schedule=fused",
+        "schedule.early_backward=auto",
+        "trainer.layout.replicas={instances}",
+    ),
     "packed": ("schedule=packed",),
     "partial": ("schedule=partial",),
 }
@@ -72,13 +77,15 @@ def compare(args: argparse.Namespace, recipe: str) -> None:
         f"recipe.group_size={GROUP}",
         "recipe.skip_equal_groups=false",
     ]
+    instances = args.ranks // args.instance
     names, draw = args.sides.split(","), random.Random(0)
     planned: dict[str, float] = {}
     measured: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in draw.sample(names, len(names)):
             with tempfile.TemporaryDirectory() as folder:
-                config = config_of([*common, *SIDES[name]], Path(folder) / "run")
+                own = [setting.format(instances=instances) for setting in SIDES[name]]
+                config = config_of([*common, *own], Path(folder) / "run")
                 measured[name].append(measure(config).seconds)
                 planned[name] = predict(config, stages)
     for name in names:
@@ -94,7 +101,7 @@ def compare(args: argparse.Namespace, recipe: str) -> None:
                 "planned_ratio": round(planned[names[0]] / planned[name], 3),
                 "rounds": args.rounds,
                 "ranks": args.ranks,
-                "instances": args.ranks // args.instance,
+                "instances": instances,
                 "time_scale": args.time_scale,
             }
         )
