@@ -360,7 +360,7 @@ WRONG = [
     ),
     (
         "schedule=fused schedule.x=1",
-        "schedule.x=1: wanted a known key: one of kind, length_ranker,",
+        "schedule.x=1: wanted a known key: one of early_backward, kind, length_ranker,",
     ),
     ("schedule.kind=fused", "schedule.kind=fused: wanted schedule=fused in its place"),
     (

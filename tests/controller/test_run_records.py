@@ -40,7 +40,14 @@ KINDS = {
         for name in ("sapo", "clip_cov", "kl_cov", "orpo")
     },
 }
-"""Runs that write, all together, every metric that there is."""
+"""Runs that write, together with the next one, every metric that there is."""
+
+EMULATED = (
+    "cluster=emulated cluster.ranks=4 cluster.ranks_per_process=0 cluster.time_scale=0.001"
+    " schedule=fused schedule.early_backward=auto trainer.layout.replicas=4"
+    " trainer.steps=1 trainer.prompts_per_step=6 rollout.max_new_tokens=2000"
+    " telemetry.progress=false telemetry.loggers=[] telemetry.report=false"
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
 
@@ -59,10 +66,11 @@ def runs(
     folder = tmp_path_factory.mktemp("runs")
     with StubJudge() as judge:
         kinds = {name: kind.format(url=judge.url) for name, kind in KINDS.items() if "url" in kind}
-        return {
+        with_models = {
             name: train_here(folder / name, *settings, *kind.split()).dir
             for name, kind in (KINDS | kinds).items()
         }
+    return with_models | {"emulated": train_here(folder / "emulated", *EMULATED.split()).dir}
 
 
 # Metrics
