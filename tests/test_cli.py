@@ -431,6 +431,24 @@ WRONG = [
     ),
     ("rollout.engine=vllm", "rollout.block_size=16: wanted a multiple of 32 with rollout.engine=v"),
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
+    (
+        "rollout.speculate=0",
+        "rollout.speculate=0: wanted off, auto, or a number of tokens, 1 or more",
+    ),
+    ("rollout.speculate=-2", "rollout.speculate=-2: wanted off, auto, or a number of tokens, 1 or"),
+    ("rollout.speculate=often", "rollout.speculate=often: wanted off, auto, or a number of tokens"),
+    (
+        "deterministic=strict rollout.speculate=4",
+        "rollout.speculate=4: wanted off with deterministic=strict",
+    ),
+    (
+        "rollout=vllm rollout.speculate=auto",
+        "rollout.speculate=auto: wanted off with rollout.engine",
+    ),
+    (
+        "cluster.ranks=2 rollout.layout.pp=2 rollout.speculate=4",
+        "rollout.speculate=4: wanted off with rollout.layout.pp=2",
+    ),
     ("cluster.address=127.0.0.1:9", "cluster.address=127.0.0.1:9: wanted a running Ray cluster"),
     ("cluster.address=ray://x", "cluster.address=ray://x: wanted host:port"),
 ]
@@ -449,7 +467,7 @@ OF_A_KIND = {
     "cluster.ranks=4 rollout.layout.pp=4", "schedule=fused schedule.migration_threshold=-1",
     "recipe=rm +recipe.centre=1", "recipe=grpo recipe.centre=1", "data.sources.other.name=x",
     "data.sources.spell.weight=0", "rollout.layout.grouping=x", "trainer.layout.schedule=x",
-    "recipe=grpo recipe.normalise=token",
+    "recipe=grpo recipe.normalise=token", "rollout.speculate=-2", "rollout.speculate=often",
 }  # fmt: skip
 assert {overrides for overrides, _ in WRONG} > OF_A_KIND
 # Of cases that begin alike `make test` has the first: each composes all settings.

@@ -39,7 +39,7 @@ from hybridrl.config.reward import (
     RewardKind,
     RewardPartConfig,
 )
-from hybridrl.config.rollout import Engine, RolloutConfig
+from hybridrl.config.rollout import SPECULATED, Engine, RolloutConfig
 from hybridrl.config.run import (
     Deterministic,
     KeptSamples,
@@ -219,6 +219,9 @@ class Config:
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
+        if self.strict and self.rollout.draft_length != 0:
+            allowed = f"off with deterministic={self.deterministic.value}"
+            raise ConfigError("rollout.speculate", self.rollout.speculate, allowed)
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using)
         least, most = self.rollout.min_new_tokens, self.rollout.max_new_tokens
@@ -409,6 +412,7 @@ class Config:
 
 
 __all__ = [
+    "SPECULATED",
     "VALUE_MODELS",
     "ActivationMode",
     "ActorConfig",

@@ -10,6 +10,9 @@ from hybridrl.config.layout import RolloutLayoutConfig
 from hybridrl.config.model import DType
 from hybridrl.config.sampling import SamplingConfig
 
+SPECULATED = 64
+"""Tokens that a pass with drafts may have in any case, however few samples run at a time."""
+
 
 class Engine(Enum):
     """Rollout engines."""
@@ -46,6 +49,8 @@ class EngineFeatures:
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
     sleeps_alone: bool = False
     """Whether an instance may give its memory up while others generate: tested of this engine."""
+    speculates: bool = False
+    """Whether it verifies guessed tokens by each sample's own random numbers."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -59,6 +64,7 @@ ENGINES = {
         caches_last_token=False,
         records_experts=True,
         sleeps_alone=True,
+        speculates=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
@@ -104,6 +110,9 @@ class RolloutConfig(SamplingConfig):
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """Sharding of the weights in generation."""
+    speculate: str = "off"
+    """Guess tokens ahead, and verify several of a response in a pass: `off`, `auto` (as many as
+    pay, by measured times and acceptance), or their number. The tokens stay the same."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """vLLM's own engine arguments (`EngineArgs`), less those that other keys set."""
 
@@ -112,12 +121,42 @@ class RolloutConfig(SamplingConfig):
         if "" in self.stop:
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
         self.check_sampling("rollout", self.max_new_tokens)
+        self._check_speculation()
         if self.vllm and self.engine is not Engine.vllm:
             raise ConfigError("rollout.vllm", self.vllm, "none, or rollout=vllm")
         if self.block_size % self.features.block_multiple:
             multiple = self.features.block_multiple
             allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.block_size", self.block_size, allowed)
+
+    def _check_speculation(self) -> None:
+        """Raise ConfigError for a draft length that is none, or that the engine cannot have."""
+        number = self.speculate.isascii() and self.speculate.isdigit() and int(self.speculate)
+        if self.speculate == "False":  # YAML's `off`
+            self.speculate = "off"
+        if self.speculate not in ("off", "auto") and not number:
+            allowed = "off, auto, or a number of tokens, 1 or more"
+            raise ConfigError("rollout.speculate", self.speculate, allowed)
+        if self.draft_length == 0:
+            return
+        if not self.features.speculates:
+            allowed = f"off with rollout.engine={self.engine.value}"
+            raise ConfigError("rollout.speculate", self.speculate, allowed)
+        if self.layout.pp > 1:
+            allowed = f"off with rollout.layout.pp={self.layout.pp}"
+            raise ConfigError("rollout.speculate", self.speculate, allowed)
+
+    @property
+    def draft_length(self) -> int | None:
+        """Tokens of a draft; 0: nothing is drafted, None: as many as pay."""
+        if self.speculate == "off":
+            return 0
+        return None if self.speculate == "auto" else int(self.speculate)
+
+    @property
+    def pass_tokens(self) -> int:
+        """The most tokens whose successors are drawn in one pass."""
+        return self.max_running if self.draft_length == 0 else max(self.max_running, SPECULATED)
 
     @property
     def features(self) -> EngineFeatures:

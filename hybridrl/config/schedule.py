@@ -210,6 +210,8 @@ class ScheduleEntry:
     """Whether it may train on samples that older weights made."""
     serial_batches: bool = True
     """Whether a step trains on the batch that it has under `serial`."""
+    counts_tokens: bool = False
+    """Whether its batches follow from what instances finish in calls of so many tokens a sample."""
 
 
 SCHEDULES = {
@@ -229,12 +231,14 @@ SCHEDULES = {
         moves_samples=True,
         may_be_stale=True,
         serial_batches=False,
+        counts_tokens=True,
     ),
     ScheduleKind.packed: ScheduleEntry(
         settings=PackedScheduleConfig,
         schedule="hybridrl.flow.schedules.packed:PackedSchedule",
         moves_samples=True,
         serial_batches=False,
+        counts_tokens=True,
     ),
 }
 """Every schedule: its line here, its dataclass above, `conf/schedule/NAME.yaml`, its class."""

@@ -48,7 +48,7 @@ def generation_sizes(
     vocab_multiple = rollout.features.vocab_multiple
     prefill, logits = native_step_bytes(
         shape,
-        rollout.max_running,
+        rollout.pass_tokens,
         min(inputs.prompt, longest),
         dtype,
         tp,

@@ -119,6 +119,8 @@ class CostMeter:
         self._num_new = 0  # calls since the costs were fitted
         self.num_preempted = 0
         """Samples that have lost their KV cache to others; their tokens were computed again."""
+        self.num_drafted = self.num_accepted = 0
+        """Tokens that were guessed, and those of them that were drawn."""
 
     def saw_advance(
         self,

@@ -147,8 +147,9 @@ class Work:
     """The work that a call of an instance did, for the cost model.
 
     `admitted` samples began or resumed, `preempted` ones lost their KV cache. `rows` sums the
-    samples over the decode steps, `cached` the tokens that they attended to. `kv_tokens` are those
-    whose keys and values were packed or unpacked, in `kv_seconds` of the whole.
+    samples over the decode steps, `cached` the tokens that they attended to. `drafted` tokens were
+    guessed, and count as rows; `accepted` of them were right. `kv_tokens` are those whose keys and
+    values were packed or unpacked, in `kv_seconds` of the whole.
     """
 
     seconds: float = 0.0
@@ -160,6 +161,8 @@ class Work:
     kv_seconds: float = 0.0
     admitted: int = 0
     preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,15 @@ class GenParallel:
         dist.all_gather(shards, x.contiguous(), group=self.tp_group)
         return torch.cat([shards[peer] for peer in self.tp_peers], -1)
 
+    def of_first(self, numbers: list[float]) -> list[float]:
+        """What tp rank 0 has measured, on all tp ranks, so that they agree."""
+        if self.tp == 1:
+            return numbers
+        message = torch.tensor(numbers, dtype=torch.float64)
+        dist.broadcast(message, group=self.tp_group, group_src=self.tp_peers[0])
+        agreed: list[float] = message.tolist()
+        return agreed
+
 
 class StageLink:
     """Sends hidden states between the pipeline stages of an instance.

@@ -266,7 +266,10 @@ class Actor:
                     self._resume(command)
         finished: list[Finished] = []
         steps = 0
-        while steps < num_decode_steps and self.unfinished:
+        # With drafts a step may make several tokens of a sample.
+        equal = self.config.schedule.entry.counts_tokens
+        self.rollout.begin_call(num_decode_steps if equal else None)
+        while steps < num_decode_steps and self.unfinished and not self.rollout.call_is_done:
             for output in self.rollout.step():
                 event = self._finish(output)
                 if event is not None:
@@ -284,6 +287,8 @@ class Actor:
             kv_tokens=kv_tokens,
             kv_seconds=kv_seconds,
             preempted=after.num_preempted - before.num_preempted,
+            drafted=after.drafted_tokens - before.drafted_tokens,
+            accepted=after.accepted_tokens - before.accepted_tokens,
         )
         return finished, parked, work
 

@@ -405,3 +405,35 @@ class Admission:
                 (block,) = self.allocator.allocate(1)
                 self.tables[entry.slot, len(entry.blocks)] = block
                 entry.blocks.append(block)
+
+    # Drafts
+
+    def lacks_blocks(self, tokens: int) -> bool:
+        """Whether some running entry may find no block within its next `tokens` tokens."""
+        need = 0
+        for entry in (entry for lane in self.lanes for entry in lane.entries):
+            request = entry.request
+            left = request.sampling.max_new_tokens - len(request.response_ids)
+            # The last token that is made is cached by the step after it.
+            cached = entry.length - 1 + min(tokens, left)
+            need += max(0, -(-cached // self._block_size) - len(entry.blocks))
+        return need > self.allocator.num_free
+
+    def extend(self, entry: Entry, tokens: int) -> int:
+        """Allocate blocks for `tokens` more than the pending one, from those that are free.
+
+        Returns how many of them fit. `cut` releases the blocks.
+        """
+        wanted = -(-(entry.length + tokens) // self._block_size) - len(entry.blocks)
+        blocks = self.allocator.allocate(max(0, min(wanted, self.allocator.num_free)))
+        start = len(entry.blocks)
+        self.tables[entry.slot, start : start + len(blocks)] = blocks
+        entry.blocks += blocks
+        return min(tokens, len(entry.blocks) * self._block_size - entry.length)
+
+    def cut(self, entry: Entry) -> None:
+        """Release the blocks that hold no cached token, as before `extend`."""
+        used = -(-(entry.length - 1) // self._block_size)
+        self.allocator.release(entry.blocks[used:])
+        self.tables[entry.slot, used : len(entry.blocks)] = 0
+        del entry.blocks[used:]

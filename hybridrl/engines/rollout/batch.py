@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hybridrl.engines.rollout.expert_record import ExpertRecord, SequenceRows
-from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.sampling import SamplingBatch
 from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup, Workspace
 
@@ -200,6 +201,75 @@ def prefill_batches(
             pending.append(group)
     if pending:
         yield _prefill_batch(pending, pool, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyBatch:
+    """A pass over the pending tokens of rows and the drafts behind them: rows of several tokens.
+
+    `requests`, `slots` and `counts` [tokens] are those of every token whose successor is drawn, row
+    by row, `counts` with the guessed tokens before it. `starts` [rows] are where rows begin
+    among them. `places` [tokens] are where they are in the pass, which pads rows of other lengths.
+    """
+
+    paged: PagedBatch
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    requests: list[Request]
+    slots: Ints
+    counts: Ints
+    starts: list[int]
+    sampling: SamplingBatch
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[tuple[Request, int, Prefill]],
+        pool: KVPool,
+        vocab_size: int,
+        device: torch.device,
+    ) -> "VerifyBatch":
+        """Rows (request, slot, pending token and draft), those with most tokens first."""
+        jobs = [job for _, _, job in rows]
+        sizes = [len(job.tokens) for job in jobs]
+        groups = [jobs[start:stop] for start, stop in split(sizes, _GROUP_TOKENS[device.type])]
+        paged, token_ids, positions, _ = _prefill_batch(groups, pool, device)
+        # A group's rows are as wide as its first.
+        widths = [len(group[0].tokens) for group in groups for _ in group]
+        begins = np.cumsum([0, *widths[:-1]])
+        inner = np.concatenate([np.arange(size) for size in sizes])
+        which = np.repeat(np.arange(len(rows)), sizes)
+        requests = [rows[row][0] for row in which.tolist()]
+        num_before = np.array([len(request.response_ids) for request, _, _ in rows])
+        return cls(
+            paged=paged,
+            token_ids=token_ids,
+            positions=positions,
+            places=_tensor(begins[which] + inner, device),
+            requests=requests,
+            slots=np.array([slot for _, slot, _ in rows])[which],
+            counts=num_before[which] + inner,
+            starts=np.cumsum([0, *sizes[:-1]]).tolist(),
+            sampling=_sampling([r.sampling for r in requests], vocab_size, device),
+        )
+
+
+def _sampling(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+) -> SamplingBatch:
+    """The batch of these parameters; those of rows that are alike are made once."""
+    first = params[0]
+    if not first.edits_logits and all(other is first or other == first for other in params):
+        return _alike(first, len(params), vocab_size, device)
+    return SamplingBatch.of(params, vocab_size, device)
+
+
+@lru_cache(maxsize=256)
+def _alike(
+    params: SamplingParams, rows: int, vocab_size: int, device: torch.device
+) -> SamplingBatch:
+    return SamplingBatch.of([params] * rows, vocab_size, device)
 
 
 def _prefill_batch(

@@ -140,8 +140,9 @@ class Stats:
     """Counters since the engine was created, and its present load.
 
     `running` counts finished requests that no step has returned yet. For a cost model:
-    `decode_tokens` are the sampled tokens (rows summed over `decode_steps`), `cached_tokens` the
-    tokens they attended to, summed likewise. `prefill_tokens` were computed in `prefill_calls`
+    `decode_tokens` are the tokens that were fed (rows and drafts summed over `decode_steps`),
+    `cached_tokens` those that rows attended to, summed likewise. `drafted_tokens` were guessed, of
+    which `accepted_tokens` were drawn. `prefill_tokens` were computed in `prefill_calls`
     forward passes, `replayed_tokens` by decode passes without sampling (deterministic engines
     only), `restored_tokens` were copied from a `Request.kv`; `kv_bytes_per_token` is this rank's.
     `has_cache` is False asleep and after `release_cache`.
@@ -162,6 +163,8 @@ class Stats:
     kv_blocks_total: int
     kv_bytes_per_token: int
     has_cache: bool
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +232,18 @@ class RolloutEngine(Protocol):
 
         Returns the finished ones; under pipeline parallelism, those of the previous step.
         """
+        ...
+
+    def begin_call(self, limit: int | None) -> None:
+        """Until the next call no request makes more than `limit` tokens, whatever a step makes.
+
+        None: no limit. The requests that finish are those that finish at a token a step.
+        """
+        ...
+
+    @property
+    def call_is_done(self) -> bool:
+        """Whether every request has made the tokens that the call may add: no step makes more."""
         ...
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:

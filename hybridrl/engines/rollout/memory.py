@@ -110,7 +110,7 @@ def layer_token_bytes(config: PretrainedConfig, tp: int, dtype: torch.dtype) -> 
 
 def native_step_bytes(
     config: PretrainedConfig,
-    max_running: int,
+    pass_tokens: int,
     longest: int,
     dtype: torch.dtype,
     tp: int,
@@ -126,13 +126,13 @@ def native_step_bytes(
     tokens = longest if strict else max(PREFILL_TOKENS, longest)
     layer = prefill_activations(config, tokens, longest, dtype=dtype, tp=tp)
     hidden = tokens * config.hidden_size * dtype.itemsize
-    return layer + (2 + sent) * hidden, _LOGITS_COPIES * 4 * max_running * config.vocab_size
+    return layer + (2 + sent) * hidden, _LOGITS_COPIES * 4 * pass_tokens * config.vocab_size
 
 
 def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
     """Bytes of a decode step's logits, as this config samples."""
     narrow = bool(rollout.off_policy) or rollout.temperature not in (0, 1)
-    return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.max_running * vocab_size
+    return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.pass_tokens * vocab_size
 
 
 def native_cache(parts: EngineParts) -> int:
@@ -143,7 +143,7 @@ def native_cache(parts: EngineParts) -> int:
     config, rollout = parts.model_config, parts.rollout
     prefill, logits = native_step_bytes(
         config,
-        rollout.max_running,
+        rollout.pass_tokens,
         parts.max_sequence,
         parts.dtype,
         parts.parallel.tp,

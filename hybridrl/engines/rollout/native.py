@@ -7,6 +7,7 @@ pending token and draws nothing, so a fresh, a resumed and a preempted request a
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Self
@@ -15,15 +16,22 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.config import RouterReplay
+from hybridrl.config import SPECULATED, RouterReplay
 from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
-from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, VerifyBatch, prefill_batches
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
-from hybridrl.engines.rollout.random import UniformTable
-from hybridrl.engines.rollout.stage import RolloutStage
+from hybridrl.engines.rollout.random import UniformsOf, UniformTable
+from hybridrl.engines.rollout.responses import append_token, output_of
+from hybridrl.engines.rollout.speculation import (
+    Guess,
+    Speculation,
+    make_speculation,
+    verify_batch,
+)
+from hybridrl.engines.rollout.stage import Drawn, RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
@@ -60,6 +68,9 @@ class NativeEngine:
     With `router_replay` at `rollout` it records every token's experts. A token computed again
     takes those that it had. At `trainer` its module takes them from others, who score with it.
 
+    With `speculation` a step may make several tokens of a request: guessed ones, where the request
+    draws them itself. It excludes `deterministic` and pipeline parallelism.
+
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
     a1 b1 a2 b2. When stage 0 has finished b1, the tokens of a1 have arrived for a2.
     """
@@ -79,6 +90,7 @@ class NativeEngine:
         stops: StopStrings | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         router_replay: RouterReplay = RouterReplay.off,
+        speculation: Speculation | None = None,
     ) -> None:
         _check_model(model_config, max_sequence)
         self._device = torch.device(device)
@@ -87,6 +99,12 @@ class NativeEngine:
         self._num_blocks = -(-kv_cache_tokens // block_size) or max_running * per_sequence
         self._parallel = parallel or GenParallel()
         self._deterministic, self._stops = deterministic, stops
+        assert speculation is None or (not deterministic and self._parallel.pp == 1)
+        self._speculation = speculation
+        # A thread's own time tells a pass from what else a machine does; other ranks' it does not.
+        alone = self._device.type == "cpu" and self._parallel.tp == 1
+        self._clock = time.thread_time if alone else time.perf_counter
+        self._pass_tokens = max(max_running, SPECULATED)  # of a pass with drafts
 
         # This rank's module and its cache.
         self._stage = RolloutStage(
@@ -155,6 +173,7 @@ class NativeEngine:
             stops=parts.stops,
             bucket_bytes=parts.bucket_bytes,
             router_replay=parts.router_replay,
+            speculation=make_speculation(parts.rollout.draft_length, parts.parallel),
         )
         # The switch has parameters alone.
         load_buffers(engine.model, parts.model_path, parts.model_config)
@@ -210,7 +229,7 @@ class NativeEngine:
         parked = []
         for id_ in ids:
             kv = self._copy_kv(id_) if with_kv else None
-            request = self._admission.remove(id_)
+            request = self._remove(id_)
             if request is not None:
                 request.kv = (kv or request.kv) if with_kv else None
                 parked.append(request)
@@ -227,7 +246,24 @@ class NativeEngine:
         entry.lane.end_batch(self._admission.tables)
         return KV(self._pool.read_blocks(entry.blocks, entry.length - 1))
 
+    def _remove(self, id_: object) -> Request | None:
+        request = self._admission.remove(id_)
+        if self._speculation is not None and request is not None:
+            self._speculation.source.end(request)
+        return request
+
     # One step
+
+    def begin_call(self, limit: int | None) -> None:
+        """See `RolloutEngine`."""
+        if self._speculation is not None:
+            self._speculation.begin_call(limit)
+
+    @property
+    def call_is_done(self) -> bool:
+        """See `RolloutEngine`."""
+        speculation = self._speculation
+        return speculation is not None and speculation.call_is_done(self._admission)
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
@@ -243,7 +279,10 @@ class NativeEngine:
             if self._admission.is_short(lane):
                 self._collect_all()
             self._admission.grow(lane)
-            self._launch(lane)
+            if self._speculation is None:
+                self._launch(lane)
+            else:
+                self._speculate(lane, self._speculation)
         self._decode_steps += self._decode_tokens > before
         if self._parallel.pp == 1:
             self._collect_all()
@@ -268,6 +307,9 @@ class NativeEngine:
             self._restore(entry)
         for entry in admitted.replayed:
             self._replay(entry)
+        if self._speculation is not None:
+            for entry in admitted.entries:
+                self._speculation.source.begin(entry.request)
         if self._stage.draws:
             slots = [entry.slot for entry in admitted.entries]
             self._uniforms.forget(slots)
@@ -341,15 +383,21 @@ class NativeEngine:
         # Nothing to replay: a pending token is new.
         lane.routing = Routing(records=True) if self._recorder is not None else None
         logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
+        lane.drawn = self._draw(batch, logits, self._uniforms.draw)
+        self._decode_tokens += len(batch.requests)
+        self._cached_tokens += int(batch.positions.sum())
+
+    def _draw(
+        self, batch: DecodeBatch | VerifyBatch, logits: torch.Tensor | None, uniforms_of: UniformsOf
+    ) -> Drawn:
+        """Sample the tokens of a pass, or receive them."""
         uniforms = edited = None
         if logits is not None:
             drawing = batch.requests, batch.slots, batch.counts
-            uniforms = torch.from_numpy(self._uniforms.draw(*drawing)).to(self._device)
+            uniforms = torch.from_numpy(uniforms_of(*drawing)).to(self._device)
             if batch.sampling.edits is not None:
                 edited = batch.sampling.edits.apply(logits, *drawing, self._seen)
-        lane.drawn = self._stage.draw(logits, uniforms, batch.sampling, edited)
-        self._decode_tokens += len(batch.requests)
-        self._cached_tokens += int(batch.positions.sum())
+        return self._stage.draw(logits, uniforms, batch.sampling, edited)
 
     def _collect_all(self) -> None:
         for lane in self._admission.lanes:
@@ -369,22 +417,65 @@ class NativeEngine:
         for request, token, log_prob in zip(
             lane.batch.requests, tokens.tolist(), log_probs.tolist(), strict=True
         ):
-            request.response_ids.append(token)
-            request.log_probs.append(log_prob)
-            if token in request.sampling.stop_token_ids or (
-                self._stops is not None
-                and self._stops.ended(request.response_ids, request.sampling.min_new_tokens)
-            ):
-                finish = "stop"
-            elif len(request.response_ids) >= request.sampling.max_new_tokens:
-                finish = "length"
-            else:
-                continue
-            response = request.response_ids, request.log_probs
-            outputs.append(Output(request.id, *response, finish, request.routed_experts))
+            finish = self._append(request, token, log_prob)
+            if finish is not None:
+                outputs.append(output_of(request, finish))
         for output in outputs:
-            self._admission.remove(output.id)
+            self._remove(output.id)
         self._finished += outputs
+
+    def _append(self, request: Request, token: int, log_prob: float) -> str | None:
+        return append_token(request, token, log_prob, self._stops)
+
+    # Speculation
+
+    def _speculate(self, lane: Lane, speculation: Speculation) -> None:
+        """A step of a lane with drafts, where there are any; `speculation` learns its time."""
+        speculation.admitted(self._admission)
+        if not lane.entries:
+            return
+        start, before = self._clock(), self._decode_tokens
+        # What it takes to begin a batch is not the time of its passes.
+        timed, rows = lane.batch is not None, len(lane.entries)
+        guesses = speculation.guesses(lane, self._admission, self._pass_tokens)
+        if guesses is None:
+            self._launch(lane)
+            self._collect(lane)
+        elif guesses:
+            self._verify(lane, guesses, speculation)
+            timed, rows = any(guess.tokens for guess in guesses), len(guesses)
+        if timed:
+            seconds = self._clock() - start
+            speculation.lengths.saw_pass(rows, self._decode_tokens - before, seconds)
+
+    def _verify(self, lane: Lane, guesses: list[Guess], speculation: Speculation) -> None:
+        """Feed pending tokens and drafts, draw behind each, and keep what is right."""
+        lane.end_batch(self._admission.tables)
+        assert self._pool is not None
+        batch = verify_batch(guesses, self._pool, self._vocab_size, self._device)
+        routing = Routing(records=True) if self._recorder is not None else None
+        inputs = batch.paged, batch.token_ids, batch.positions
+        logits = self._stage.decode(*inputs, routing, batch.places)
+        drawn = self._draw(batch, logits, self._uniforms.draw_ahead).wait()
+        self._decode_tokens += len(batch.requests)
+        self._cached_tokens += sum(guess.entry.length - 1 for guess in guesses)
+        tokens, log_probs = (values.tolist() for values in drawn)
+        spans, outputs = [], []
+        for guess, start in zip(guesses, batch.starts, strict=True):
+            request, cached = guess.entry.request, guess.entry.length - 1
+            num_new, finish = speculation.accept(
+                guess, tokens[start:], log_probs[start:], self._append
+            )
+            if request.routed_experts is not None:
+                row = int(batch.places[start])
+                spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
+            self._admission.cut(guess.entry)
+            if finish is not None:
+                outputs.append((request, finish))
+        self._keep(spans, routing)
+        self._finished += [output_of(*ended) for ended in outputs]
+        for request, _ in outputs:
+            self._remove(request.id)
 
     # Weights
 
@@ -488,6 +579,8 @@ class NativeEngine:
             kv_blocks_total=self._num_blocks,
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
             has_cache=self._pool is not None,
+            drafted_tokens=0 if self._speculation is None else self._speculation.num_drafted,
+            accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
         )
 
 

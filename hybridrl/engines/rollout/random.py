@@ -4,7 +4,7 @@ Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (S
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ _SHIFT = np.uint64(32)
 _AHEAD = 256  # positions whose uniforms are made at once
 
 Words = npt.NDArray[np.uint64] | np.uint64
+_Ints = npt.NDArray[np.int64]
+UniformsOf = Callable[[Sequence[Request], _Ints, _Ints], npt.NDArray[np.float64]]
+"""Uniforms of requests in slots, at token numbers: `UniformTable.draw`, `draw_ahead`."""
 
 
 def stream_key(seed: int, prompt: int, branch: str = "", k: int = 0, attempt: int = 0) -> int:
@@ -81,6 +84,28 @@ class UniformTable:
             rows = np.flatnonzero(stale & (starts == start)).tolist()
             self._fill([(requests[row], int(slots[row])) for row in rows], start)
         return np.asarray(self._rows[slots, counts - starts], np.float64)
+
+    def draw_ahead(
+        self,
+        requests: Sequence[Request],
+        slots: _Ints,
+        counts: _Ints,
+    ) -> npt.NDArray[np.float64]:
+        """As `draw`, for several tokens of a request in a row.
+
+        The table has one stretch of positions of each slot, and a draft may reach into the next.
+        """
+        starts = counts - counts % _AHEAD
+        if (self._starts[slots] == starts).all():
+            return np.asarray(self._rows[slots, counts - starts], np.float64)
+        drawn = np.empty(len(counts))
+        for start in np.unique(starts).tolist():
+            rows = np.flatnonzero(starts == start)
+            _, first = np.unique(slots[rows], return_index=True)
+            once = rows[first]
+            self.draw([requests[row] for row in once.tolist()], slots[once], counts[once])
+            drawn[rows] = self._rows[slots[rows], counts[rows] - start]
+        return drawn
 
     def _fill(self, rows: Sequence[tuple[Request, int]], start: int) -> None:
         longest = max(request.sampling.max_new_tokens for request, _ in rows)

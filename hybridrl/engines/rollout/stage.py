@@ -153,11 +153,17 @@ class RolloutStage:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         routing: Routing | None = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Logits [tokens, vocab], float32 on the rank that samples (`draws`), None on others."""
+        """Logits [tokens, vocab], float32 on the rank that samples (`draws`), None on others.
+
+        With `places` they are those of these tokens of the pass alone.
+        """
         hidden = self.feed(paged, token_ids, positions, routing)
         if not self.parallel.last:
             return None
+        if places is not None and len(places) < len(hidden):
+            hidden = hidden[places]
         head = self.model.get_output_embeddings()
         products = _products(hidden, head.weight)
         if head.bias is not None:

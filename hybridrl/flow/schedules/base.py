@@ -239,6 +239,7 @@ class Schedule(ABC):
         self._spans: list[StageSpan] = []
         self._metrics: dict[str, float] = {}
         self._num_preempted = self.meter.num_preempted
+        self._drafts = self.meter.num_drafted, self.meter.num_accepted
         self._phase: Phase | None = None
         self._pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
@@ -443,6 +444,12 @@ class Schedule(ABC):
             "samples/preempted": float(self.meter.num_preempted - self._num_preempted),
             "samples/tokens": float(sum(sample.tokens for sample in used)),
         }
+        if self.meter.num_drafted:  # the engine guesses tokens
+            drafted = self.meter.num_drafted - self._drafts[0]
+            accepted = self.meter.num_accepted - self._drafts[1]
+            summary["samples/drafted_tokens"] = float(drafted)
+            summary["samples/accepted_tokens"] = float(accepted)
+            summary["samples/draft_acceptance"] = accepted / drafted if drafted else 0.0
         return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
 
 
@@ -461,6 +468,8 @@ def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample
         return
     work = event.work
     meter.num_preempted += work.preempted
+    meter.num_drafted += work.drafted
+    meter.num_accepted += work.accepted
     meter.saw_advance(
         max(0.0, work.seconds - work.kv_seconds),
         work.decode_steps,

@@ -13,6 +13,7 @@ from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import uniforms
+from hybridrl.engines.rollout.speculation import make_speculation
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
@@ -32,6 +33,22 @@ Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
 Ranks = Callable[..., list[Any]]
 RequestsOf = Callable[..., list[Request]]
+
+
+class Told:
+    """Guesses what another engine made, and every fifth time something else."""
+
+    def __init__(self, outputs: dict[object, Output]) -> None:
+        self.outputs = outputs
+
+    def begin(self, request: Request) -> None: ...
+
+    def end(self, request: Request) -> None: ...
+
+    def draft(self, request: Request, most: int) -> Sequence[int]:
+        start = len(request.response_ids)
+        tokens = self.outputs[request.id].token_ids[start : start + most]
+        return [token if (start + i) % 5 else 0 for i, token in enumerate(tokens)]
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -74,9 +91,13 @@ def make(
     options = {
         "max_running": 64, "block_size": 4, "kv_cache_tokens": 0, "max_sequence": 48, **options
     }  # fmt: skip
+    parallel = place(pp, tp, ep)
+    drafts = options.pop("drafts", (0, None))
+    speculation = make_speculation(drafts[0], parallel, drafts[1])
     engine = NativeEngine(
-        config, dtype=dtype, device=torch.device("cpu"), parallel=place(pp, tp, ep), **options
-    )
+        config, dtype=dtype, device=torch.device("cpu"), parallel=parallel,
+        speculation=speculation, **options,
+    )  # fmt: skip
     own = dict(cut(config, weights, pp, tp, ep))
     engine.sleep()
     engine.wake()
@@ -164,7 +185,8 @@ def test_equals_one_process(
 ) -> None:  # fmt: skip
     """Every family, slept and woken, with requests parked and resumed.
 
-    One with preemption, one with texts that end responses, which each rank sees for itself.
+    One with preemption, one with texts that end responses, which each rank sees for itself. Also
+    with guessed tokens, of which all ranks guess the same; how many `auto` does depends on time.
     """
     models = {name: make_model(name, **ODD) for name in families}
     requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=10)
@@ -181,10 +203,13 @@ def test_equals_one_process(
     cases["edited"] = (qwen3.config, qwen3.state_dict(), pp, tp, edited), {}
     cases["preempted"] = cases["qwen3"][0], tight
     cases["stopped"] = cases["qwen3"][0], {"stops": stops}
+    wanted = {name: finish(make_engine(model), requests) for name, model in models.items()}
+    lengths = {"drafted": 4, "auto": None} if pp == 1 else {}
+    for name, length in lengths.items():
+        cases[name] = cases["qwen3"][0], {"drafts": (length, Told(wanted["qwen3"]))}
     results = ranks(pp * tp, generate_all, cases)
     assert all(result == results[0] for result in results)
-    wanted = {name: finish(make_engine(model), requests) for name, model in models.items()}
-    wanted["preempted"] = wanted["qwen3"]
+    wanted |= dict.fromkeys(("preempted", *lengths), wanted["qwen3"])
     wanted["edited"] = finish(make_engine(qwen3), edited)
     assert any(wanted["edited"][i].token_ids != wanted["qwen3"][i].token_ids for i in range(9))
     wanted["stopped"] = finish(make_engine(models["qwen3"], stops=stops), requests)
@@ -195,6 +220,8 @@ def test_equals_one_process(
         same(model, sent, results[0][name]["outputs"], wanted[name])
     assert results[0]["preempted"]["stats"].num_preempted > 0
     assert results[0]["qwen3"]["stats"].restored_tokens > 0
+    if lengths:
+        assert results[0]["drafted"]["stats"].accepted_tokens > 0
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])

@@ -308,6 +308,14 @@ class VLLMEngine:
 
     # One step
 
+    def begin_call(self, limit: int | None) -> None:
+        """Nothing to bound: a step makes one token of each request."""
+
+    @property
+    def call_is_done(self) -> bool:
+        """Never before its last step."""
+        return False
+
     def step(self) -> list[Output]:
         """One decode step for all running requests (admitting and prefilling waiting ones)."""
         assert not self._asleep, "the engine sleeps"

@@ -1,0 +1,27 @@
+"""On real ranks, guessed tokens change no batch of a schedule that counts decode steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PARTIAL = ["schedule=partial", "schedule.over_provision=2"]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("schedule", "speculate"), [(["schedule=serial"], "auto"), (PARTIAL, "3")], ids=str
+)
+def test_steps_are_those_without_drafts(
+    train_here: Callable[..., Any], long_tail: list[str], check_same: Callable[..., None],
+    tmp_path: Path, schedule: list[str], speculate: str,
+) -> None:  # fmt: skip
+    """Samples are parked and resumed between guesses, under new weights."""
+    settings = [*long_tail, "cluster.ranks=2", *schedule]
+    plain = train_here(tmp_path / "plain", *settings)
+    drafted = train_here(tmp_path / "drafted", *settings, f"rollout.speculate={speculate}")
+    check_same(plain, drafted)
+    assert all("samples/drafted_tokens" not in line for line in plain.metrics)
+    if speculate != "auto":
+        assert sum(line.get("samples/drafted_tokens", 0) for line in drafted.metrics) > 0
