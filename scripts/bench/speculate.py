@@ -111,9 +111,7 @@ class Side:
 
     def __init__(self, model: PreTrainedModel, speculate: str, length: int) -> None:
         self.model, self.length = model, length
-        self.drafts = {"off": 0, "auto": None}[speculate] if speculate in ("off", "auto") else 0
-        if speculate.isdigit():
-            self.drafts = int(speculate)
+        self.drafts = None if speculate == "auto" else int(speculate.replace("off", "0"))
         self.outputs: dict[object, Output] = {}
         self.shares: list[float] = []
 
@@ -123,9 +121,10 @@ class Side:
         engine = make_engine(self.model, speculation, self.length)
         tokens, seconds = 0, 0.0
         for group in groups:
-            for request in group.finished if speculation is not None else ():
-                speculation.source.begin(request)
-                speculation.source.end(request)
+            if speculation is not None:
+                for request in group.finished:
+                    speculation.source.begin(request)
+                    speculation.source.end(request)
             engine.submit(group.running)
             outputs = engine.step()  # prefills the prompt
             start = time.process_time()

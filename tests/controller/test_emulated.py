@@ -152,6 +152,7 @@ def test_ranks_share_processes_of_ray(tmp_path: Path) -> None:
         ("telemetry.digests=true", "telemetry.digests=true: wanted false"),
         ("telemetry.profile.steps=[1]", "telemetry.profile.steps=[1]: wanted none"),
         ("rollout=vllm", "rollout.engine=vllm: wanted native"),
+        ("rollout.speculate=4", "rollout.speculate=4: wanted off"),
         ("telemetry.samples=all", "telemetry.samples=all: wanted first"),
         ("cluster.device=cuda", "cluster.device=cuda: wanted auto or cpu"),
         ("reward=http", "reward"),
