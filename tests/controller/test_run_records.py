@@ -40,7 +40,7 @@ KINDS = {
         for name in ("sapo", "clip_cov", "kl_cov", "orpo")
     },
 }
-"""Runs that write, together with the next one, every metric that there is."""
+"""Runs of models that write, together with the next one, every metric that there is."""
 
 EMULATED = (
     "cluster=emulated cluster.ranks=4 cluster.ranks_per_process=0 cluster.time_scale=0.001"
@@ -215,7 +215,7 @@ def test_updates_say_how_much_of_the_peak_they_reach(runs: dict[str, Path]) -> N
     """A share of a measured peak, which a small model on a busy machine does not reach."""
     for name, run in runs.items():
         lines = [line for line in read_lines(run / "metrics.jsonl") if "mfu" in line]
-        assert lines or name == "rm"
+        assert lines or name in ("rm", "emulated")
         assert all(0 < line["mfu"] < 2 and line["flops"] > 0 for line in lines)
 
 
