@@ -188,12 +188,12 @@ def _job(action: str, config: Any, *more: Any) -> None:
     started = time.time()
     where = f"the run directory is {config.run.dir}"
     try:
-        from hybridrl.controller import run  # seconds, which belong to the run
+        from hybridrl.controller import train  # seconds, which belong to the run
 
         try:
-            result = getattr(run, action)(config, *more)
-        except run.RUN_ERRORS as error:
-            died = isinstance(error, run.RayStartError) or getattr(error, "died", False)
+            result = getattr(train, action)(config, *more)
+        except train.RUN_ERRORS as error:
+            died = isinstance(error, train.RayStartError) or getattr(error, "died", False)
             _fail(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:
         again = config if signals.time_is_up() else None
@@ -319,11 +319,11 @@ def _inspect(command: str, args: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hybridrl.controller import replay_commands, run
+    from hybridrl.controller import replay_commands, train
 
     try:
         result = getattr(replay_commands, command)(args)
-    except run.RUN_ERRORS as error:
+    except train.RUN_ERRORS as error:
         _fail(str(error), 1)
     table = Table(box=None, pad_edge=False, header_style="")
     for name in result.rows[0] if result.rows else ():

@@ -83,7 +83,7 @@ def _run(action: str, overrides: Sequence[str]) -> Result:
 
     from hybridrl import cli
     from hybridrl.config import compose
-    from hybridrl.controller import run
+    from hybridrl.controller import train
 
     compose.register()
     node = compose.composed(compose.take_recipe_paths(overrides))
@@ -94,4 +94,4 @@ def _run(action: str, overrides: Sequence[str]) -> Result:
     settings = Path(config.run.dir) / ".hydra" / "config.yaml"  # where the command line has them
     settings.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(node, settings)
-    return Result(Path(config.run.dir), getattr(run, action)(config))
+    return Result(Path(config.run.dir), getattr(train, action)(config))

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
 from hybridrl.config.compose import composed, register, to_config
-from hybridrl.controller import run as controller_run
+from hybridrl.controller import train as controller_train
 from hybridrl.controller.run_records import FetchTexts, RunRecords
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import sources
@@ -380,7 +380,7 @@ def _train(run_dir: Path, config: Config) -> FinishedRun:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunRecords, "record_step", spy)
         patch.setattr(WorkerGroup, "release", count)
-        controller_run.train(config)
+        controller_train.train(config)
     return FinishedRun(run_dir, results, stored[-1])
 
 

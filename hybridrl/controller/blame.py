@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.controller.replay import ReplayReport, ReplayRequest, replay
-from hybridrl.controller.run import RUN_ERRORS
+from hybridrl.controller.train import RUN_ERRORS
 from hybridrl.telemetry.compare import settings_of
 from hybridrl.telemetry.digests import (
     Comparison,

@@ -26,8 +26,9 @@ from hybridrl.controller.recorded_samples import (
     recorded_batch,
     recorded_scores,
 )
-from hybridrl.controller.run import Run, running
+from hybridrl.controller.run import Run
 from hybridrl.controller.step_digests import step_digests, write_batch
+from hybridrl.controller.train import running
 from hybridrl.flow.sample import NO_RANK
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.digests import (

@@ -13,7 +13,8 @@ from statistics import fmean
 from hybridrl.config import Config, compose
 from hybridrl.controller.checkpoints import Origin
 from hybridrl.controller.preflight import prepare
-from hybridrl.controller.run import Run, running
+from hybridrl.controller.run import Run
+from hybridrl.controller.train import running
 from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
 from hybridrl.planner.schedule import Setting, replay
 

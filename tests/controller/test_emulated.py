@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import Config, ConfigError, compose
-from hybridrl.controller import run as runs
+from hybridrl.controller import train as runs
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId

@@ -11,7 +11,7 @@ from stubs import StubJudge, grade
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import check, register
 from hybridrl.controller.preflight import prepare
-from hybridrl.controller.run import BudgetSpent, train
+from hybridrl.controller.train import BudgetSpent, train
 from hybridrl.telemetry.records import read_lines
 
 KEY = "sk-verysecret123"

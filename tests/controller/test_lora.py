@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.controller import run as controller_run
+from hybridrl.controller import train as controller_train
 from hybridrl.controller.preflight import prepare
 from hybridrl.telemetry.records import read_lines
 
@@ -55,7 +55,7 @@ def test_a_short_run_trains_adapters_of_actor_and_critic(
 ) -> None:
     """On one rank, in this process."""
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    controller_run.train(
+    controller_train.train(
         make_config(
             *kept, "recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "critic.lora.rank=2",
             "critic.optim.lr=0.01", "trainer.steps=2", "eval.sets.main.num_prompts=2",

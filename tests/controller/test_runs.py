@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.config import ClusterConfig, ConfigError
-from hybridrl.controller import run as controller_run
+from hybridrl.controller.run import TrainingDiverged
+from hybridrl.controller.worker_group import WorkerError
 from hybridrl.flow.schedules import StepResult
 from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
 from hybridrl.telemetry import sample_files
@@ -162,9 +163,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     monkeypatch.setattr(sample_files, "write", write_slowly)  # rank 0 is this process
     settings = [f"recipe={{target: '{user_code}:poison'}}", "trainer.save_every=1"]
     settings.append("telemetry.samples=all")
-    with pytest.raises(
-        controller_run.TrainingDiverged, match=r"2 steps in a row .*max_bad_steps=2"
-    ):
+    with pytest.raises(TrainingDiverged, match=r"2 steps in a row .*max_bad_steps=2"):
         run_here("nan", "trainer.steps=5", "trainer.max_bad_steps=2", *settings)
     run_dir = tmp_path / "nan"
     events = read_lines(run_dir / "events.jsonl")
@@ -287,7 +286,7 @@ def test_a_rank_that_raises_is_told_while_the_other_waits_in_a_collective(
     run: Callable[..., list[StepResult]], user_code: Path
 ) -> None:
     wanted = r"rank 1 of 2 \(actor, reward\) on node .* failed: ZeroDivisionError: on one rank"
-    with pytest.raises(controller_run.WorkerError, match=wanted) as raised:
+    with pytest.raises(WorkerError, match=wanted) as raised:
         run("lonely", "trainer.steps=1", f"recipe={{target: '{user_code}:lonely'}}")
     log = Path(str(raised.value).partition("its log is ")[2])
     assert 'raise ZeroDivisionError("on one rank")' in log.read_text()  # the rank's traceback

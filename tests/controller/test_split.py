@@ -12,10 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from hybridrl.config import ConfigError
-from hybridrl.controller import run as controller_run
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.controller.worker_group import WorkerError
 from hybridrl.telemetry.records import read_lines
 
 SPLIT = ["cluster.placement=split"]
@@ -127,7 +127,5 @@ def test_a_killed_rank_of_the_critic_is_named(
         update(self, stage, samples)
 
     monkeypatch.setattr(RayExecutor, "update", killing)
-    with pytest.raises(
-        controller_run.WorkerError, match=r"rank 1 of 2 \(critic\) on node .* process ended"
-    ):
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 \(critic\) on node .* process ended"):
         train(tmp_path / "killed", *kept, *PPO, *SPLIT)

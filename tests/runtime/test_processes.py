@@ -20,7 +20,7 @@ from ray import cloudpickle
 from safetensors.torch import load_file
 
 from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError
-from hybridrl.controller import run as controller_run
+from hybridrl.controller import train as controller_train
 from hybridrl.controller.worker_group import WorkerError
 from hybridrl.runtime.launcher import CallFailed
 from hybridrl.runtime.process_launcher import ProcessLauncher
@@ -77,7 +77,7 @@ def test_one_rank_in_this_process_does_what_ray_does(
     tmp_path: Path,
 ) -> None:
     train(tmp_path / "ray", *tiny_run, *SHORT)
-    controller_run.train(
+    controller_train.train(
         make_config(*tiny_run, "cluster=processes", *SHORT, f"run.dir={tmp_path / 'plain'}")
     )
     compare(tmp_path / "ray", tmp_path / "plain")
@@ -96,7 +96,7 @@ def test_two_ranks_do_what_ray_does(
 ) -> None:
     two = [*tiny_run, *SHORT, "cluster.ranks=2"]
     train(tmp_path / "ray", *two)
-    controller_run.train(make_config("cluster=processes", *two, f"run.dir={tmp_path / 'plain'}"))
+    controller_train.train(make_config("cluster=processes", *two, f"run.dir={tmp_path / 'plain'}"))
     compare(tmp_path / "ray", tmp_path / "plain")
 
 
@@ -290,7 +290,7 @@ def test_a_failing_rank_is_named_and_its_traceback_shown(
     mine.write_text(BREAKS.replace("breakpoint()", "raise ZeroDivisionError('mine')"))
     options = [*tiny_run, "cluster=processes", *SHORT, f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(WorkerError) as raised:
-        controller_run.train(
+        controller_train.train(
             make_config(*options, f"recipe={{target: '{mine}:stops'}}", "eval.sets.main.every=null")
         )
     start = r"rank 0 of 1 \(actor, .*failed: ZeroDivisionError: mine; its log is "
