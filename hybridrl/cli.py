@@ -107,7 +107,7 @@ def _run(action: str, args: list[str], *more: Any) -> None:
     from hybridrl.config import compose
 
     compose.register()
-    args = compose.take_recipe_paths(args)
+    args = compose.resolve_arguments(args)
     first = compose.check_command_line(args)
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
@@ -352,7 +352,7 @@ def _doctor(args: list[str]) -> None:
         print(command.USAGE)
         return
     compose.register()
-    overrides = compose.take_recipe_paths([arg for arg in args if arg != "--json"])
+    overrides = compose.resolve_arguments([arg for arg in args if arg != "--json"])
     options = compose.parse_arguments(overrides)
     config = compose.check(options.overrides, options.config_dir)
     run_dir = Path(config.run.dir)

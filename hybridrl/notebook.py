@@ -86,7 +86,7 @@ def _run(action: str, overrides: Sequence[str]) -> Result:
     from hybridrl.controller import train
 
     compose.register()
-    node = compose.composed(compose.take_recipe_paths(overrides))
+    node = compose.composed(compose.resolve_arguments(overrides))
     node.run.dir = str(Path(node.run.dir).absolute())
     config = compose.to_config(node)
     cli.check_model_settings(config)

@@ -15,7 +15,7 @@ import torch
 
 from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
 from hybridrl.config import Config, JailKind, JailLimits, RewardKind
-from hybridrl.config.compose import check, parse_arguments, register, take_recipe_paths
+from hybridrl.config.compose import check, parse_arguments, register, resolve_arguments
 from hybridrl.config.dotted import load_function
 from hybridrl.config.recipe_folder import new_recipe
 from hybridrl.controller.preflight import build_recipe
@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @functools.cache
 def composed(example: str) -> Config:
     register()
-    options = parse_arguments(take_recipe_paths(shlex.split(example)))
+    options = parse_arguments(resolve_arguments(shlex.split(example)))
     return check(options.overrides, options.config_dir)
 
 

@@ -36,6 +36,8 @@ from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
 CONFIG_MODULE = "hybridrl.conf"
 
+_BELOW_SET = re.compile(r"(?P<set>\+{0,2}eval\.sets\.\w+)\.(?P<names>(reward|source)(\.\w+)*)")
+
 
 @functools.cache
 def register() -> None:
@@ -62,8 +64,13 @@ def register() -> None:
             add_recipe(folder.name, recipe)
 
 
-def take_recipe_paths(args: Sequence[str]) -> list[str]:
-    """The arguments with `recipe=PATH` as `recipe=NAME`, after the folder has been made known."""
+def resolve_arguments(args: Sequence[str]) -> list[str]:
+    """The arguments in the form that Hydra takes.
+
+    `recipe=PATH` becomes `recipe=NAME`, after the folder has been made known. A key of an
+    evaluation set's own judge or source becomes a mapping of the set: Hydra cannot set a key below
+    one that is null.
+    """
     arguments = []
     for arg in args:
         recipe = recipe_by_path(arg)
@@ -71,6 +78,10 @@ def take_recipe_paths(args: Sequence[str]) -> list[str]:
             name, node = recipe
             add_recipe(name, node)
             arg = f"recipe={name}"
+        key, assigns, value = arg.partition("=")
+        if assigns and value != "null" and (below := _BELOW_SET.fullmatch(key)):
+            names = below["names"].split(".")
+            arg = f"{below['set']}={'{' + ': {'.join(names)}: {value}{'}' * len(names)}"
         arguments.append(arg)
     return arguments
 

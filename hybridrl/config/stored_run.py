@@ -38,7 +38,7 @@ def overrides_of(run_dir: Path, replaced: Collection[str] = ()) -> list[str]:
 
 def composed_run(overrides: Sequence[str], writes: bool = True) -> Config:
     """The config of `overrides`, which are written where the command line has them in `run.dir`."""
-    node = compose.composed(compose.take_recipe_paths(overrides))
+    node = compose.composed(compose.resolve_arguments(overrides))
     node.run.dir = str(Path(node.run.dir).absolute())
     config = compose.to_config(node)
     if not writes:

@@ -83,7 +83,7 @@ def _check_and_submit(
 def _plan(args: Sequence[str]) -> tuple[BatchScript, list[Config]]:
     """The batch of a command line, and the config of each of its runs."""
     compose.register()
-    composed = compose.parse_arguments(compose.take_recipe_paths(args))
+    composed = compose.parse_arguments(compose.resolve_arguments(args))
     options = compose.parse_arguments(args)
     if options.cfg or options.info or options.hydra_help or options.run:
         raise ConfigError("option", " ".join(args), "-m, --config-dir, --dry-run; overrides")

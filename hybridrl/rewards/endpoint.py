@@ -26,6 +26,7 @@ from hybridrl.config.endpoint import GROUP_SCORE, NUMBER, SCORE, SCORE_FIELDS
 from hybridrl.config.patterns import compiled
 from hybridrl.rewards.cpu_limit import cpu_limit
 from hybridrl.rewards.reply_file import ReplyFile
+from hybridrl.rewards.request_slots import RequestSlots
 from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout
 from hybridrl.rewards.verifiers import RewardInput
 
@@ -62,7 +63,7 @@ class Endpoint:
         self._key = _key_of(config)
         self._proxy = _proxy_of(self.url)
         self._file = ReplyFile(replies)
-        self._slots = asyncio.Semaphore(config.max_in_flight)
+        self._slots = RequestSlots(config.max_in_flight)
         self._asked: dict[str, asyncio.Future[str]] = {}
         self._session: aiohttp.ClientSession | None = None
         self.counts = {"requests": 0, "retries": 0, "cached": 0}
@@ -193,7 +194,7 @@ class Endpoint:
     async def _reply(self, content: str, check: Callable[[str], object]) -> str:
         """The first good reply; raises EndpointError after the last retry."""
         for retry in range(self.settings.retries + 1):
-            async with self._slots:
+            async with self._slots.one(retry):
                 self._spend(retry)
                 reply, problem, wait_s = await self._ask(content)
             if not problem:
@@ -246,7 +247,7 @@ class Endpoint:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The semaphore bounds them. Without `trust_env`, which would send ~/.netrc's password.
+            # The slots bound them. Without `trust_env`, which would send ~/.netrc's password.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._session
 

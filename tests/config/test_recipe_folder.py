@@ -11,7 +11,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from hybridrl.config import ConfigError
-from hybridrl.config.compose import check, register, take_recipe_paths
+from hybridrl.config.compose import check, register, resolve_arguments
 from hybridrl.config.recipe_folder import new_recipe
 from hybridrl.controller.preflight import build_recipe
 
@@ -34,7 +34,7 @@ def _known_recipes() -> Iterator[None]:
 
 
 def _stages(arguments):
-    graph = build_recipe(check(take_recipe_paths(arguments)).recipe)
+    graph = build_recipe(check(resolve_arguments(arguments)).recipe)
     return [
         (stage.name, type(stage), stage.upstream, stage.role, stage.method, stage.outputs)
         for stage in graph.stages.values()
@@ -82,7 +82,7 @@ def test_wrong_input(tmp_path: Path) -> None:
         new_recipe("mine", "grpo", tmp_path)
     (tmp_path / "mine" / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"a folder with config\.yaml"):
-        take_recipe_paths([f"recipe={tmp_path}/mine"])
+        resolve_arguments([f"recipe={tmp_path}/mine"])
 
 
 IMPORTS = """
@@ -115,7 +115,7 @@ def test_a_recipe_is_imported_when_it_is_chosen() -> None:
 
 def test_a_mapping_is_no_path() -> None:
     arguments = ["recipe={target: '/somewhere/mine.py:mine'}"]
-    assert take_recipe_paths(arguments) == arguments
+    assert resolve_arguments(arguments) == arguments
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ def test_a_wrong_key_of_a_recipe_without_a_dataclass(
     config_dir = str(tmp_path) if way == "config dir" else None
     recipe = "mine" if config_dir else str(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        check(take_recipe_paths([f"recipe={recipe}", "recipe.group=3"]), config_dir)
+        check(resolve_arguments([f"recipe={recipe}", "recipe.group=3"]), config_dir)
     assert str(raised.value) == f"recipe.group=3: wanted {allowed}"
 
 
 def test_a_copy_has_the_settings_that_its_yaml_leaves_out(tmp_path: Path) -> None:
     folder = new_recipe("other", "grpo", tmp_path)
     (folder / "config.yaml").write_text("target: :other\ngroup_size: 3\n")
-    recipe = check(take_recipe_paths([f"recipe={folder}", "recipe.clip_low=0.1"])).recipe
+    recipe = check(resolve_arguments([f"recipe={folder}", "recipe.clip_low=0.1"])).recipe
     settings = check(["recipe=grpo"]).recipe
     own = {"target": f"{folder}/__init__.py:other", "group_size": 3, "clip_low": 0.1}
     assert recipe == settings | own
     with pytest.raises(ConfigError, match=r"recipe\.clip=1: wanted a known key: one of baseline,"):
-        check(take_recipe_paths([f"recipe={folder}", "recipe.clip=1"]))
+        check(resolve_arguments([f"recipe={folder}", "recipe.clip=1"]))
