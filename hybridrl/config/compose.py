@@ -68,7 +68,7 @@ def resolve_arguments(args: Sequence[str]) -> list[str]:
     """The arguments in the form that Hydra takes.
 
     `recipe=PATH` becomes `recipe=NAME`, after the folder has been made known. A key of an
-    evaluation set's own judge or source becomes a mapping of the set: Hydra cannot set a key below
+    evaluation set's own judge or source becomes a mapping of the set. Hydra cannot set a key below
     one that is null.
     """
     arguments = []
