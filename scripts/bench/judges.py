@@ -33,7 +33,8 @@ TINY = [
     "data.size=2000", "data.eval_size=8", "warm_start.steps=0", "rollout.max_new_tokens=12",
     "telemetry.loggers=[]", "telemetry.report=false", "eval.sets.main.num_prompts=1",
     "eval.sets.main.every=null", "eval.sets.main.reward.kind=exact", "trainer.steps=1",
-    "reward=chat", "reward.extract=null", "recipe.group_size=8", "reward.endpoint.model=stub", "reward.endpoint.score_range=[0,10]",
+    "reward=chat", "reward.extract=null", "recipe.group_size=8",
+    "reward.endpoint.model=stub", "reward.endpoint.score_range=[0,10]",
 ]  # fmt: skip
 TEMPLATE = "{prompt} {response}"
 
