@@ -50,6 +50,7 @@ from hybridrl.config.run import (
     TelemetryConfig,
 )
 from hybridrl.config.schedule import (
+    SCHEDULES,
     EarlyBackward,
     FusedScheduleConfig,
     Migration,
@@ -202,6 +203,7 @@ class Config:
         ranks, ranks_key = self.ranks_of("actor"), self.cluster.pool_key("actor")
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
+        self.rollout.check_tail_ranks(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
         self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
@@ -219,9 +221,16 @@ class Config:
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
+        of_strict = f"off with deterministic={self.deterministic.value}"
         if self.strict and self.rollout.draft_length != 0:
-            allowed = f"off with deterministic={self.deterministic.value}"
-            raise ConfigError("rollout.speculate", self.rollout.speculate, allowed)
+            raise ConfigError("rollout.speculate", self.rollout.speculate, of_strict)
+        if self.rollout.tail_tp != "off":
+            allowed = f"{of_strict}: sums over more ranks differ in their last bits"
+            if not self.schedule.entry.migrates_tail:
+                tails = " or ".join(k.value for k, e in SCHEDULES.items() if e.migrates_tail)
+                allowed = f"off with schedule={self.schedule.kind.value}, or schedule={tails}"
+            if self.strict or not self.schedule.entry.migrates_tail:
+                raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using)
         least, most = self.rollout.min_new_tokens, self.rollout.max_new_tokens

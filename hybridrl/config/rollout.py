@@ -49,6 +49,8 @@ class EngineFeatures:
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
     sleeps_alone: bool = False
     """Whether an instance may give its memory up while others generate: tested of this engine."""
+    widens: bool = False
+    """Whether several instances can decode the last samples as one (`rollout.tail_tp`)."""
     speculates: bool = False
     """Whether it verifies guessed tokens by each sample's own random numbers."""
     ascending: bool = False
@@ -65,6 +67,7 @@ ENGINES = {
         records_experts=True,
         sleeps_alone=True,
         speculates=True,
+        widens=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
@@ -110,6 +113,9 @@ class RolloutConfig(SamplingConfig):
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """Sharding of the weights in generation."""
+    tail_tp: str = "off"
+    """Tensor parallelism of the last samples of a step, which several instances decode as one:
+    `off`, `auto` (where the step ends sooner, by measured times), or a multiple of `layout.tp`."""
     speculate: str = "off"
     """Guess tokens ahead, and verify several of a response in a pass: `off`, `auto` (as many as
     pay, by measured times and acceptance), or their number. The tokens stay the same."""
@@ -122,6 +128,7 @@ class RolloutConfig(SamplingConfig):
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
         self.check_sampling("rollout", self.max_new_tokens)
         self._check_speculation()
+        self._check_tail_tp()
         if self.vllm and self.engine is not Engine.vllm:
             raise ConfigError("rollout.vllm", self.vllm, "none, or rollout=vllm")
         if self.block_size % self.features.block_multiple:
@@ -145,6 +152,40 @@ class RolloutConfig(SamplingConfig):
         if self.layout.pp > 1:
             allowed = f"off with rollout.layout.pp={self.layout.pp}"
             raise ConfigError("rollout.speculate", self.speculate, allowed)
+
+    def _check_tail_tp(self) -> None:
+        """Raise ConfigError for a width of the tail that is none, or that the engine cannot have."""
+        if self.tail_tp == "False":  # YAML's `off`
+            self.tail_tp = "off"
+        if self.tail_tp == "off":
+            return
+        if not self.features.widens:
+            allowed = f"off with rollout.engine={self.engine.value}, whose weights have one layout"
+            raise ConfigError("rollout.tail_tp", self.tail_tp, allowed)
+        number = int(self.tail_tp) if self.tail_tp.isascii() and self.tail_tp.isdigit() else 0
+        tp = self.layout.tp
+        if self.tail_tp != "auto" and (number <= tp or number % tp):
+            allowed = f"off, auto, or a multiple of rollout.layout.tp={tp}, {2 * tp} or more"
+            raise ConfigError("rollout.tail_tp", self.tail_tp, allowed)
+
+    def check_tail_ranks(self, ranks: int, ranks_key: str) -> None:
+        """Raise ConfigError for a tail that takes more than the `ranks`."""
+        pp = self.layout.pp
+        if self.tail_tp not in ("off", "auto") and int(self.tail_tp) * pp > ranks:
+            of_pp = f" over rollout.layout.pp={pp}" if pp > 1 else ""
+            allowed = f"off, auto, or at most {ranks // pp}: {ranks_key}={ranks}{of_pp}"
+            raise ConfigError("rollout.tail_tp", self.tail_tp, allowed)
+
+    def widths(self, num_instances: int) -> tuple[int, ...]:
+        """Numbers of instances that may decode the tail as one, whatever the model allows.
+
+        With `auto` the doublings.
+        """
+        if self.tail_tp == "off":
+            return ()
+        if self.tail_tp != "auto":
+            return (int(self.tail_tp) // self.layout.tp,)
+        return tuple(2**n for n in range(1, num_instances.bit_length()) if 2**n <= num_instances)
 
     @property
     def draft_length(self) -> int | None:

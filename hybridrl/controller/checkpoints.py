@@ -29,8 +29,8 @@ MAY_CHANGE = (
     "trainer.activations", "trainer.layout",
     "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
-    "rollout.decode_steps", "rollout.speculate", "schedule.migration_threshold",
-    "schedule.migration",
+    "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",
+    "schedule.migration_threshold", "schedule.migration",
 )  # fmt: skip
 """Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
 

@@ -271,13 +271,14 @@ def _check_model(config: Config, graph: Graph, model: Any) -> None:
     """Raise for a `model` that the engines cannot train, generate with, or lay out."""
     from hybridrl.engines.probe import check_balance, check_model, check_replay
     from hybridrl.models.adapters import check_lora
-    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.parallel import check_gen_layout, check_tail_tp, check_train_layout
     from hybridrl.models.router_balance import check_bias_update
 
     check_model(model, "model.path", train=True, native=scores_with_copies(graph))
     check_train_layout(model, config.trainer.layout)
     gen = config.rollout.layout
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
+    check_tail_tp(model, config.rollout)
     if config.trainer.router_replay is not RouterReplay.off:
         check_replay(model, config.trainer.router_replay)
     check_balance(model, config.trainer)

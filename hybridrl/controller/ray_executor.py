@@ -102,6 +102,14 @@ class RayExecutor:
         """All generation instances."""
         return range(len(self.group.instances))
 
+    @property
+    def wide(self) -> Mapping[int, tuple[int, ...]]:
+        """The members of every wide instance, by its number."""
+        return {
+            number: tuple(sorted({self._instance_of[rank] for rank in ranks}))
+            for number, ranks in self.group.wide.items()
+        }
+
     def instance_of(self, rank: int) -> int:
         """The instance that a rank belongs to."""
         return self._instance_of[rank]
@@ -200,6 +208,7 @@ class RayExecutor:
             for same in zip(*(a.parked for a in answers), strict=True)
         ]
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
+        slowest = replace(slowest, kv_bytes=sum(a.work.kv_bytes for a in answers))
         return [replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)]
 
     def load_targets(

@@ -48,6 +48,7 @@ def make_schedule(
         exports_kv=rollout.features.exports_kv,
         num_steps=num_steps,
         early=early or EarlySettings(),
+        must_widen=rollout.tail_tp not in ("off", "auto"),
     )
     return schedule_class(schedule).build(parts, schedule)
 

@@ -74,7 +74,8 @@ class WorkerGroup:
 
     `call_*` start work and return references; `gather` waits for them. Any failure ends every rank
     at once: a rank in a collective would otherwise wait for the dead one without end. `instances`
-    lists the ranks of each generation instance, known after `setup`.
+    lists the ranks of each generation instance, `wide` those of each wide one by its number, known
+    after `setup`.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class WorkerGroup:
         self.home = self.pools[HOME]
         self._locations = [_UNKNOWN] * self.size
         self.instances: list[list[int]] = []
+        self.wide: dict[int, list[int]] = {}
         self._logs = Path(config.run.dir) / "logs"
 
     @property
@@ -200,6 +202,7 @@ class WorkerGroup:
             [rank for rank in self.home.ranks if instance_of[rank] == instance]
             for instance in range(1 + max(instance_of))
         ]
+        self.wide = {n: r for a in answers if a.actor for n, r in sorted(a.actor.wide.items())}
         node_of = [process.node for process in processes]
         for line in crossing_warnings(self.config, node_of, self.home.ranks, self.instances):
             logger.warning("%s", line)
@@ -359,7 +362,7 @@ class WorkerGroup:
         """Start a bounded generation call on every rank of an instance; references and ranks."""
         return {
             self._ranks[rank].same(ActorWorker.advance, instance, list(commands), steps)[0]: rank
-            for rank in self.instances[instance]
+            for rank in self.wide.get(instance) or self.instances[instance]
         }
 
     def call_load_targets(

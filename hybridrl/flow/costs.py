@@ -6,7 +6,7 @@ Schedules ask `Costs` when moving a sample pays; the planner replays runs with t
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ UNLIMITED = 2**31 - 1
 
 _CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
 _ENOUGH_CALLS = 8
+_ENOUGH_WIDE_CALLS = 3
+_WIDE = "wide "
 _REFIT_CALLS = 64
 _LONG_PREFILL = 64  # tokens a sample; shorter ones cost only their beginning
 _DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain them alone
@@ -51,6 +53,25 @@ class Costs:
     """Bringing all ranks from generation to training."""
     round_trip_s: float = 0.0
     """From the end of an instance's call to the start of its next one, through the driver."""
+    wide_step_s: Mapping[int, float] = field(default_factory=dict)
+    """`step_s` of wide instances, by the number of instances that they consist of."""
+
+    def at_width(self, width: int) -> "Costs":
+        """The costs of `width` instances as one: each rank has a part of its weights and heads.
+
+        So rows, cached and prefilled tokens cost a part of theirs, and a step its own time, with
+        the sums over all ranks. One that was not measured costs a part of a step, so that it is
+        tried once.
+        """
+        if width == 1:
+            return self
+        return replace(
+            self,
+            step_s=self.wide_step_s.get(width, self.step_s / width),
+            row_s=self.row_s / width,
+            cached_token_s=self.cached_token_s / width,
+            prefill_token_s=self.prefill_token_s / width,
+        )
 
     def decode(self, rows: float, steps: int, cached: float = 0.0) -> float:
         """Seconds of `steps` decode steps of `rows` rows, which hold `cached` tokens on average."""
@@ -92,14 +113,15 @@ class Costs:
             got = sorted(values) if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(f"costs: got {got}, wanted step_s and any of {sorted(known)}")
         for name, value in values.items():
-            nested = name in ("token_s", "stage_call_s")
+            nested = name in ("token_s", "stage_call_s", "wide_step_s")
             if nested and not isinstance(value, Mapping):
                 raise ValueError(f"costs.{name}: got {value!r}, wanted seconds by stage")
             for seconds in value.values() if nested else (value,):
                 number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
                 if not number or not 0 <= seconds < math.inf:
                     raise ValueError(f"costs.{name}: got {seconds!r}, wanted seconds, 0 or more")
-        return cls(**values)
+        wide = {int(width): seconds for width, seconds in values.get("wide_step_s", {}).items()}
+        return cls(**{**values, "wide_step_s": wide})
 
 
 class CostMeter:
@@ -130,13 +152,15 @@ class CostMeter:
         prefill_tokens: int = 0,
         cached_summed: int = 0,
         admitted: int = 0,
+        width: int = 1,
     ) -> None:
         """A call of an instance has run `steps` decode steps; `admitted` samples began or resumed.
 
         `rows_summed` and `cached_summed` are rows, and the tokens they hold, summed over the steps.
+        `width` instances were one.
         """
         work = (steps, rows_summed, cached_summed, prefill_tokens, admitted, 1)
-        self._add("advance", seconds, *work)
+        self._add(f"{_WIDE}{width}" if width > 1 else "advance", seconds, *work)
 
     def saw_compute(self, stage: str, seconds: float, tokens: int) -> None:
         """A forward-only stage has run on samples of so many tokens together."""
@@ -180,7 +204,7 @@ class CostMeter:
         stages = [kind.removeprefix("compute:") for kind in self._seen if ":" in kind]
         computed = {stage: self._fit(f"compute:{stage}", 2) for stage in sorted(stages)}
         kv_token, kv_call = self._fit("kv", 2)
-        return Costs(
+        costs = Costs(
             step_s=step,
             row_s=row,
             cached_token_s=cached,
@@ -196,6 +220,22 @@ class CostMeter:
             train_switch_s=self._fit("train_switch", 1)[0],
             round_trip_s=self._fit("round_trip", 1)[0],
         )
+        wide = [int(kind.removeprefix(_WIDE)) for kind in self._seen if kind.startswith(_WIDE)]
+        steps = {width: self._wide_step(width, costs) for width in sorted(wide)}
+        return replace(costs, wide_step_s={w: s for w, s in steps.items() if s is not None})
+
+    def _wide_step(self, width: int, costs: Costs) -> float | None:
+        """Seconds of a step of `width` instances as one, besides those of rows and tokens.
+
+        The median over the calls, of which the first has much to prepare. None for few calls.
+        """
+        calls = np.array([call for call in self._seen[f"{_WIDE}{width}"] if call[1] > 0])
+        if len(calls) < _ENOUGH_WIDE_CALLS:
+            return None
+        seconds, steps, rows, cached, prefill, admitted, _ = calls.T
+        work = costs.row_s * rows + costs.cached_token_s * cached + costs.prefill_token_s * prefill
+        left = seconds - costs.call_s - costs.admit_s * admitted - work / width
+        return max(0.0, float(np.median(left / steps)))
 
     def _decoding(self) -> list[float]:
         """Costs of decode steps, rows, cached tokens, prefilled tokens, admissions and calls.

@@ -4,7 +4,7 @@ The controller implements `Executor` with worker groups and wall time; the plann
 implement it with a cost model and virtual time. A schedule cannot tell them apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Protocol
@@ -81,11 +81,12 @@ class Park:
     """Stop these samples, keeping their tokens, so that they can resume later or elsewhere.
 
     `with_kv` keeps the keys and values too. Those that finish before the command arrives are passed
-    over.
+    over. They resume on an instance, or with a `width` above 1 on a wide one of so many members.
     """
 
     ids: tuple[SampleId, ...]
     with_kv: bool = False
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +94,19 @@ class Parked:
     """The samples that a `Park` has stopped; `tokens` counts prompt and response so far.
 
     `version` is that of the weights that made the last tokens (and the keys and values, if kept).
-    `state` is opaque to schedules: references to the parked tensors.
+    `state` is opaque to schedules: references to the parked tensors. `width` is that of `Park`.
     """
 
     ids: tuple[SampleId, ...]
     tokens: tuple[int, ...]
     version: int
     state: Any
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Continue some of the samples of `parked`, on any instance. Each is resumed once.
+    """Continue some of the samples of `parked`, on any instance of its width. Each is resumed once.
 
     Keys and values that were kept are used if they are of the instance's weights, or with
     `stale_kv`. Else they are computed again from the tokens.
@@ -149,7 +151,7 @@ class Work:
     `admitted` samples began or resumed, `preempted` ones lost their KV cache. `rows` sums the
     samples over the decode steps, `cached` the tokens that they attended to. `drafted` tokens were
     guessed, and count as rows; `accepted` of them were right. `kv_tokens` are those whose keys and
-    values were packed or unpacked, in `kv_seconds` of the whole.
+    values were packed or unpacked, in `kv_seconds` of the whole. `kv_bytes` came from other ranks.
     """
 
     seconds: float = 0.0
@@ -163,6 +165,7 @@ class Work:
     preempted: int = 0
     drafted: int = 0
     accepted: int = 0
+    kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +269,16 @@ class Executor(Protocol):
     @property
     def instances(self) -> Sequence[int]:
         """The numbers of the generation instances that live."""
+        ...
+
+    @property
+    def wide(self) -> Mapping[int, tuple[int, ...]]:
+        """The members of every wide instance that can be formed, by its number.
+
+        A call of `advance` with that number forms it, and it is one instance as long as it has
+        unfinished samples. Until then its members have none, and no call in flight. None of them is
+        called meanwhile, and none trains.
+        """
         ...
 
     @property

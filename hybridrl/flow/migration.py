@@ -6,6 +6,7 @@ the longest; too late and the freed instances have no time left.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,13 @@ class MigrationPlan(NamedTuple):
     """Unfinished samples at which it migrates."""
     cap: int
     """Most samples that an instance keeps."""
+    width: int = 1
+    """Instances that become one, which keeps the samples."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether it can move anything: a single sample stays, unless it is to decode wide."""
+        return self.threshold > (self.width == 1)
 
 
 NO_MIGRATION = MigrationPlan(0, 0)
@@ -37,6 +45,8 @@ def best_migration_plan(
     threshold: int | None = None,
     wait_s: float = 0.0,
     training: np.ndarray | None = None,
+    widths: Sequence[int] = (1,),
+    must_move: bool = False,
 ) -> MigrationPlan:
     """When and how densely the tail migrates, so that generation and inference end soonest.
 
@@ -45,27 +55,38 @@ def best_migration_plan(
     slower tail may still pay for a freed instance. It is (0, 0) when nothing is sooner than
     inference after all samples are done. Of equal choices the smallest threshold, then the smallest
     cap. With `threshold` only the cap is chosen. The other parameters as in `expected_seconds`.
+
+    `widths` are the numbers of instances that may become one; 1 leaves them as they are. Of equal
+    ones the first. With `must_move` some migration is chosen, however late it ends.
     """
-    if num_instances < 2 or len(lengths) < 2 or threshold == 0:
+    widths = [width for width in widths if width <= num_instances]
+    if num_instances < 2 or len(lengths) < 2 or threshold == 0 or not widths:
         return NO_MIGRATION
-    tail = prompt_tokens + max(lengths)
-    caps = [min(max_held, costs.flat_rows(cached_per_row=tail))]
-    while caps[-1] < max_held:
-        caps.append(min(max_held, 2 * caps[-1]))
     model = (num_instances, costs, inference_s_per_token)
     least = serial_seconds(lengths, *model, prompt_tokens, training) * (1 - 1e-9)
     blocks, best = _blocks(len(lengths)), NO_MIGRATION
     if threshold is not None:
-        least, blocks = np.inf, [np.array([min(threshold, len(lengths) - 1)])]
-    for tried in blocks:
+        blocks = [np.array([min(threshold, len(lengths) - 1)])]
+    if threshold is not None or must_move:
+        least = np.inf
+    for width, tried in product(widths, blocks):
+        caps = _caps(costs.at_width(width), max_held, prompt_tokens + max(lengths))
         pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        tried_pairs = pairs[:, 0], pairs[:, 1]
-        seconds = expected_seconds(lengths, *model, *tried_pairs, prompt_tokens, wait_s, training)
+        plans = pairs[:, 0], pairs[:, 1], prompt_tokens, wait_s, training, width
+        seconds = expected_seconds(lengths, *model, *plans)
         first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
         if seconds[first] < least:
-            best = MigrationPlan(*pairs[first].tolist())
+            best = MigrationPlan(*pairs[first].tolist(), width)
             least = seconds[first] * (1 - 1e-9)
-    return best if threshold is None else MigrationPlan(threshold, best.cap)
+    return best if threshold is None else best._replace(threshold=threshold)
+
+
+def _caps(costs: Costs, max_held: int, tail_tokens: float) -> list[int]:
+    """Numbers of samples to keep on an instance that are tried."""
+    caps = [min(max_held, costs.flat_rows(cached_per_row=tail_tokens))]
+    while caps[-1] < max_held:
+        caps.append(min(max_held, 2 * caps[-1]))
+    return caps
 
 
 def _blocks(num: int) -> list[np.ndarray]:
@@ -124,6 +145,7 @@ def expected_seconds(
     prompt_tokens: float = 0.0,
     wait_s: float = 0.0,
     training: np.ndarray | None = None,
+    width: int = 1,
 ) -> np.ndarray:
     """Seconds of generation and inference together, for each threshold and its cap.
 
@@ -131,7 +153,8 @@ def expected_seconds(
     forward-only stages together, per token. Thresholds are below the number of samples. A sample
     that moves waits `wait_s` for the end of its keeper's call.
 
-    With `training` (`training_arrivals`) instances without samples do that, too.
+    With `training` (`training_arrivals`) instances without samples do that, too. With a `width`
+    above 1 the samples move to wide instances of so many members, from their members too.
 
     The model: samples are spread evenly over the instances and all decode from the start. When n
     are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
@@ -148,25 +171,29 @@ def expected_seconds(
     reached = done[num - tried - 1]
     # Several may end together, so fewer are left, or none.
     tried = num - np.searchsorted(done, reached, side="right")
-    keepers = np.clip(-(-tried // most), 1, num_instances)
+    keepers = np.clip(-(-tried // most), 1, num_instances // width)
+    wide = costs.at_width(width)
     tokens = prompt_tokens + reached  # of each sample when it moves
     # What comes before the first gathering is the same for all: [1, before] and [tried, after].
     start = num - max(1, int(tried.max()))
     gathered = alive[start:] <= tried[:, None]
     decoding = np.where(gathered, keepers[:, None], num_instances)
     taken, left = np.zeros(len(tried)), np.zeros(len(tried))
-    for span, on in (
-        (slice(start), np.full((1, start), num_instances)),
-        (slice(start, num), decoding),
+    for span, on, moved in (
+        (slice(start), np.full((1, start), num_instances), np.zeros((1, start), bool)),
+        (slice(start, num), decoding, gathered),
     ):
         rows = np.maximum(1.0, alive[span] / on)
-        seconds = steps[span] * (
-            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[span])
+        seconds = steps[span] * np.where(
+            moved,
+            wide.step_s + rows * (wide.row_s + wide.cached_token_s * held[span]),
+            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[span]),
         )
         if span.start:
-            moving = _moving(tried, keepers, tokens, num_instances, costs, wait_s)
+            moving = _moving(tried, keepers, tokens, num_instances, wide, wait_s, width)
             seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
-        capacity = seconds * (num_instances - np.minimum(on, alive[span]))
+        busy = np.minimum(on, alive[span]) * np.where(moved, width, 1)
+        capacity = seconds * (num_instances - busy)
         work = inference_s_per_token * (done[span] + prompt_tokens)
         work = work if training is None else work + training[span]
         left = _left(left, work, capacity)
@@ -199,9 +226,14 @@ def _moving(
     num_instances: int,
     costs: Costs,
     wait_s: float,
+    width: int,
 ) -> np.ndarray:
-    """Seconds that samples wait, at each threshold: for their keeper, and it for them."""
-    moved = np.maximum(0.0, tried - keepers * np.maximum(1.0, tried / num_instances))
+    """Seconds that samples wait, at each threshold: for their keeper, and it for them.
+
+    Those of a wide instance's members move, too.
+    """
+    staying = keepers * np.maximum(1.0, tried / num_instances) * (width == 1)
+    moved = np.maximum(0.0, tried - staying)
     by_kv = costs.kv_call_s + costs.kv_token_s * tokens
     each = np.minimum(by_kv, costs.prefill_token_s * tokens)
     return np.where(moved > 0, wait_s + costs.call_s + moved / keepers * each, 0.0)

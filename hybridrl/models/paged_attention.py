@@ -6,6 +6,7 @@ rows get their keys and values, and which pages each sequence reads.
 """
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,17 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        memory: torch.Tensor | None = None,
     ) -> None:
+        """`memory` is another pool's, with finite numbers; else the pool takes some of its own."""
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
         shape = (layers, blocks, 2, kv_heads, block_size, head_dim)
         # Zeros, since masked positions are multiplied by 0 and uninitialized memory may be NaN.
-        if device.type == "cpu":
+        if memory is not None:
+            self.blocks = memory.view(-1)[: prod(shape)].view(shape)
+        elif device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
-            size = int(np.prod(shape)) * dtype.itemsize
+            size = prod(shape) * dtype.itemsize
             self.blocks = torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
         else:
             self.blocks = torch.zeros(shape, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybridrl.config import ConfigError, PipelineSchedule, TrainLayoutConfig
+from hybridrl.config import ConfigError, PipelineSchedule, RolloutConfig, TrainLayoutConfig
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import layers_name
@@ -142,6 +142,45 @@ def check_train_layout(
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
+
+
+def check_tail_tp(config: PretrainedConfig, rollout: RolloutConfig) -> None:
+    """Raise ConfigError for a `rollout.tail_tp` that the model does not allow."""
+    if rollout.tail_tp in ("off", "auto"):
+        return
+    layout, tp = rollout.layout, int(rollout.tail_tp)
+    if (allowed := _wide_allowed(config, layout.tp, tp // layout.tp, layout.ep)) is not None:
+        raise ConfigError("rollout.tail_tp", tp, allowed)
+
+
+def wide_widths(
+    config: PretrainedConfig, rollout: RolloutConfig, num_instances: int
+) -> tuple[int, ...]:
+    """Numbers of instances that may decode the tail as one: those that the model allows."""
+    layout = rollout.layout
+    return tuple(
+        width
+        for width in rollout.widths(num_instances)
+        if _wide_allowed(config, layout.tp, width, layout.ep) is None
+    )
+
+
+def wide_ep(config: PretrainedConfig, tp: int, width: int, ep: int) -> int:
+    """Expert parallelism of a wide instance: the experts of each rank are shared out whole."""
+    return tp * width if num_experts(config) and ep == tp else 1
+
+
+def _wide_allowed(config: PretrainedConfig, tp: int, width: int, ep: int) -> str | None:
+    """The allowed values of `rollout.tail_tp` and the reason; None if `tp` x `width` is allowed."""
+    if num_experts(config) and ep != tp:
+        return f"off, or rollout.layout.ep={tp}: parts of an expert are no views"
+    experts = num_experts(config)
+    if experts % (tp * width):
+        return f"a number that divides the {experts} experts"
+    for parameter in model_parameters(config):
+        if parameter.blocks > 1 and not parameter.experts:
+            return f"off: {parameter.name} has {parameter.blocks} blocks, whose parts are no view"
+    return _tp_allowed(config, tp * width, share_kv_heads=True, cut_experts=False)
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:

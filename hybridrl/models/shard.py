@@ -8,6 +8,7 @@ Megatron-LM, arXiv 1909.08053).
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,13 +290,15 @@ def local_model(
     dtype: torch.dtype,
     device: torch.device,
     classifier: bool = False,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
     """The rank's shard of the model with uninitialized weights, under the full model's names.
 
     Layers of other stages are `Elsewhere`; `layer_idx` counts this stage's layers. Only the first
     stage has an embedding to call (elsewhere a tied one holds the head's weight), only the last
     norm and head. Memory is allocated for the rank's shards alone. With `classifier` the head is a
-    sequence classifier's, see `instance_layout`.
+    sequence classifier's, see `instance_layout`. With `weights` these are the rank's tensors, and
+    no memory is allocated.
     """
     ep = parallel.ep if num_experts(config) else 1
     check_gen_layout(config, parallel.pp, parallel.tp, ep=ep)
@@ -310,8 +313,11 @@ def local_model(
     for name in [name for name, _ in model.named_parameters()]:
         module, _, leaf = name.rpartition(".")
         if name in shapes:
-            empty = torch.empty(shapes[name], dtype=dtype, device=device)
-            parameter = nn.Parameter(empty, requires_grad=False)
+            if weights is None:
+                tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+            else:
+                tensor = weights[name]
+            parameter = nn.Parameter(tensor, requires_grad=False)
             setattr(model.get_submodule(module), leaf, parameter)
     model.set_input_embeddings(VocabEmbedding(embedding, parallel))
     if tied:

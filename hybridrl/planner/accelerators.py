@@ -5,8 +5,8 @@ floating-point operations a parameter and token, training six. Each runs at a st
 datasheet's figure. Only the order of magnitude and the scaling are claimed.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hybridrl.config import ConfigError
 from hybridrl.flow.costs import Costs
@@ -116,11 +116,12 @@ def samples_held(actor: Llama, accelerator: Accelerator, gpus: int, tokens_per_s
 
 
 def read_roofline(
-    text: str, gpus: int = 8, total: int = 64
+    text: str, gpus: int = 8, total: int = 64, widths: Sequence[int] = ()
 ) -> tuple[Costs, int, Llama, Accelerator, int]:
     """`gpu:model=13b[,critic=33b][,gpu=h100][,gpus=8][,total=256]`: costs and instances of it.
 
-    `gpus` and `total` hold where the text has none.
+    `gpus` and `total` hold where the text has none. With `widths` also costs of so many instances
+    as one.
 
     Also the actor, the accelerator and the number of them in an instance. With a critic there is a
     reward model of its size too (PPO), else only the reference. Raises `ConfigError`.
@@ -147,4 +148,7 @@ def read_roofline(
         forward |= {"reward": MODELS[critic], "critic": MODELS[critic]}
         trained |= {"critic": MODELS[critic]}
     costs = roofline(actor, forward, trained, accelerator, gpus, total)
+    # A step of a wide instance is that of one with as much tensor parallelism.
+    tp = {k: roofline(actor, forward, trained, accelerator, k * gpus, total) for k in widths}
+    costs = replace(costs, wide_step_s={width: wide.step_s for width, wide in tp.items()})
     return costs, total // gpus, actor, accelerator, gpus

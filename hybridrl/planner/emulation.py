@@ -28,11 +28,24 @@ def emulated_costs(config: Config) -> Costs:
         return costs
     ranks = config.ranks_of("actor")
     gpus = config.rollout.layout.ranks
-    costs, instances, *_ = _of_key("cluster.costs", lambda: read_roofline(text, gpus, ranks))
+    widths = emulated_widths(config)
+    costs, instances, *_ = _of_key(
+        "cluster.costs", lambda: read_roofline(text, gpus, ranks, widths)
+    )
     if instances != ranks // gpus:
         allowed = f"a roofline of {ranks // gpus} instances of {gpus}, as the run's ranks are"
         raise ConfigError("cluster.costs", text, allowed)
     return costs
+
+
+def emulated_widths(config: Config) -> tuple[int, ...]:
+    """Numbers of instances that may decode the tail as one.
+
+    No model bounds them, but a wide instance is in one process.
+    """
+    rollout, per_process = config.rollout, config.cluster.ranks_per_process
+    widths = rollout.widths(config.ranks_of("actor") // rollout.layout.ranks)
+    return tuple(width for width in widths if per_process % (width * rollout.layout.ranks) == 0)
 
 
 def emulated_workload(config: Config, group_size: int) -> Workload:

@@ -131,8 +131,8 @@ class ModeledInstance:
                     prefill = 0 if i else prompt
                     row = ModeledRow(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
                     self.waiting.append(row)
-            case Park(ids=ids, with_kv=with_kv):
-                return self._park(ids, with_kv, version, tally)
+            case Park():
+                return self._park(command, version, tally)
             case Resume(ids=ids, parked=parked, stale_kv=stale_kv):
                 usable = stale_kv or parked.version == version
                 for id in ids:
@@ -143,20 +143,20 @@ class ModeledInstance:
                     self.waiting.append(row)
         return None
 
-    def _park(self, ids: Sequence[SampleId], with_kv: bool, version: int, tally: _Tally) -> Parked:
+    def _park(self, command: Park, version: int, tally: _Tally) -> Parked:
         state: dict[SampleId, tuple[ModeledRow, bool]] = {}
-        for id in ids:
+        for id in command.ids:
             if id in self.running:
                 row = self.running.pop(id)
-                state[id] = (row, with_kv)
-                tally.kv += row.tokens if with_kv else 0
+                state[id] = (row, command.with_kv)
+                tally.kv += row.tokens if command.with_kv else 0
             else:
                 for row in [row for row in self.waiting if row.id == id]:
                     self.waiting.remove(row)
                     state[id] = (row, False)
         tally.kv_calls += any(kv for _, kv in state.values())
         tokens = tuple(row.tokens for row, _ in state.values())
-        return Parked(tuple(state), tokens, version, state)
+        return Parked(tuple(state), tokens, version, state, command.width)
 
     def _admit(self, tally: _Tally) -> None:
         restored = False

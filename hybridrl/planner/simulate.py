@@ -25,6 +25,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
+from hybridrl.layout.wide import wide_instances
 from hybridrl.planner.instance import ModeledInstance
 
 
@@ -49,7 +50,7 @@ class SimulatedExecutor:
     among the instances. One of scope POOL runs in a separate pool, also one call at a time. One of
     scope DRIVER judges any number of samples at a time, each alone, and keeps no instance busy:
     `max_in_flight` is not modeled. An instance decodes at most `max_running` samples at a time, the
-    others wait.
+    others wait. `widths` are the numbers of instances that may become one (`layout.wide`).
 
     Invariants: the clock never decreases; `slices` of an instance do not overlap. A sample's
     response has its known length, whether it was parked or moved or not.
@@ -68,6 +69,7 @@ class SimulatedExecutor:
         max_running: int,
         scopes: Mapping[str, Scope],
         verifier_s: float = 0.0,
+        widths: Sequence[int] = (),
     ) -> None:
         self._clock = VirtualClock()
         self.clock: Clock = self._clock
@@ -81,10 +83,14 @@ class SimulatedExecutor:
         self._num_updates = 0
         self._early: set[SampleId] = set()
         self._training: set[int] = set()  # instances that have left GENERATE
-        self._servers = [
-            ModeledInstance(costs, self._length, prompt_tokens_of, max_running)
-            for _ in range(num_instances)
-        ]
+        self.wide: Mapping[int, tuple[int, ...]] = wide_instances(num_instances, widths)
+        ones = {number: (number,) for number in range(num_instances)}
+        self._servers = {
+            number: ModeledInstance(
+                costs.at_width(len(members)), self._length, prompt_tokens_of, max_running
+            )
+            for number, members in {**ones, **self.wide}.items()
+        }
         self._free_at = [0.0] * num_instances
         self._pool_free_at = 0.0
         self._pending: list[tuple[float, int, Event]] = []
@@ -120,6 +126,9 @@ class SimulatedExecutor:
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         """Execute the commands, then decode until the steps are done or no row remains."""
         assert self.phase is Phase.GENERATE, "generation outside of its phase"
+        members = self.wide.get(instance, ())
+        assert not any(self._servers[i].unfinished for i in members), "a member has samples"
+        assert self._training.isdisjoint(members), "a member trains"
         server = self._servers[instance]
         advance = server.advance(commands, num_decode_steps, self.version)
         done = tuple(
@@ -127,7 +136,15 @@ class SimulatedExecutor:
             for row in advance.finished
         )
         event = Advanced(instance, server.unfinished, done, advance.parked, (), advance.work)
-        self._serve(instance, "generate", advance.work.seconds, event)
+        if not members:
+            self._serve(instance, "generate", advance.work.seconds, event)
+            return
+        for member in members:
+            self._free_at[member] = max(self._free_at[i] for i in members)
+        *others, last = members
+        for member in others:
+            self._serve(member, "wide decode", advance.work.seconds)
+        self._serve(last, "wide decode", advance.work.seconds, event)
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
@@ -241,11 +258,14 @@ class SimulatedExecutor:
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is stored."""
 
-    def _serve(self, instance: int, name: str, seconds: float, event: Event) -> None:
+    def _serve(
+        self, instance: int, name: str, seconds: float, event: Event | None = None
+    ) -> None:
         start = max(self.clock.now(), self._free_at[instance])
         end = self._free_at[instance] = start + seconds
         self.slices.append(Slice(instance, name, start, end))
-        self._push(end + self.costs.round_trip_s, event)
+        if event is not None:
+            self._push(end + self.costs.round_trip_s, event)
 
     def _push(self, when: float, event: Event) -> None:
         self._num_calls += 1

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, DType, RouterReplay
 from hybridrl.data import Item
-from hybridrl.engines.rollout.interface import Output, Request
+from hybridrl.engines.rollout.interface import Output, Request, RolloutEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import (
@@ -25,7 +25,7 @@ from hybridrl.flow.executor import (
     Work,
 )
 from hybridrl.flow.graph import Stage, UpdateStage
-from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
+from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
 from hybridrl.layout.adapters import AdapterSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
@@ -42,6 +42,7 @@ from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
+from hybridrl.workers.wide import WideShare, wide_shares
 from hybridrl.workers.training import SampleFields, UpdateShare, accumulate, sequence_of, train
 
 
@@ -49,12 +50,13 @@ from hybridrl.workers.training import SampleFields, UpdateShare, accumulate, seq
 class ParkedSample:
     """All that another instance needs to continue a sample and to score it.
 
-    `spans` are the policy versions of its tokens so far.
+    `spans` are the policy versions of its tokens so far, `rank` parked it.
     """
 
     request: Request
     item: Item
     spans: tuple[TokenSpan, ...]
+    rank: int = NO_RANK
 
 
 class Actor:
@@ -89,8 +91,10 @@ class Actor:
         mesh = self.switch_plan.plan.dst.mesh
         self.instance = mesh.coordinates(dist.get_rank())["instance"]
         # The ranks of this instance, of which each keeps a share of the finished samples.
-        self._peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
+        self._own_peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
         self.parallel = GenParallel.make(mesh, device.type, rollout.layout.ep)
+        self.wide = wide_shares(model_config, rollout, mesh, device)
+        self._joined: WideShare | None = None
         # Before the rollout engine takes the memory that communicators leave.
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
@@ -216,6 +220,7 @@ class Actor:
             gen_layout=dict(self.switch_plan.plan.dst.mesh.axes),
             gen_grouping=self.switch_plan.grouping.value,
             instance=self.instance,
+            wide={number: share.peers for number, share in self.wide.items()},
         )
 
     def close(self) -> None:
@@ -225,8 +230,44 @@ class Actor:
     @property
     def unfinished(self) -> int:
         """Samples that were submitted and are neither finished nor parked."""
-        stats = self.rollout.stats()
+        stats = self.engine.stats()
         return stats.running + stats.waiting
+
+    # -- wide instances ------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that decodes: the rank's own, or that of a wide instance."""
+        if self._joined is None:
+            return self.rollout
+        assert self._joined.engine is not None
+        return self._joined.engine
+
+    @property
+    def instance_rank(self) -> int:
+        """This rank's number in the instance that decodes."""
+        return (self._joined or self).parallel.instance_rank
+
+    @property
+    def _peers(self) -> list[int]:
+        """The ranks of the instance that decodes, of which each keeps some finished samples."""
+        return self._own_peers if self._joined is None else self._joined.peers
+
+    def join(self, instance: int) -> None:
+        """Decode as a rank of `instance`, which is its own or a wide one."""
+        share = None if instance == self.instance else self.wide[instance]
+        if share is not self._joined:
+            assert self._joined is None, "two instances at a time"
+            self._joined = share
+            if share is not None:
+                share.join(self.rollout, self.train_engine.parameters)
+
+    def part(self) -> None:
+        """Be an instance of its own again, where a wide one has no samples left."""
+        if self._joined is not None and not self.unfinished:
+            assert self._joined.engine is not None
+            self._joined.engine.part()
+            self._joined = None
 
     # -- weight switch -----------------------------------------------------------------------
 
@@ -250,12 +291,12 @@ class Actor:
 
         The state of `Parked` and of `Resume` is a dict of `ParkedSample` by id.
         """
-        start, before, kv_seconds, kv_tokens = time.perf_counter(), self.rollout.stats(), 0.0, 0
+        start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
         parked: list[Parked] = []
         for command in commands:
             match command:
                 case Submit():
-                    self.rollout.submit(self._requests(command))
+                    self.engine.submit(self._requests(command))
                 case Park():
                     begin = time.perf_counter()
                     parked.append(self._park(command))
@@ -268,14 +309,14 @@ class Actor:
         steps = 0
         # With drafts a step may make several tokens of a sample.
         equal = self.config.schedule.entry.counts_tokens
-        self.rollout.begin_call(num_decode_steps if equal else None)
-        while steps < num_decode_steps and self.unfinished and not self.rollout.call_is_done:
-            for output in self.rollout.step():
+        self.engine.begin_call(num_decode_steps if equal else None)
+        while steps < num_decode_steps and self.unfinished and not self.engine.call_is_done:
+            for output in self.engine.step():
                 event = self._finish(output)
                 if event is not None:
                     finished.append(event)
             steps += 1
-        after = self.rollout.stats()
+        after = self.engine.stats()
         work = Work(
             seconds=time.perf_counter() - start,
             decode_steps=after.decode_steps - before.decode_steps,
@@ -295,13 +336,14 @@ class Actor:
     def _park(self, command: Park) -> Parked:
         samples: dict[SampleId, ParkedSample] = {}
         tokens = []
-        for request in self.rollout.park(command.ids, command.with_kv):
+        for request in self.engine.park(command.ids, command.with_kv):
             id = cast(SampleId, request.id)
             item, spans = self._items.pop(id)
             spans = grown(spans, len(request.response_ids), self.generating_version)
-            samples[id] = ParkedSample(request, item, spans)
+            samples[id] = ParkedSample(request, item, spans, dist.get_rank())
             tokens.append(len(request.prompt_ids) + len(request.response_ids))
-        return Parked(tuple(samples), tuple(tokens), self.generating_version, samples)
+        version, width = self.generating_version, command.width
+        return Parked(tuple(samples), tuple(tokens), version, samples, width)
 
     def _resume(self, command: Resume) -> None:
         same = command.parked.version == self.generating_version
@@ -313,7 +355,7 @@ class Actor:
                 request = replace(request, kv=None)
             self._items[id] = (samples[id].item, samples[id].spans)
             requests.append(request)
-        self.rollout.submit(requests)
+        self.engine.submit(requests)
 
     def _requests(self, command: Submit) -> list[Request]:
         item: Item = command.prompt

@@ -19,6 +19,7 @@ from hybridrl.flow.executor import (
     Computed,
     EarlyTrained,
     Finished,
+    Parked,
     Phase,
     Resume,
     TargetsLoaded,
@@ -43,6 +44,7 @@ from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
 from hybridrl.workers.training import UpdateShare
+from hybridrl.workers.wide import cut_samples
 
 logger = logging.getLogger(__name__)
 
@@ -167,48 +169,67 @@ class ActorWorker(BaseWorker):
         """Obey commands and decode for a bounded number of steps.
 
         Parked samples go into the data plane, each rank's share under its `instance_rank`, and come
-        out of it on the instance that resumes them.
+        out of it on the instance that resumes them. `instance` may be a wide one: then the rank is
+        in it as long as it has samples.
         """
         assert self.residency.status is DeviceStatus.GENERATING, "generation outside its phase"
         self.residency.activate(None)
         start = time.perf_counter()
+        self.actor.join(instance)
+        is_wide = instance != self.actor.instance
         commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
-        with self._span("generate"):
+        with self._span("wide decode" if is_wide else "generate"):
             finished, parked, work = self.actor.advance(commands, num_decode_steps)
         start = time.perf_counter()
-        exported = [replace(event, state=self._export_parked(event.state)) for event in parked]
+        exported = [replace(event, state=self._export_parked(event)) for event in parked]
         put_s = time.perf_counter() - start
+        work = replace(work, kv_bytes=sum(map(self._kv_bytes, commands)))
         kv_tokens = work.kv_tokens + sum(kv_tokens_of(c) for c in commands)
         if kv_tokens:
             kv_seconds = work.kv_seconds + fetch_s + put_s
             seconds = work.seconds + fetch_s + put_s
             work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
         unfinished = self.actor.unfinished
+        self.actor.part()
         value = Advanced(instance, unfinished, tuple(finished), tuple(exported), work=work)
         ids = [event.id for event in finished]
         return self._reply(
             self._published(value, ids, generated_tensors(finished), with_items=True)
         )
 
-    def _export_parked(
-        self, samples: dict[SampleId, ParkedSample]
-    ) -> dict[int, dict[SampleId, Any]]:
+    def _export_parked(self, parked: Parked) -> dict[int, dict[SampleId, Any]]:
         """References by instance rank and sample: one for each sample that has its KV cache."""
-        rank = self.actor.parallel.instance_rank
+        samples: dict[SampleId, ParkedSample] = parked.state
+        actor, shares = self.actor, {self.actor.instance_rank: samples}
+        if parked.width > 1:
+            model = actor.train_engine.model.config
+            shares = cut_samples(samples, actor.parallel, model, parked.width)
         if any(sample.request.kv is not None for sample in samples.values()):
-            return {rank: {id: self.data_plane.put({id: s}) for id, s in samples.items()}}
-        return {rank: dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}}
+            return {
+                rank: {id: self.data_plane.put({id: s}) for id, s in share.items()}
+                for rank, share in shares.items()
+            }
+        references = dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}
+        return dict.fromkeys(shares, references)
 
     def _import_parked(self, command: Resume) -> Resume:
         """The command with the parked samples themselves in place of their references."""
-        share = command.parked.state[self.actor.parallel.instance_rank]
+        share = command.parked.state[self.actor.instance_rank]
         references = [share[sample] for sample in command.ids]
         distinct = {id(reference): reference for reference in references}
         with self._span("fetch", len(command.ids)):
             exports = self.data_plane.get(list(distinct.values()))
         state = {key: sample for samples in exports for key, sample in samples.items()}
         return replace(command, parked=replace(command.parked, state=state))
+
+    def _kv_bytes(self, command: Command) -> int:
+        """Bytes of keys and values that a command has brought from other ranks."""
+        if not isinstance(command, Resume):
+            return 0
+        samples: list[ParkedSample] = [command.parked.state[id] for id in command.ids]
+        others = [s.request.kv for s in samples if s.rank != self.rank]
+        return sum(kv.nbytes for kv in others if kv is not None)
 
     # -- per-sample stages -------------------------------------------------------------------
 

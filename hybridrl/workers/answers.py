@@ -41,6 +41,8 @@ class ActorDescription:
     gen_layout: dict[str, int]
     gen_grouping: str
     instance: int
+    wide: dict[int, list[int]]
+    """Ranks of the wide instances that this rank can be in, by their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

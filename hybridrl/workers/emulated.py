@@ -6,7 +6,7 @@ seed and identity of a sample.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -94,10 +94,11 @@ class EmulatedInstance:
     """A generation instance whose ranks are in one process: they share the rows.
 
     All ranks get the same calls. The first one's call computes, the others' take its outcome.
+    Several may be one, which is as wide as they are many (`layout.wide`).
     """
 
-    def __init__(self, ranks: range) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: range, width: int = 1) -> None:
+        self.ranks, self.width = ranks, width
         self.rows: ModeledInstance | None = None
         self._calls = 0
         self._outcome: Advance | None = None
@@ -118,6 +119,7 @@ class EmulatedWorker:
     It keeps the lengths of its samples where a worker has their tensors, and puts and gets them
     through the same data plane. A rank's number is that of the run, `pool` its pool's name.
     `instance` is shared with the other ranks of its instance; None outside of the actor's pool.
+    `wide` are the wide ones that the rank can be in, by their numbers.
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class EmulatedWorker:
         config: Config,
         data_plane: DataPlane,
         instance: EmulatedInstance | None,
+        wide: Mapping[int, EmulatedInstance],
     ) -> None:
+        self.wide = wide
         self.rank, self.pool, self.config = rank, pool, config
         self.data_plane, self.instance = data_plane, instance
         self.costs: Costs = scaled(emulated_costs(config), config.cluster.time_scale)
@@ -159,9 +163,16 @@ class EmulatedWorker:
             train_layout=TrainAxes.of(self.config.trainer.layout),
             gen_layout={"pp": layout.pp, "tp": layout.tp},
             gen_grouping="emulated",
-            instance=self.instance.ranks.start // len(self.instance.ranks),
+            instance=self._number,
+            wide={number: list(wide.ranks) for number, wide in self.wide.items()},
         )
         return _at_once(RankDescription(process=process, actor=actor))
+
+    @property
+    def _number(self) -> int:
+        """That of its instance."""
+        assert self.instance is not None, "generation outside of the actor's pool"
+        return self.instance.ranks.start // len(self.instance.ranks)
 
     @dispatch(Dispatch.SAME)
     def node_info(self) -> Task:
@@ -181,13 +192,15 @@ class EmulatedWorker:
         updates = [s for s in graph.stages.values() if isinstance(s, UpdateStage)]
         self._num_updates = max(1, len(updates))
         if self.instance is not None and self.instance.rows is None:
-            self.instance.rows = self._rows(emulated_workload(self.config, group_size_of(graph)))
+            workload = emulated_workload(self.config, group_size_of(graph))
+            for instance in (self.instance, *self.wide.values()):
+                instance.rows = instance.rows or self._rows(workload, instance.width)
         models: dict[str, ModelDescription] = {}
         return _at_once(models)
 
-    def _rows(self, workload: Workload) -> ModeledInstance:
+    def _rows(self, workload: Workload, width: int) -> ModeledInstance:
         return ModeledInstance(
-            self.costs,
+            self.costs.at_width(width),
             workload.length_of,
             workload.prompt_tokens_of,
             self.config.samples_held,
@@ -226,9 +239,14 @@ class EmulatedWorker:
     @dispatch(Dispatch.SAME)
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Task:
         """Obey commands and decode for a bounded number of steps, with the instance's ranks."""
-        shared = self.instance
-        assert shared is not None, "generation outside of the actor's pool"
-        place, version = self.rank - shared.ranks.start, self.generating_version
+        assert self.instance is not None, "generation outside of the actor's pool"
+        shared, version = self.wide.get(instance, self.instance), self.generating_version
+        place = own_place = self.rank - self.instance.ranks.start
+        if shared is not self.instance:  # see `layout.wide`
+            assert self.instance.rows is not None
+            assert not self.instance.rows.unfinished, "a member decodes samples of its own"
+            member = (self.instance.ranks.start - shared.ranks.start) // len(self.instance.ranks)
+            place = own_place * shared.width + member
 
         def run(rows: ModeledInstance) -> Advance:
             fetched = [
@@ -251,7 +269,8 @@ class EmulatedWorker:
         event = Advanced(instance, shared.rows.unfinished, finished, parked, work=outcome.work)
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
-        return _taking(outcome.work.seconds, value, "generate")
+        span = "generate" if shared is self.instance else "wide decode"
+        return _taking(outcome.work.seconds, value, span)
 
     def _finished(self, row: ModeledRow) -> Finished:
         spans = tuple(row.spans)
@@ -268,7 +287,8 @@ class EmulatedWorker:
             references = {id: self.data_plane.put({id: state}) for id, state in rows.items()}
         else:
             references = dict.fromkeys(rows, self.data_plane.put(rows)) if rows else {}
-        return replace(event, state={place: references})
+        places = range(place * event.width, (place + 1) * event.width)
+        return replace(event, state=dict.fromkeys(places, references))
 
     def _import_parked(self, place: int, command: Resume) -> Resume:
         """The command with the rows in place of their references."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config import Config
+from hybridrl.layout.wide import wide_instances
+from hybridrl.planner.emulation import emulated_widths
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.data_plane import DataPlane
@@ -80,14 +82,32 @@ class EmulatedRanks:
                 first = rank // size * size
                 instances.setdefault(first, EmulatedInstance(range(first, first + size)))
         self._instance_of = {rank: i for i in instances.values() for rank in i.ranks}
+        self._wide = self._wide_instances(config, size)
         self._workers = {
-            rank: EmulatedWorker(rank, pool, config, data_plane, self._instance_of.get(rank))
+            rank: EmulatedWorker(
+                rank,
+                pool,
+                config,
+                data_plane,
+                self._instance_of.get(rank),
+                {number: wide for number, wide in self._wide.items() if rank in wide.ranks},
+            )
             for rank, pool in self._pool_of.items()
         }
         self._lanes: dict[tuple[int, bool], _Lane] = {}
         self._together: dict[tuple[str, Any], list[_Call]] = {}
         self._ends: list[tuple[float, int, list[_Call], list[Reply[Any]]]] = []
         self._number = itertools.count()
+
+    def _wide_instances(self, config: Config, size: int) -> dict[int, EmulatedInstance]:
+        """Those of this process, by their numbers; an instance has `size` ranks."""
+        num_instances = self._pool_sizes["actor"] // size
+        table = wide_instances(num_instances, emulated_widths(config))
+        wide = {
+            number: EmulatedInstance(range(members[0] * size, (members[-1] + 1) * size), len(members))
+            for number, members in table.items()
+        }
+        return {n: one for n, one in wide.items() if one.ranks.start in self._instance_of}
 
     def call(
         self,
@@ -134,9 +154,11 @@ class EmulatedRanks:
     def _partners(self, call: _Call) -> tuple[tuple[str, Any], int]:
         """A name of those that run a call together, and their number in this process."""
         rank = call.lane.rank
+        if call.name == "advance" and (wide := self._wide.get(call.args[0])) is not None:
+            return (call.name, call.args[0]), len(wide.ranks)
         if call.name in _OF_INSTANCE:
             ranks = self._instance_of[rank].ranks
-            return (call.name, ranks.start), len(ranks)
+            return (f"{call.name} of an instance", ranks.start), len(ranks)
         if call.name in _OF_POOL:
             pool = self._pool_of[rank]
             return (call.name, pool), list(self._pool_of.values()).count(pool)

@@ -30,6 +30,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
+from hybridrl.layout.wide import wide_instances
 
 
 class VirtualExecutor:
@@ -42,7 +43,8 @@ class VirtualExecutor:
     `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
     together. `outputs_of` gives the fields that the engine and the roles make, by id and name, in
     place of drawn ones. `map` computes with them for real. With `cuts` a response ends at its
-    `max_new_tokens`, and `length_of` may change with `version`.
+    `max_new_tokens`, and `length_of` may change with `version`. `widths` are the numbers of instances
+    that may be one.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class VirtualExecutor:
         scopes: dict[str, Scope] | None = None,
         outputs_of: Callable[[SampleId, str], Any] | None = None,
         cuts: bool = False,
+        widths: Sequence[int] = (),
     ) -> None:
         self.clock = VirtualClock()
         self.num_instances = num_instances
@@ -94,20 +97,30 @@ class VirtualExecutor:
         self._random = random.Random(seed)
         self._pending: list[tuple[float, int, Event]] = []
         self._num_calls = self._num_waits = 0
-        self._left: list[dict[SampleId, int]] = [{} for _ in range(num_instances)]
+        self._table = wide_instances(num_instances, widths)
+        numbers = [*range(num_instances), *self._table]
+        self._left: dict[int, dict[SampleId, int]] = {number: {} for number in numbers}
+        self.widened: list[SampleId] = []
         self._where: dict[SampleId, int] = {}
         self._spans: dict[SampleId, list[TokenSpan]] = {}
         self._busy: set[int] = set()
         self._on: Counter[SampleId] = Counter()
         self._arriving: set[SampleId] = set()
         self.parked: set[SampleId] = set()
-        self.most_held = [0] * num_instances
+        self.most_held = [0] * len(numbers)
         self.judged: list[tuple[SampleId, ...]] = []
         self._unread: dict[tuple[SampleId, ...], list[Computed]] = {}
 
     @property
     def instances(self) -> list[int]:
         return sorted(self.alive)
+
+    @property
+    def wide(self) -> dict[int, tuple[int, ...]]:
+        return self._table
+
+    def _members(self, instance: int) -> tuple[int, ...]:
+        return self._table.get(instance, (instance,))
 
     def instance_of(self, rank: int) -> int:
         return rank
@@ -123,7 +136,7 @@ class VirtualExecutor:
 
     def enter(self, phase: Phase) -> None:
         assert not self._working(), "a phase change while calls are in flight"
-        assert not any(self._left), "a phase change while samples are unfinished"
+        assert not any(self._left.values()), "a phase change while samples are unfinished"
         self.entered.append(phase)
         self.gone_training.clear()
         if phase is Phase.GENERATE:
@@ -132,7 +145,10 @@ class VirtualExecutor:
 
     def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
         assert self.entered[-1:] == [Phase.GENERATE]
-        assert instance not in self.gone_training, "it has no generation weights any more"
+        members = self._members(instance)
+        assert self.gone_training.isdisjoint(members), "it has no generation weights any more"
+        if len(members) > 1:
+            assert not any(self._left[i] for i in members), "a member decodes samples of its own"
         self._occupy(instance)
         left = self._left[instance]
         parked: list[Parked] = []
@@ -149,7 +165,10 @@ class VirtualExecutor:
             del left[id]
         self._random.shuffle(done)
         self.finish_order += done
-        finished = tuple(self._finish(id, instance) for id in done)
+        # A finished sample stays on one rank of the instance.
+        finished = tuple(
+            self._finish(id, members[(id.prompt + id.k) % len(members)]) for id in done
+        )
         self._push(Advanced(instance, len(left), finished, tuple(parked), tuple(lost)))
 
     def _obey(
@@ -165,20 +184,23 @@ class VirtualExecutor:
                     self.parked.discard(id)  # made anew: its keeper died before it arrived
                     self._spans[id] = []
                     left[id] = self._draw_length(id, command.sampling.max_new_tokens)
-            case Park(ids=ids, with_kv=with_kv):
+            case Park(ids=ids, with_kv=with_kv, width=width):
                 self.parks_with_kv.append(with_kv)
                 state = {id: left.pop(id) for id in ids if id in left}
                 self.parked |= state.keys()
                 tokens = tuple(3 + self._lengths[id][0] - n for id, n in state.items())
-                parked.append(Parked(tuple(state), tokens, self.version, (instance, state)))
+                kept = tuple(state), tokens, self.version, (instance, state), width
+                parked.append(Parked(*kept))
             case Resume(ids=ids, parked=before):
                 owner, state = before.state
                 assert set(ids) <= set(before.ids)
+                assert before.width == len(self._members(instance)), "parked for another width"
                 self.stale_resumes += before.version != self.version
                 for id in ids:
                     self.parked.remove(id)
                     if owner in self.alive:
                         self.resumes.append((instance, id))
+                        self.widened += [id] if before.width > 1 else []
                         left[id] = state[id]
                     else:
                         lost.append(id)
@@ -283,7 +305,7 @@ class VirtualExecutor:
         when, _, event = heapq.heappop(self._pending)
         self.clock.advance_to(max(when, self.clock.now()))
         if isinstance(event, Advanced | EarlyTrained):
-            self._busy.remove(event.instance)
+            self._busy -= {event.instance, *self._members(event.instance)}
         if isinstance(event, EarlyTrained):
             self._on.subtract(event.ids)
             self._arriving.difference_update(event.ids)
@@ -300,8 +322,13 @@ class VirtualExecutor:
 
     def _die(self, instance: int) -> list[Event]:
         self.alive.remove(instance)
-        self._busy.discard(instance)
-        self._left[instance].clear()
+        # Wide instances die with it, and their other members are free.
+        gone_with_it = {n for n in self._left if instance in self._members(n)}
+        for number in gone_with_it:
+            if number in self._busy and len(self._members(number)) > 1:
+                self._busy -= set(self._members(number))
+            self._busy.discard(number)
+            self._left[number].clear()
         for early in self.early.values():
             for id in [id for id, (where, _) in early.items() if where == instance]:
                 del early[id]  # its gradient is gone
@@ -313,7 +340,7 @@ class VirtualExecutor:
         for when, number, event in self._pending:
             match event:
                 case Advanced(instance=who):
-                    gone = who == instance
+                    gone = who in gone_with_it
                     if gone:  # what it parked in that call has reached nobody
                         for parked in event.parked:
                             self.parked -= set(parked.ids)
@@ -364,9 +391,12 @@ class VirtualExecutor:
             self._where.pop(id, None)
 
     def _occupy(self, instance: int) -> None:
-        assert instance in self.alive, "a call to the dead"
-        assert instance not in self._busy, "two calls in flight on one instance"
-        self._busy.add(instance)
+        together = {instance, *self._members(instance)}
+        assert set(self._members(instance)) <= self.alive, "a call to the dead"
+        assert self._busy.isdisjoint(together), "two calls in flight on one instance"
+        holding = [n for n, members in self._table.items() if self._left[n] and instance in members]
+        assert not holding, "a call to a member of a wide instance"
+        self._busy |= together
 
     def _working(self) -> bool:
         return any(not isinstance(e, Computed) or bool(e.ids) for _, _, e in self._pending)

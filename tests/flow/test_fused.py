@@ -87,7 +87,7 @@ def scored(flow: Flow, k: int = 2):
 
 def make(
     executor, graph, *, fused=True, threshold=0, max_held=100, prompts=4, decode_steps=5, chunk=40,
-    early=None,
+    early=None, must_widen=False,
 ):  # fmt: skip
     settings = StepSettings(
         sampling=Sampling(max_new_tokens=20), decode_steps=decode_steps, prompts_per_step=prompts
@@ -104,6 +104,7 @@ def make(
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         migration_threshold=threshold,
         early=early,
+        must_widen=must_widen,
     )
 
 
@@ -115,7 +116,8 @@ def outcome(result):
             (s.id, s.tokens, s.spans, sorted(s.scalars.items()), sorted(s.tensors)) for s in samples
         ]
 
-    timed = ("migrated", "restarted", "migration_threshold", "trained_early")
+    timed = ("migrated", "restarted", "migration_threshold", "trained_early", "widened")
+    timed += ("moved_kv_bytes",)
     timed = tuple(f"samples/{name}" for name in timed)
     metrics = {k: v for k, v in result.metrics.items() if k not in timed}
     return rows(result.samples), rows(result.dispatched), result.dropped, metrics
@@ -154,17 +156,20 @@ cases = given(
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=3),
     early=st.booleans(),
+    widths=st.just(()),
+    must_widen=st.just(False),
 )
 
 
 def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
     take, more, reference_first, critic, lengths, rewards, finishes, hangs, deaths, early,
+    widths, must_widen,
 ):  # fmt: skip
     """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts.
 
     The critic shares the ranks in serial, and has its own in fused. With `early` instances train on
-    whole groups while others decode.
+    whole groups while others decode. With `widths` so many may decode the tail as one.
     """
     cfg = {"k": k, "reference_first": reference_first, "more": more, "critic": critic}
     cfg |= {"take": {"num_groups": 2, "max_rounds": 3}} if take else {}
@@ -174,11 +179,12 @@ def check(
         executor = virtual_executor(
             num_instances[fused], seeds[fused], of_id(lengths), of_id(rewards), of_id(finishes),
             of_id(hangs), mortal, {"critic": Scope.POOL} if fused else {},
+            widths=widths if fused else (),
         )  # fmt: skip
         schedule = make(
             executor, all_kinds.build(cfg), fused=fused, threshold=threshold, max_held=max_held,
             prompts=prompts, decode_steps=decode_steps[fused], chunk=chunk,
-            early=EarlySettings() if early else None,
+            early=EarlySettings() if early else None, must_widen=must_widen,
         )  # fmt: skip
         results, error, died = [], None, None
         try:
@@ -208,7 +214,7 @@ def check(
         if len(executor.alive) == executor.num_instances:
             assert sorted(executor.finish_order) == sorted(submitted) == sorted(executor.released)
             moves = Counter(id for _, id in executor.resumes)
-            assert max(moves.values(), default=0) < num_instances[fused]
+            assert max(moves.values(), default=0) <= max(0, num_instances[fused] - 1)
             assert max(executor.most_held) <= max_held or not fused
         for samples, dispatched, dropped, _ in results:
             left = [row[0] for row in samples] + list(dropped)
@@ -217,6 +223,7 @@ def check(
         entered = [] if critic else executor.entered
         seen.append((results, executor.updates, entered, error))
         if fused:
+            event("some decode wide" if executor.widened else "none decodes wide")
             event("some migrate" if executor.resumes else "none migrates")
             event("some move to be scored" if executor.num_moved else "none moves")
             event("some train early" if executor.num_early else "none trains early")
@@ -246,10 +253,38 @@ early_cases = given(
     hangs=st.just([False]),
     deaths=st.dictionaries(st.integers(10, 60), st.integers(0, 3), max_size=2),
     early=st.just(True),
+    widths=st.just(()),
+    must_widen=st.just(False),
 )
 test_trains_early_what_serial_trains_on = settings(max_examples=60)(early_cases(check))
 test_thousands_of_early_cases = pytest.mark.timeout(1200)(
     pytest.mark.slow(settings(max_examples=4000)(early_cases(check)))
+)
+wide_cases = given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    num_instances=st.tuples(st.just(2), st.integers(2, 5)),
+    decode_steps=st.tuples(st.integers(1, 25), st.integers(1, 6)),
+    threshold=st.one_of(st.integers(1, 12), st.none()),
+    max_held=st.integers(3, 30),
+    chunk=st.integers(20, 200),
+    k=st.integers(1, 3),
+    prompts=st.integers(1, 12),
+    take=st.booleans(),
+    more=st.booleans(),
+    reference_first=st.booleans(),
+    critic=st.booleans(),
+    lengths=st.one_of(lengths, st.integers(1, 12).map(lambda n: [1] * n + [2, 60])),
+    rewards=rewards,
+    finishes=st.lists(st.sampled_from(["stop"] * 6 + ["abort"]), min_size=1, max_size=7),
+    hangs=st.lists(st.booleans(), min_size=1, max_size=7),
+    deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 4), max_size=2),
+    early=st.booleans(),
+    widths=st.sampled_from([(2,), (3,), (2, 4), (2, 3)]),
+    must_widen=st.booleans(),
+)
+test_trains_wide_what_serial_trains_on = settings(max_examples=60)(wide_cases(check))
+test_thousands_of_wide_cases = pytest.mark.timeout(1200)(
+    pytest.mark.slow(settings(max_examples=4000)(wide_cases(check)))
 )
 test_trains_on_what_serial_trains_on = settings(max_examples=60)(cases(check))
 test_thousands_of_cases = pytest.mark.timeout(1200)(

@@ -52,20 +52,35 @@ class FusedLinear:
         return functional.linear(x, self.weight, self.bias)
 
 
+class SeparateLinear:
+    """The same as several products: their weights are views, and stay where they are."""
+
+    def __init__(self, modules: list[nn.Linear]) -> None:
+        self._modules = modules
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, in] to [tokens, sum of outs]."""
+        return torch.cat([functional.linear(x, m.weight, m.bias) for m in self._modules], -1)
+
+
 class FusedDecoder:
     """Equals `model.model(inputs_embeds, position_ids, paged=...)` for a decode step.
 
-    The model may be a rank's shard (`local_model`).
+    The model may be a rank's shard (`local_model`). Without `joins_weights` these stay where they
+    are.
     """
 
-    def __init__(self, model: PreTrainedModel, max_sequence: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_sequence: int, joins_weights: bool = True
+    ) -> None:
         assert model.config.model_type in FAMILIES
         self._model = model
         self._layers = layers = own_layers(model)
         attentions = [layer.self_attn for layer in layers]
-        self._qkv = [FusedLinear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
+        linear = FusedLinear if joins_weights else SeparateLinear
+        self._qkv = [linear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
         self._gate_up = {
-            index: FusedLinear([layer.mlp.gate_proj, layer.mlp.up_proj])
+            index: linear([layer.mlp.gate_proj, layer.mlp.up_proj])
             for index, layer in enumerate(layers)
             if isinstance(getattr(layer.mlp, "gate_proj", None), nn.Linear)
         }
@@ -85,13 +100,17 @@ class FusedDecoder:
 
     def allocate(self) -> None:
         """Fuse again, after the parameters got new storage."""
-        for linear in (*self._qkv, *self._gate_up.values()):
+        for linear in self._fused():
             linear.allocate()
 
     def free(self) -> None:
         """Drop the weights."""
-        for linear in (*self._qkv, *self._gate_up.values()):
+        for linear in self._fused():
             linear.free()
+
+    def _fused(self) -> list[FusedLinear]:
+        linears = (*self._qkv, *self._gate_up.values())
+        return [linear for linear in linears if isinstance(linear, FusedLinear)]
 
     def __call__(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states `x` [tokens, hidden] at `positions` [tokens] through layers and norm."""

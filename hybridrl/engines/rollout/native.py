@@ -71,9 +71,14 @@ class NativeEngine:
     With `speculation` a step may make several tokens of a request: guessed ones, where the request
     draws them itself. It excludes `deterministic` and pipeline parallelism.
 
+    With a `stage` it computes with that module, and a subclass gives it its cache (`wide.py`).
+
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
     a1 b1 a2 b2. When stage 0 has finished b1, the tokens of a1 have arrived for a2.
     """
+
+    parts: EngineParts
+    """Those of `build`."""
 
     def __init__(
         self,
@@ -91,6 +96,7 @@ class NativeEngine:
         bucket_bytes: int = BUCKET_BYTES,
         router_replay: RouterReplay = RouterReplay.off,
         speculation: Speculation | None = None,
+        stage: RolloutStage | None = None,
     ) -> None:
         _check_model(model_config, max_sequence)
         self._device = torch.device(device)
@@ -106,8 +112,8 @@ class NativeEngine:
         self._clock = time.thread_time if alone else time.perf_counter
         self._pass_tokens = max(max_running, SPECULATED)  # of a pass with drafts
 
-        # This rank's module and its cache.
-        self._stage = RolloutStage(
+        # This rank's module and its cache. One that is passed has its owner's memory.
+        self._stage = stage or RolloutStage(
             model_config,
             self._parallel,
             dtype=dtype,
@@ -120,13 +126,10 @@ class NativeEngine:
             own = [number for number, _ in self._stage.numbered_layers()]
             shape = ExpertShape.of(model_config)
             self._recorder = ExpertRecorder(shape, own, self._parallel, self._device)
-        self._pool: KVPool | None = self._stage.make_pool(self._num_blocks, block_size)
-        logger.debug(
-            "rollout engine: %d KV blocks of %d tokens, at most %d sequences at a time",
-            self._num_blocks,
-            block_size,
-            max_running,
-        )
+        self._pool: KVPool | None = None
+        if stage is None:
+            self.take_pool()
+        logger.debug("%d KV blocks, at most %d sequences at a time", self._num_blocks, max_running)
 
         # Requests: who runs, and what each draws from.
         self._admission = Admission(
@@ -175,6 +178,7 @@ class NativeEngine:
             router_replay=parts.router_replay,
             speculation=make_speculation(parts.rollout.draft_length, parts.parallel),
         )
+        engine.parts = parts
         # The switch has parameters alone.
         load_buffers(engine.model, parts.model_path, parts.model_config)
         return engine
@@ -269,9 +273,8 @@ class NativeEngine:
     def step(self) -> list[Output]:
         """One decode step for all running requests (admitting and prefilling waiting ones)."""
         assert not self._asleep, "the engine sleeps"
-        if self._pool is None and self._admission.num_waiting:
-            logger.debug("allocating the KV cache, %d blocks", self._num_blocks)
-            self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
+        if self._admission.num_waiting:
+            self.take_pool()
         before = self._decode_tokens
         for lane in self._admission.lanes:
             self._collect(lane)
@@ -289,6 +292,12 @@ class NativeEngine:
         finished, self._finished = self._finished, []
         self._join_records(output.routed_experts for output in finished)
         return finished
+
+    def take_pool(self) -> KVPool:
+        """The KV cache, allocated if there is none."""
+        if self._pool is None:
+            self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
+        return self._pool
 
     def _admit(self, lane: Lane) -> None:
         """Admit waiting requests to a lane and cache their tokens."""

@@ -5,6 +5,8 @@ sampled tokens to all others. Sends do not block, so a stage computes while its 
 flight. One tensor-parallel rank samples and sends the tokens to the others, so that all agree.
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -72,7 +74,9 @@ class RolloutStage:
         device: torch.device,
         max_sequence: int,
         takes_routing: bool = False,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """With `weights` these are the rank's tensors, and stay where they are (`wide.py`)."""
         self.parallel = parallel
         self.dtype, self._device = dtype, device
         self.model = local_model(
@@ -81,12 +85,13 @@ class RolloutStage:
             attn_implementation=paged_attention.NAME,
             dtype=dtype,
             device=device,
+            weights=weights,
         )
         self._replaying: list[ReplayingLayer] = []
         if takes_routing:
             self._replaying = enable_replay(self.numbered_layers(), ExpertShape.of(config))
         fused = config.model_type in FUSED_FAMILIES
-        self.decoder = FusedDecoder(self.model, max_sequence) if fused else None
+        self.decoder = FusedDecoder(self.model, max_sequence, weights is None) if fused else None
         self._vocab_size: int = config.vocab_size
         self._hidden_size: int = config.hidden_size
         self._head_dim = attention_shape(config).head_size
@@ -96,6 +101,21 @@ class RolloutStage:
         self.buffers = persistent_buffers(self.model)
         self.aliases = set(self.model.state_dict()) - set(self._shapes) - set(self.buffers)
         self._link = StageLink(parallel)
+        self._vocab_shards: list[int] | None = None  # rows of each tp rank, where they differ
+
+    def share_vocabulary(self, model: PreTrainedModel, width: int) -> None:
+        """Take the embedding of `model`, of which this one has views; its head is cut `width` times.
+
+        `model` has equal shards. The last chunk of each may be smaller than the others.
+        """
+        if self.parallel.first:
+            self.model.set_input_embeddings(model.get_input_embeddings())
+        if self.parallel.last:
+            rows = len(model.get_output_embeddings().weight)
+            each = -(-rows // width)
+            ends = [min(rows, each * number) for number in range(width + 1)]
+            chunks = [stop - start for start, stop in itertools.pairwise(ends)]
+            self._vocab_shards = chunks * (self.parallel.tp // width)
 
     def numbered_layers(self) -> list[tuple[int, nn.Module]]:
         """The rank's decoder layers, with their numbers in the whole model."""
@@ -136,6 +156,23 @@ class RolloutStage:
             dtype=self.dtype,
             device=self._device,
         )
+
+    def share_pool(self, pool: KVPool) -> KVPool:
+        """A cache of the rank's own heads in the memory of `pool`, which has more of them."""
+        return KVPool(
+            layers=len(pool.blocks),
+            blocks=self.num_blocks(pool),
+            block_size=pool.block_size,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            dtype=self.dtype,
+            device=self._device,
+            memory=pool.blocks,
+        )
+
+    def num_blocks(self, pool: KVPool) -> int:
+        """Blocks of `share_pool`, the padding's among them."""
+        return pool.blocks.shape[1] * pool.kv_heads // self._kv_heads
 
     def prefill(
         self,
@@ -254,13 +291,18 @@ class RolloutStage:
         """Logits of all tp ranks, concatenated without padding, on the rank that samples."""
         if self.parallel.tp == 1:
             return logits
-        shards = None
+        shards, sizes = None, self._vocab_shards
+        if sizes is not None and logits.shape[1] < max(sizes):
+            logits = F.pad(logits, (0, max(sizes) - logits.shape[1]))
         if self.draws:
             shards = [torch.empty_like(logits) for _ in range(self.parallel.tp)]
         peers = self.parallel.tp_peers
         dist.gather(logits, shards, group=self.parallel.tp_group, group_dst=peers[0])
         if shards is None:
             return None
+        if sizes is not None:  # without the padding of each
+            shards = [shards[peer][:, :size] for peer, size in zip(peers, sizes, strict=True)]
+            return torch.cat(shards, -1)[:, : self._vocab_size]
         return torch.cat([shards[peer] for peer in peers], -1)[:, : self._vocab_size]
 
     def _send_drawn(self, message: torch.Tensor) -> list[dist.Work]:

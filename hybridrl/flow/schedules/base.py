@@ -77,7 +77,8 @@ class ScheduleParts:
     `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
     without their keys and values where the engine does not hand them out (`exports_kv`).
     `num_steps` is the number of steps that the run is to have, where that is known. `early` says
-    whether instances can train alone.
+    whether instances can train alone. With `must_widen` the tail goes to wide instances in any
+    case, else where it ends sooner there.
     """
 
     graph: Graph
@@ -90,6 +91,7 @@ class ScheduleParts:
     exports_kv: bool = True
     num_steps: int | None = None
     early: EarlySettings = field(default_factory=EarlySettings)
+    must_widen: bool = False
 
     @property
     def step(self) -> tuple[Graph, Executor, Iterator[Prompt], StepSettings]:
@@ -459,8 +461,16 @@ def schedule_class(config: ScheduleConfig) -> type[Schedule]:
     return schedule
 
 
-def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample] = ()) -> None:
-    """Let the meter learn from a call; `samples` are those of a `Computed`."""
+def learn(
+    meter: CostMeter,
+    event: Advanced | Computed,
+    samples: Sequence[Sample] = (),
+    width: int = 1,
+) -> None:
+    """Let the meter learn from a call; `samples` are those of a `Computed`.
+
+    `width` is that of a wide instance.
+    """
     if isinstance(event, Computed):
         if event.seconds is not None:
             tokens = sum(sample.tokens for sample in samples)
@@ -477,6 +487,7 @@ def learn(meter: CostMeter, event: Advanced | Computed, samples: Sequence[Sample
         work.prefill_tokens,
         work.cached,
         work.admitted,
+        width,
     )
     if work.kv_tokens:  # one end of two
         meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)

@@ -34,7 +34,8 @@ class FusedSchedule(StreamingSchedule):
     `migration_threshold` of them are unfinished, they migrate to the fewest instances that hold
     them, and the others are free for waiting work. Threshold 0 leaves every sample on its instance.
     None takes the best threshold by a model of the step, which reads the lengths of earlier steps
-    and the measured costs.
+    and the measured costs. Where the executor can form wide instances, that model chooses their
+    width too, or none. With `must_widen` there is no tail on narrow ones.
 
     With `early` an instance that has nothing else to do trains on groups that are whole, if recipe
     and settings allow it (`early_update`). A line of the log says for each update whether they do.
@@ -51,10 +52,14 @@ class FusedSchedule(StreamingSchedule):
         length_model: LengthModel,
         migration_threshold: int | None = None,
         early: EarlySettings | None = None,
+        must_widen: bool = False,
     ) -> None:
         step = (graph, executor, prompts, settings)
         super().__init__(*step, limits=limits, length_model=length_model)
         self.migration_threshold, self._early = migration_threshold, early
+        wide = sorted({len(members) for members in executor.wide.values()})
+        self._must_widen = must_widen and bool(wide)
+        self._widths = tuple(wide) if self._must_widen else (1, *wide)
         # By the first stage of a section.
         self._early_updates: dict[str, EarlyUpdate] = {}
         for section in sections(self._order) if early is not None else ():
@@ -78,6 +83,7 @@ class FusedSchedule(StreamingSchedule):
             length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
             migration_threshold=config.migration_threshold,
             early=parts.early if config.trains_early else None,
+            must_widen=parts.must_widen,
         )
 
     def _begin_step(self, step: int) -> None:
@@ -134,11 +140,13 @@ class FusedSchedule(StreamingSchedule):
 
         Where instances train early, freed ones have that to do, too.
         """
-        if self.migration_threshold is not None:
-            return MigrationPlan(self.migration_threshold, self.limits.max_held)
+        if self.migration_threshold is not None and len(self._widths) == 1:
+            return MigrationPlan(self.migration_threshold, self.limits.max_held, *self._widths)
         costs = self.meter.costs()
         lengths = self.length_model.forecast.sample(num_samples)
         if costs is None or not lengths:
+            if self.migration_threshold is not None and not self._must_widen:
+                return MigrationPlan(self.migration_threshold, self.limits.max_held)
             return NO_MIGRATION
         passes = [s.name for s in tracker.computes if self._scope(s) is Scope.INSTANCE]
         chunk = max(1, self.limits.chunk_tokens // 8)
@@ -157,8 +165,11 @@ class FusedSchedule(StreamingSchedule):
             inference,
             self.limits.max_held,
             prompt_tokens,
+            self.migration_threshold,
             wait_s=self.limits.steps(costs, 1, self.settings.decode_steps) * costs.step_s / 2,
             training=training,
+            widths=self._widths,
+            must_move=self._must_widen,
         )
         self._metrics["samples/migration_threshold"] = float(plan.threshold)
         return plan

@@ -31,6 +31,7 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn, next_events
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
+from hybridrl.flow.schedules.wide_tail import WideTail
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,10 @@ class GenerationRound:
     the threshold's model assumes. A denser tail would be slower, and the instances that it frees
     would have nothing left to do.
 
+    With a plan of a `width` above 1 the samples go to wide instances (`WideTail`), from their
+    members too. An instance that trains, or has died, cannot join; one that runs a pass joins after
+    it.
+
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
 
@@ -134,6 +139,8 @@ class GenerationRound:
         self._in_flight: dict[int, float] = {}  # instance -> when its call was sent
         self._leaving: set[int] = set()
         self._keepers: frozenset[int] = frozenset()
+        self.tail = WideTail(self.executor.wide)
+        self.kv_bytes = 0  # that came from other ranks
         self._longest = 0
         self._progress: dict[int, int] = defaultdict(int)  # decode steps of an instance so far
         self._equal_rounds = False
@@ -178,10 +185,11 @@ class GenerationRound:
         Groups stay together where they can. Their samples share a prompt and are about as long:
         spread out, they would keep every instance decoding as long as the longest.
         """
-        able = [instance for instance in self._alive if instance not in self._leaving]
+        busy = self._leaving | self.tail.wide_of.keys()
+        able = [instance for instance in self._alive if instance not in busy]
         if self.early is not None:
             able = [instance for instance in able if instance not in self.early.training]
-            if self._queue and not able and not self._leaving:
+            if self._queue and not able and not busy:
                 raise RuntimeError(_NONE_DECODES)
         room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
         if not self._queue or not any(room):
@@ -304,7 +312,7 @@ class GenerationRound:
         """Keep every instance decoding that holds samples."""
         if not self._parking:
             self._deal()
-        for instance in self._alive:
+        for instance in (*self._alive, *self.tail.members):
             self._go(instance)
 
     def _events(self) -> Iterable[int]:
@@ -333,7 +341,8 @@ class GenerationRound:
     def _use_spare(self) -> None:
         """Let every instance that holds no sample run forward passes that wait."""
         for instance in self._alive:
-            if instance in self._in_flight or self._held[instance]:
+            joins = instance in self.tail.wide_of
+            if joins or instance in self._in_flight or self._held[instance]:
                 continue
             trains = self.early is not None and instance in self.early.training
             sharers = len(self._alive)
@@ -351,11 +360,16 @@ class GenerationRound:
         """
         if self.early is None or self._queue or self._leaving:
             return False
-        decoding = [i for i in self._alive if self._held[i]]
+        decoding = [i for i in (*self._alive, *self.tail.members) if self._held[i]]
         if not decoding:
             return False
         rows = max(len(self._held[i]) for i in decoding)
-        return self.early.start(instance, rows, max(self._progress[i] for i in decoding))
+        width = min(map(self._width, decoding))
+        return self.early.start(instance, rows, max(self._progress[i] for i in decoding), width)
+
+    def _width(self, instance: int) -> int:
+        """Instances that an instance consists of."""
+        return len(self.tail.members.get(instance, (instance,)))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -363,8 +377,9 @@ class GenerationRound:
         instance = event.instance
         passed = self.executor.clock.now() - self._in_flight.pop(instance)
         self.meter.saw_round_trip(max(0.0, passed - event.work.seconds))
-        learn(self.meter, event)
+        learn(self.meter, event, width=self._width(instance))
         self._progress[instance] += event.work.decode_steps
+        self.kv_bytes += event.work.kv_bytes
         for finished in event.finished:
             del self._held[instance][finished.id]
         for parked in event.parked:
@@ -375,6 +390,9 @@ class GenerationRound:
         assert event.running == sum(map(self._decodes, self._held[instance])), event
         if not self._held[instance]:
             self._leaving.discard(instance)
+        if not self._leaving:  # else samples may be on their way
+            for number in [n for n in self.tail.members if not self._held[n]]:
+                self.tail.release(number)
         return self._finish(event.finished)
 
     def _finish(self, events: Iterable[Finished]) -> dict[int, None]:
@@ -389,7 +407,8 @@ class GenerationRound:
 
     def _go(self, instance: int) -> None:
         """Let an instance run the samples that it holds, if it is not running."""
-        if instance in self._in_flight or not self._held[instance]:
+        members = self.tail.members.get(instance, ())
+        if any(i in self._in_flight for i in (instance, *members)) or not self._held[instance]:
             return
         commands = self._inbox.pop(instance, [])
         for command in commands:
@@ -397,7 +416,8 @@ class GenerationRound:
                 for id in command.ids:
                     self.ledger.move(id, SampleStatus.DECODING)
         if instance in self._leaving:
-            commands.append(Park(tuple(self._held[instance]), self._with_kv()))
+            width = self.migration_plan.width
+            commands.append(Park(tuple(self._held[instance]), self._with_kv(), width))
         self._in_flight[instance] = self.executor.clock.now()
         stops = any(isinstance(command, Park) for command in commands)
         # Under pipeline parallelism a sample with its last token is handed out by one more step;
@@ -409,14 +429,15 @@ class GenerationRound:
         costs = self.meter.costs()
         if self._equal_rounds or costs is None or not self._end_is_awaited(instance):
             return self.decode_steps
+        costs = costs.at_width(self._width(instance))
         return self.limits.steps(costs, len(self._held[instance]), self.decode_steps)
 
     def _end_is_awaited(self, instance: int) -> bool:
         """Whether something can begin once it is known that one of several samples has ended.
 
-        A call ends with its last sample in any case. A tail of one sample is never migrated.
+        A call ends with its last sample in any case.
         """
-        migrates = self.migration_plan.threshold > 1 and not self._keepers
+        migrates = self.migration_plan.moves and not self._keepers
         several = len(self._held[instance]) > 1
         waits = self.stages.wait_for_samples or self.early is not None
         return migrates or bool(self._queue) or (several and waits)
@@ -430,6 +451,9 @@ class GenerationRound:
             return
         if sum(held.values()) <= self.migration_plan.threshold:
             most = min(self.limits.max_held, self.migration_plan.cap)
+            if self.migration_plan.width > 1:
+                self._widen(held, most)
+                return
             keepers = gather(held, most)
             if len(keepers) < len(held):
                 self._keepers, self._leaving = keepers, held.keys() - keepers
@@ -440,6 +464,17 @@ class GenerationRound:
                     sorted(keepers),
                 )
 
+    def _widen(self, held: Mapping[int, int], most: int) -> None:
+        """Have wide instances take all samples, if there are any to be formed."""
+        gone = self.early.training if self.early is not None else ()
+        able = [instance for instance in self._alive if instance not in gone]
+        if not held or not (chosen := self.tail.reserve(self.migration_plan, held, able, most)):
+            return
+        self._keepers, self._leaving = chosen, set(held)
+        for number in chosen:
+            self._progress[number] = max(self._progress[instance] for instance in held)
+        logger.debug("%d samples go to wide instances %s", sum(held.values()), self.tail.members)
+
     def _parked(self, source: int, parked: Parked) -> None:
         """Resume samples of `parked` on the instances that keep theirs, or put them by."""
         for id in parked.ids:
@@ -448,19 +483,24 @@ class GenerationRound:
             self._tasks[id] = replace(self._tasks[id], parked=parked)
         if self._parking:
             return
-        self.num_migrated += len(parked.ids)
         arriving: dict[int, list[SampleId]] = defaultdict(list)
         for id in parked.ids:
             room = [
                 instance
                 for instance in self._keepers
-                if instance in self._alive and len(self._held[instance]) < self.limits.max_held
+                if (instance in self._alive or instance in self.tail.members)
+                and len(self._held[instance]) < self.limits.max_held
             ]
             if room:
                 keeper = min(room, key=lambda i: (len(self._held[i]), i))
                 self._held[keeper][id] = None
                 arriving[keeper].append(id)
+                self.num_migrated += self.tail.wide_of.get(source) != keeper
+                self.tail.num_widened += keeper in self.tail.members
+            elif parked.width > 1:  # its state is that of a wide instance, which has died
+                self._restart(id)
             else:  # a keeper has died: any instance with room
+                self.num_migrated += 1
                 self._queue.append(id)
         for keeper, ids in arriving.items():
             self._inbox[keeper].append(Resume(tuple(ids), parked))
@@ -478,10 +518,14 @@ class GenerationRound:
         self._alive.remove(instance)
         if not self._alive:
             raise RuntimeError("every generation instance has died")
-        self._in_flight.pop(instance, None)
         self._leaving.discard(instance)
-        self._inbox.pop(instance, None)
-        lost = [*self._held.pop(instance, {})]
+        lost: list[SampleId] = []
+        # A wide instance dies with any of its members.
+        for number in {instance, self.tail.wide_of.get(instance, instance)}:
+            self._in_flight.pop(number, None)
+            self._inbox.pop(number, None)
+            lost += self._held.pop(number, {})
+            self.tail.release(number)
         finished = [task.sample for id, task in self._tasks.items() if self.ledger.is_finished(id)]
         for sample in finished:
             if self.stages.is_on(sample, instance):

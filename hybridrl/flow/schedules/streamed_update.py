@@ -69,12 +69,13 @@ class StreamedUpdate:
                 if not known and ready(self.stage, sample):
                     self._waiting[sample.id] = sample
 
-    def start(self, instance: int, num_rows: float, progress: int) -> bool:
+    def start(self, instance: int, num_rows: float, progress: int, width: int = 1) -> bool:
         """Let an instance that has time train a chunk of the samples that wait, if any do.
 
-        `num_rows` rows decode on an instance that is still at work, and have `progress` tokens.
+        `num_rows` rows decode on an instance that is still at work, `width` times as wide as this
+        one, and have `progress` tokens.
         """
-        samples = self._chunk(instance, num_rows, progress)
+        samples = self._chunk(instance, num_rows, progress, width)
         if not samples:
             return False
         for sample in samples:
@@ -106,14 +107,15 @@ class StreamedUpdate:
     def _is_trained(self, id: SampleId) -> bool:
         return any(id in trained for trained in self._trained.values())
 
-    def _chunk(self, instance: int, num_rows: float, progress: int) -> list[Sample]:
+    def _chunk(self, instance: int, num_rows: float, progress: int, width: int) -> list[Sample]:
         """Whole samples of at most a chunk's tokens together, the instance's own first."""
         able = [s for s in self._waiting.values() if self.stages.may_move(s)]
         if not able:
             return []
         in_order = sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id))
         wanted: float = max(self.chunk_tokens, in_order[0].tokens)
-        if (affordable := self._affordable(instance, num_rows, progress)) is not None:
+        affordable = self._affordable(instance, num_rows, progress, width)
+        if affordable is not None:
             wanted = min(wanted, affordable)
         chosen: list[Sample] = []
         for sample in in_order:
@@ -123,7 +125,9 @@ class StreamedUpdate:
             chosen.append(sample)
         return chosen
 
-    def _affordable(self, instance: int, num_rows: float, progress: int) -> float | None:
+    def _affordable(
+        self, instance: int, num_rows: float, progress: int, width: int
+    ) -> float | None:
         """Tokens that the instance can train in half of the time that is left to decode.
 
         All would wait for a call that lasts longer, and how long that is, is a guess. None where
@@ -132,7 +136,8 @@ class StreamedUpdate:
         executor, costs = self.stages.executor, self.stages.meter.costs()
         if costs is None or not costs.train_token_s or not self.longest:
             return None
-        seconds = _SHARE * seconds_left(costs, self.longest, progress, num_rows)
+        decoding = costs.at_width(width)
+        seconds = _SHARE * seconds_left(decoding, self.longest, progress, num_rows)
         if instance not in self.training:
             seconds -= costs.train_switch_s
         return seconds / (costs.train_token_s * len(executor.instances))

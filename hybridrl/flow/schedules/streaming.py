@@ -66,6 +66,8 @@ class StreamingSchedule(Schedule):
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
         self._metrics |= {"samples/migrated": 0.0, "samples/restarted": 0.0}
+        if self.executor.wide:
+            self._metrics |= {"samples/widened": 0.0, "samples/moved_kv_bytes": 0.0}
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for section in sections(stages):
@@ -178,6 +180,9 @@ class StreamingSchedule(Schedule):
         self._spans += generation_round.stages.spans
         self._metrics["samples/migrated"] += generation_round.num_migrated
         self._metrics["samples/restarted"] += generation_round.num_restarted
+        if self.executor.wide:
+            self._metrics["samples/widened"] += generation_round.tail.num_widened
+            self._metrics["samples/moved_kv_bytes"] += generation_round.kv_bytes
         if (early := generation_round.early) is not None:
             self._spans += early.spans
             self._metrics["samples/trained_early"] += early.num_trained
