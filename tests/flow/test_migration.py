@@ -24,8 +24,10 @@ def simulate(
     threshold: int,
     cap: int,
     prompt: float,
+    width: int = 1,
 ) -> float:
     """One decode step after the other, inference as a queue of work beside it."""
+    wide = costs.at_width(width)
     left = sorted(lengths)
     on, waiting, now, generated = num_instances, 0.0, 0.0, 0
     moved = False
@@ -33,17 +35,19 @@ def simulate(
         if not moved and len(left) <= threshold:
             moved = True
             tokens = prompt + generated
-            keepers = min(num_instances, -(-len(left) // cap))
-            staying = keepers * max(1, len(left) / num_instances)
+            keepers = min(num_instances // width, -(-len(left) // cap))
+            staying = keepers * max(1, len(left) / num_instances) if width == 1 else 0
             if len(left) > staying:
-                pause = costs.call_s + (len(left) - staying) / keepers * costs.move(tokens)
+                pause = costs.call_s + (len(left) - staying) / keepers * wide.move(tokens)
                 now += pause
-                waiting = max(0.0, waiting - pause * (num_instances - min(keepers, len(left))))
+                busy = width * min(keepers, len(left))
+                waiting = max(0.0, waiting - pause * (num_instances - busy))
             on = keepers
         rows = max(1, len(left) / on)
-        took = costs.decode(rows, 1, rows * (prompt + generated + 0.5))
+        took = (wide if moved else costs).decode(rows, 1, rows * (prompt + generated + 0.5))
         now += took
-        waiting = max(0.0, waiting - took * (num_instances - min(on, len(left))))
+        busy = min(on, len(left)) * (width if moved else 1)
+        waiting = max(0.0, waiting - took * (num_instances - busy))
         generated += 1
         for length in [length for length in left if length <= generated]:
             left.remove(length)
@@ -60,6 +64,7 @@ costs_of = st.builds(
     call_s=st.floats(0, 1e-2),
     kv_token_s=st.floats(0, 1e-3),
     kv_call_s=st.floats(0, 1e-2),
+    wide_step_s=st.dictionaries(st.sampled_from([2, 3]), st.floats(1e-3, 1e-1)),
 )
 cases = {
     "lengths": st.lists(st.integers(1, 60), min_size=2, max_size=24),
@@ -104,6 +109,56 @@ def test_seconds_and_choice_are_those_of_the_simulation(
         fixed = best_migration_plan(lengths, *model, max_held, prompt, threshold=n)
         assert fixed.threshold == n
         assert simulated[fixed] <= min(simulated[n, cap] for cap in caps) * (1 + 1e-6)
+
+
+@settings(max_examples=80)
+@given(width=st.sampled_from([2, 3]), must_move=st.booleans(), **cases)
+def test_a_width_is_chosen_by_the_simulation(
+    width: int, must_move: bool, lengths: list[int], num_instances: int, costs: Costs,
+    per_token: float, max_held: int, prompt: int,
+) -> None:  # fmt: skip
+    """As narrow instances, or as wide ones; else the tail stays where it is."""
+    model = (num_instances, costs, per_token)
+    simulated: dict[MigrationPlan, float] = {}
+    for tried in (1, width) if width <= num_instances else (1,):
+        tail = costs.at_width(tried)
+        caps = [min(max_held, tail.flat_rows(cached_per_row=prompt + max(lengths)))]
+        while caps[-1] < max_held:
+            caps.append(min(max_held, 2 * caps[-1]))
+        plans = [(n, cap) for n in range(1, len(lengths)) for cap in caps]
+        took = [simulate(lengths, *model, *plan, prompt, tried) for plan in plans]
+        thresholds, most = zip(*plans, strict=True)
+        expected = expected_seconds(lengths, *model, thresholds, most, prompt, width=tried)
+        assert expected.tolist() == pytest.approx(took, rel=1e-6)
+        simulated |= {MigrationPlan(*p, tried): s for p, s in zip(plans, took, strict=True)}
+    widths = (width,) if must_move else (1, width)
+    plan = best_migration_plan(
+        lengths, *model, max_held, prompt, widths=widths, must_move=must_move
+    )
+    allowed = {p: s for p, s in simulated.items() if p.width in widths}
+    serial = serial_seconds(lengths, *model, prompt)
+    if plan.threshold:
+        assert plan.width in widths
+        assert simulated[plan] <= min(allowed.values()) * (1 + 1e-6)
+        assert must_move or simulated[plan] < serial
+    else:
+        assert plan == NEVER
+        assert not allowed or (not must_move and min(allowed.values()) >= serial * (1 - 1e-6))
+
+
+def test_fewer_weights_a_rank_end_the_tail_sooner() -> None:
+    """Also without inference. Rows are free here, but a step is not."""
+    costs = Costs(step_s=0.01, wide_step_s={2: 0.006})
+    lengths = [100] * 6 + [1000, 2000]
+    plan = best_migration_plan(lengths, 2, costs, 0.0, 16, widths=(1, 2))
+    assert plan.width == 2
+    # The six end together, so a larger threshold would be no sooner.
+    assert plan.threshold == 2
+    slow = Costs(step_s=0.01, wide_step_s={2: 0.01})
+    assert best_migration_plan(lengths, 2, slow, 0.0, 16, widths=(1, 2)) == NEVER
+    forced = best_migration_plan(lengths, 2, slow, 0.0, 16, widths=(2,), must_move=True)
+    assert forced.width == 2
+    assert forced.moves
 
 
 COSTS = Costs(step_s=0.01, row_s=1e-4, prefill_token_s=1e-5, call_s=1e-3)

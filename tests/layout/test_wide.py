@@ -1,9 +1,10 @@
 """Wide instances: who is in them, and that each rank holds what it needs there."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -27,10 +28,14 @@ MODELS: Sequence[tuple[PretrainedConfig, int]] = (  # with expert parallelism, o
 )
 
 
+parameters_of = cache(lambda number: model_parameters(MODELS[number][0]))
+
+
 def test_the_example() -> None:
     assert wide_instances(3, [2, 3]) == {3: (0, 1), 4: (0, 1, 2)}
 
 
+@settings(max_examples=30)
 @given(num=st.integers(1, 9), widths=st.sets(st.integers(2, 9)))
 def test_members_are_consecutive_and_in_one_instance_of_a_width(num: int, widths: set[int]) -> None:
     table = wide_instances(num, sorted(widths))
@@ -41,16 +46,17 @@ def test_members_are_consecutive_and_in_one_instance_of_a_width(num: int, widths
         assert all(len(group) in widths for group in table.values())
 
 
-@pytest.mark.parametrize(("model", "experts"), MODELS, ids=["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("number", range(3), ids=["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("grouping", [Grouping.strided, Grouping.vanilla])
 @pytest.mark.parametrize(
     ("pp", "tp", "width"), [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (1, 1, 4), (1, 1, 8)]
 )
 def test_a_rank_holds_its_wide_boxes(
-    model: PretrainedConfig, experts: int, grouping: Grouping, pp: int, tp: int, width: int
+    number: int, grouping: Grouping, pp: int, tp: int, width: int
 ) -> None:
     """The slices of its tensors are the boxes of the layout at tp k t. Weights received: none."""
-    parameters, layers = model_parameters(model), model.num_hidden_layers
+    model, experts = MODELS[number]
+    parameters, layers = parameters_of(number), model.num_hidden_layers
     ep, wide_ep = (tp, tp * width) if experts else (1, 1)
     axes = TrainAxes(replicas=2, fsdp=pp * tp * width)
     gen = gen_mesh(gen_positions(axes, pp, tp, grouping), pp, tp)
@@ -73,6 +79,7 @@ def test_a_rank_holds_its_wide_boxes(
                 assert slices == tensor.slices(box), parameter.name
 
 
+@settings(max_examples=40)
 @given(heads=st.sampled_from([1, 2, 4, 8, 16]), tp=st.sampled_from([1, 2, 4, 8]), data=st.data())
 def test_heads_are_those_of_the_wide_layout(heads: int, tp: int, data: st.DataObject) -> None:
     """The keys and values of every wide rank, by their numbers in the model."""

@@ -1,78 +1,29 @@
 """Ranks hand unfinished samples to another instance, each its own part, with KV or without."""
 
-import os
-import pickle
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
+from parked_samples import PROMPT, TINY, generating_worker, shared, stored
 
-from hybridrl.config import (
-    ClusterConfig,
-    Config,
-    DataConfig,
-    Device,
-    ModelConfig,
-    RolloutConfig,
-    RolloutLayoutConfig,
-    TinyModelConfig,
-)
-from hybridrl.data import Item
-from hybridrl.flow.executor import Advanced, Command, Park, Parked, Phase, Resume, Sampling, Submit
+from hybridrl.config import RolloutConfig, RolloutLayoutConfig
+from hybridrl.flow.executor import Advanced, Command, Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor import grown
 from hybridrl.workers.actor_worker import ActorWorker
 
-TINY = TinyModelConfig(
-    hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    max_positions=64, alphabet="abcdefghij",
-)  # fmt: skip
 IDS = tuple(SampleId(0, k=k) for k in range(8))
-PROMPT = Item("abc", (3, 4, 5), "", (), "main", {})
-
-
-class Files:
-    """A data plane of files: what is handed over is pickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def put(self, value: Any) -> Any:
-        file = self.folder / uuid.uuid4().hex
-        file.write_bytes(pickle.dumps(value))
-        return str(file)
-
-    def get(self, references: list[Any]) -> list[Any]:
-        return [pickle.loads(Path(reference).read_bytes()) for reference in references]
 
 
 def advance(worker: ActorWorker, commands: list[Command], steps: int) -> Advanced:
     return worker.advance(worker.actor.instance, commands, steps).value.event
 
 
-def stored(worker: ActorWorker) -> dict[SampleId, Any]:
-    """Tokens and log-probabilities of what lies on any rank."""
-    mine = {id: worker.store[id] for id in IDS if id in worker.store._samples}
-    told = {
-        id: (s.tensors["tokens"].tolist(), s.tensors["log_probs"].tolist())
-        for id, s in mine.items()
-    }
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, told)
-    assert sum(map(len, shares)) == len({id for share in shares for id in share}), "held twice"
-    return {id: value for share in shares for id, value in share.items()}
-
-
 def parked_state(events: tuple[Parked, ...]) -> tuple[Parked, int]:
     """The event of instance 0 with every place's references, as the controller merges it."""
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, events)
-    exported = [share[0] for share in shares if share]
+    exported = [share[0] for share in shared(events) if share]
     state = {place: state for event in exported for place, state in event.state.items()}
     (ids,) = {event.ids for event in exported}
     return Parked(ids, exported[0].tokens, exported[0].version, state), len(exported)
@@ -80,20 +31,8 @@ def parked_state(events: tuple[Parked, ...]) -> tuple[Parked, int]:
 
 def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict[str, Any]:
     """All on instance 0; then again, parked after five steps, going on on instance 1."""
-    size = dist.get_world_size()
-    config = Config(
-        model=ModelConfig(tiny=TINY),
-        cluster=ClusterConfig(ranks=size, device=Device.cpu),
-        data=DataConfig(max_prompt_tokens=8),
-        rollout=RolloutConfig(max_new_tokens=24, layout=RolloutLayoutConfig(tp=tp, pp=pp)),
-    )
-    worker = ActorWorker(dist.get_rank(), size, config, model, Files(folder))
-    with (
-        mock.patch.object(dist, "init_process_group"),  # the test has made it
-        mock.patch.dict(os.environ, MASTER_ADDR="localhost"),
-    ):
-        worker.setup(*worker.listen().value)
-    worker.enter(Phase.GENERATE)
+    layout = RolloutLayoutConfig(tp=tp, pp=pp)
+    worker = generating_worker(model, folder, RolloutConfig(max_new_tokens=24, layout=layout))
     first = worker.actor.instance == 0
     submit: list[Command] = [Submit(IDS, PROMPT, Sampling(24))]
     if first:
