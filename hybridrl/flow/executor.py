@@ -261,7 +261,8 @@ class Executor(Protocol):
     and block. At most one `advance`, `infer` or `train_early` is in flight per instance, and one
     `update` per pool, whose ranks get no other call meanwhile. Events of one call keep their order;
     schedules must not depend on the order of different calls for anything that reaches the training
-    batch. Between `enter(GENERATE)` and the next `enter` no call needs two instances.
+    batch. Between `enter(GENERATE)` and the next `enter` no call needs two instances. A wide one
+    counts as one (`wide`).
     """
 
     clock: Clock

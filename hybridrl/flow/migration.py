@@ -154,7 +154,8 @@ def expected_seconds(
     that moves waits `wait_s` for the end of its keeper's call.
 
     With `training` (`training_arrivals`) instances without samples do that, too. With a `width`
-    above 1 the samples move to wide instances of so many members, from their members too.
+    above 1 the samples move to wide instances of so many members, from their members too. It is
+    infinite where these have no room for all.
 
     The model: samples are spread evenly over the instances and all decode from the start. When n
     are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
@@ -198,7 +199,8 @@ def expected_seconds(
         work = work if training is None else work + training[span]
         left = _left(left, work, capacity)
         taken = taken + seconds.sum(axis=1)
-    return np.asarray(taken + left / num_instances)
+    fits = (width == 1) | (-(-tried // most) <= num_instances // width)
+    return np.where(fits, taken + left / num_instances, np.inf)
 
 
 def _left(backlog: np.ndarray, work: np.ndarray, capacity: np.ndarray) -> np.ndarray:

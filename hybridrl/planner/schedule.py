@@ -55,6 +55,8 @@ class Setting:
     """The schedules to compare; the first is the baseline of the others."""
     workload: Workload
     group_size: int
+    widths: tuple[int, ...] = ()
+    """Numbers of instances that may decode the tail as one."""
 
     @property
     def scope_of(self) -> dict[str, Scope]:
@@ -191,6 +193,7 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
         max_running=setting.max_held,
         scopes=setting.scope_of,
         verifier_s=setting.verifier_s,
+        widths=setting.widths,
     )
     schedule = schedule_class(config).build(_parts(setting, executor), config)
     steps = []

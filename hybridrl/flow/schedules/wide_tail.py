@@ -37,8 +37,8 @@ class WideTail:
     ) -> frozenset[int]:
         """Reserve the fewest wide instances that take the samples in `held`, `most` each.
 
-        As far as there are some whose members are all `able`. Those that hold most samples are
-        taken, so that few move; of equal ones the first.
+        None where too few have members that are all `able`. Those that hold most samples are taken,
+        so that few move; of equal ones the first.
         """
         whole = {
             number: members
@@ -46,8 +46,8 @@ class WideTail:
             if len(members) == plan.width and set(members) <= set(able)
         }
         order = sorted(whole, key=lambda n: (-sum(held.get(i, 0) for i in whole[n]), n))
-        total = sum(held.values())
-        chosen = order[: max(1, -(-total // most))]
+        needed = -(-sum(held.values()) // most)
+        chosen = order[:needed] if needed <= len(order) else []
         self.members = {number: whole[number] for number in sorted(chosen)}
         self.wide_of = {i: number for number, members in self.members.items() for i in members}
         return frozenset(self.members)
