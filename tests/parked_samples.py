@@ -14,6 +14,7 @@ from hybridrl.config import (
     Config,
     DataConfig,
     Device,
+    FusedScheduleConfig,
     ModelConfig,
     RolloutConfig,
     TinyModelConfig,
@@ -53,6 +54,7 @@ def generating_worker(model: str, folder: Path, rollout: RolloutConfig) -> Actor
         cluster=ClusterConfig(ranks=size, device=Device.cpu),
         data=DataConfig(max_prompt_tokens=8),
         rollout=rollout,
+        schedule=FusedScheduleConfig(),
     )
     worker = ActorWorker(rank, size, config, model, Files(folder))
     with (

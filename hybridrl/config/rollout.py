@@ -154,7 +154,7 @@ class RolloutConfig(SamplingConfig):
             raise ConfigError("rollout.speculate", self.speculate, allowed)
 
     def _check_tail_tp(self) -> None:
-        """Raise ConfigError for a width of the tail that is none, or that the engine cannot have."""
+        """Raise ConfigError for a width of the tail that is none, or none of the engine's."""
         if self.tail_tp == "False":  # YAML's `off`
             self.tail_tp = "off"
         if self.tail_tp == "off":

@@ -242,7 +242,14 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         "aborted": float(reasons.count(DropReason.ABORTED)),
         "migrated": result.metrics.get("samples/migrated", 0.0),
     }
-    for name in ("migration_threshold", "trained_early", "widened", "parked", "resumed", "staleness"):
+    for name in (
+        "migration_threshold",
+        "trained_early",
+        "widened",
+        "parked",
+        "resumed",
+        "staleness",
+    ):
         if f"samples/{name}" in result.metrics:
             metrics[name] = result.metrics[f"samples/{name}"]
     if trained := result.metrics.get("samples/trained_tokens"):

@@ -258,9 +258,7 @@ class SimulatedExecutor:
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is stored."""
 
-    def _serve(
-        self, instance: int, name: str, seconds: float, event: Event | None = None
-    ) -> None:
+    def _serve(self, instance: int, name: str, seconds: float, event: Event | None = None) -> None:
         start = max(self.clock.now(), self._free_at[instance])
         end = self._free_at[instance] = start + seconds
         self.slices.append(Slice(instance, name, start, end))

@@ -42,8 +42,8 @@ from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
-from hybridrl.workers.wide import WideShare, wide_shares
 from hybridrl.workers.training import SampleFields, UpdateShare, accumulate, sequence_of, train
+from hybridrl.workers.wide import WideShare, wide_shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,9 @@ class EmulatedRanks:
         num_instances = self._pool_sizes["actor"] // size
         table = wide_instances(num_instances, emulated_widths(config))
         wide = {
-            number: EmulatedInstance(range(members[0] * size, (members[-1] + 1) * size), len(members))
+            number: EmulatedInstance(
+                range(members[0] * size, (members[-1] + 1) * size), len(members)
+            )
             for number, members in table.items()
         }
         return {n: one for n, one in wide.items() if one.ranks.start in self._instance_of}

@@ -38,7 +38,7 @@ class WideShare:
             self.engine = WideEngine(cast(NativeEngine, own), by_name, self.parallel)
         if not self.engine.joined:
             stats = own.stats()
-            assert not (stats.running or stats.waiting), "an instance joins with samples of its own"
+            assert not stats.running + stats.waiting, "an instance joins with samples of its own"
             self.engine.join()
         return self.engine
 

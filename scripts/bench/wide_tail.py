@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -137,13 +138,13 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for size in options.sizes:
-        config = config_of(size)
-        own, wide = engines_of(config, options.steps)
+        config, steps = config_of(size), options.steps
+        own, wide = engines_of(config, steps)
         for rows in options.rows:
             sides = {
-                "alone": of_slower(lambda rows=rows: step_seconds(own, rows, options.steps)),
-                "wide": of_slower(lambda rows=rows: wide_seconds(wide, rows, options.steps)),
-                "sums": of_slower(lambda rows=rows: sums_seconds(config, rows, options.steps)),
+                "alone": of_slower(partial(step_seconds, own, rows, steps)),
+                "wide": of_slower(partial(wide_seconds, wide, rows, steps)),
+                "sums": of_slower(partial(sums_seconds, config, rows, steps)),
             }
             times = take_turns(sides, options.rounds)
             if rank == 0:

@@ -151,20 +151,19 @@ def test_emulated_ranks(tmp_path: Path, tail_tp: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        (["tail_tp=3"], "rollout.tail_tp=3: wanted off, auto, or a multiple of rollout.layout.tp=2"),
-        (["tail_tp=2"], "rollout.tail_tp=2: wanted off, auto, or a multiple of rollout.layout.tp=2"),
-        (["tail_tp=-4"], "rollout.tail_tp=-4: wanted off, auto, or a multiple"),
-        (["tail_tp=wide"], "rollout.tail_tp=wide: wanted off, auto, or a multiple"),
-        (["tail_tp=16"], "rollout.tail_tp=16: wanted off, auto, or at most 8: cluster.ranks=8"),
+        (["tail_tp=3"], "=3: wanted off, auto, or a multiple of rollout.layout.tp=2, 4 or more"),
+        (["tail_tp=2"], "=2: wanted off, auto, or a multiple of rollout.layout.tp=2, 4 or more"),
+        (["tail_tp=-4"], "=-4: wanted off, auto, or a multiple"),
+        (["tail_tp=wide"], "=wide: wanted off, auto, or a multiple"),
+        (["tail_tp=16"], "=16: wanted off, auto, or at most 8: cluster.ranks=8"),
         (
             ["tail_tp=8", "layout.pp=2"],
-            "rollout.tail_tp=8: wanted off, auto, or at most 4: cluster.ranks=8 over"
-            " rollout.layout.pp=2",
+            "=8: wanted off, auto, or at most 4: cluster.ranks=8 over rollout.layout.pp=2",
         ),
-        (["tail_tp=4", "deterministic=strict"], "rollout.tail_tp=4: wanted off with deterministic"),
-        (["tail_tp=auto", "schedule=serial"], "rollout.tail_tp=auto: wanted off with schedule=serial"),
+        (["tail_tp=4", "deterministic=strict"], "=4: wanted off with deterministic=strict"),
+        (["tail_tp=auto", "schedule=serial"], "=auto: wanted off with schedule=serial, or"),
         (["tail_tp=4", "schedule=partial"], "or schedule=fused"),
-        (["tail_tp=4", "rollout=vllm"], "rollout.tail_tp=4: wanted off with rollout.engine=vllm"),
+        (["tail_tp=4", "rollout=vllm"], "=4: wanted off with rollout.engine=vllm"),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_allowed(settings: list[str], wanted: str) -> None:
@@ -174,6 +173,7 @@ def test_one_line_says_what_is_allowed(settings: list[str], wanted: str) -> None
     schedule = [] if any(s.startswith("schedule=") for s in named) else ["schedule=fused"]
     with pytest.raises(ConfigError) as error:
         compose.check(["cluster.ranks=8", "rollout.layout.tp=2", *schedule, *named])
+    assert error.value.key == "rollout.tail_tp"
     assert wanted in str(error.value)
     assert "\n" not in str(error.value)
 

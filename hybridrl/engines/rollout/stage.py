@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
@@ -104,9 +104,9 @@ class RolloutStage:
         self._vocab_shards: list[int] | None = None  # rows of each tp rank, where they differ
 
     def share_vocabulary(self, model: PreTrainedModel, width: int) -> None:
-        """Take the embedding of `model`, of which this one has views; its head is cut `width` times.
+        """Take the embedding of `model`, of which this one has views, and the cuts of its head.
 
-        `model` has equal shards. The last chunk of each may be smaller than the others.
+        `model` has equal shards, each cut in `width` chunks. The last one may be smaller.
         """
         if self.parallel.first:
             self.model.set_input_embeddings(model.get_input_embeddings())

@@ -17,10 +17,9 @@ from hybridrl.models.shard import GenParallel
 class WideEngine(NativeEngine):
     """One rank of a wide instance (`layout.wide`), on the weights of the rank's own `engine`.
 
-    States: parted (no weights, no cache) -> `join` -> joined -> `part`. While it is joined, `engine`
-    runs nothing: its KV cache is memory of this one. Nothing is copied: weights are views, but for
-    none. The embedding is the other engine's, with its collectives: a look-up needs no weights of
-    others.
+    States: parted (no weights, no cache) -> `join` -> joined -> `part`. While it is joined,
+    `engine` runs nothing: its KV cache is memory of this one. Nothing is copied: weights are views.
+    The embedding is the other engine's, with its collectives, since it needs no other ranks.
 
     Example: instances of tp 1 with a [8, 4] matrix that tp cuts by rows. Of two joined ones, the
     first rank computes with rows 0 to 3 of its own matrix, the second with rows 4 to 7 of its own.
@@ -32,7 +31,7 @@ class WideEngine(NativeEngine):
         parameters: Mapping[str, Parameter],
         parallel: GenParallel,
     ) -> None:
-        """The `engine` is awake; `parameters` are the model's by name. Its own engine parts count."""
+        """The `engine` is awake, and has been built; `parameters` are the model's by name."""
         parts = engine.parts
         own = parts.parallel.tp
         width, member = parallel.tp // own, parallel.tp_rank % (parallel.tp // own)
@@ -93,8 +92,7 @@ class WideEngine(NativeEngine):
 
     def part(self) -> None:
         """Let go of weights and cache; nothing may run."""
-        stats = self.stats()
-        assert not (stats.running or stats.waiting), "samples are left"
+        assert not self._admission.num_running + self._admission.num_waiting, "samples are left"
         self._admission.drop_prefixes()
         for parameter, _ in self._cuts.values():
             parameter.data = parameter.new_empty(0)
