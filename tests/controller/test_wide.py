@@ -189,7 +189,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48,
         (LlamaConfig(**HEADS, intermediate_size=10), {"tp": 1}, 6, "intermediate_size=10"),
         (Qwen3MoeConfig(num_experts=8), {"tp": 2}, 4, "rollout.layout.ep=2: parts of an expert"),
         (Qwen3MoeConfig(num_experts=6), {"tp": 1}, 4, "divides the 6 experts"),
-        (LlamaConfig(**HEADS), {"tp": 1}, 6, None),
+        (LlamaConfig(**HEADS, intermediate_size=12), {"tp": 1}, 6, None),
     ],
 )
 def test_the_model_bounds_it(
