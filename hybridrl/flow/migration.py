@@ -72,11 +72,13 @@ def best_migration_plan(
     for width, tried in product(widths, blocks):
         caps = _caps(costs.at_width(width), max_held, prompt_tokens + max(lengths))
         pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        plans = pairs[:, 0], pairs[:, 1], prompt_tokens, wait_s, training, width
-        seconds = expected_seconds(lengths, *model, *plans)
+        seconds = expected_seconds(
+            lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens, wait_s, training, width
+        )
         first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
         if seconds[first] < least:
-            best = MigrationPlan(*pairs[first].tolist(), width)
+            num_left, cap = pairs[first].tolist()
+            best = MigrationPlan(num_left, cap, width)
             least = seconds[first] * (1 - 1e-9)
     return best if threshold is None else best._replace(threshold=threshold)
 

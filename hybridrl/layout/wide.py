@@ -1,7 +1,7 @@
 """Wide instances: several generation instances that decode the last samples as one.
 
 With few samples left a decode step reads weights, and more tensor parallelism reads fewer of them
-on each rank. k instances of tp t form one of tp k t. Pipeline stages stay as they are.
+on each rank. So k instances of tp t form one of tp k t. Pipeline stages stay as they are.
 
 Invariants, which tests assert:
 - Wide tp rank i k + m is tp rank i of the m-th member. So a rank's wide boxes lie inside the boxes

@@ -262,11 +262,11 @@ class Actor:
             if share is not None:
                 share.join(self.rollout, self.train_engine.parameters)
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Be an instance of its own again, where a wide one has no samples left."""
         if self._joined is not None and not self.unfinished:
             assert self._joined.engine is not None
-            self._joined.engine.part()
+            self._joined.engine.leave()
             self._joined = None
 
     # -- weight switch -----------------------------------------------------------------------

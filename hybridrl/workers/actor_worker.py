@@ -191,7 +191,7 @@ class ActorWorker(BaseWorker):
             seconds = work.seconds + fetch_s + put_s
             work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
         unfinished = self.actor.unfinished
-        self.actor.part()
+        self.actor.leave()
         value = Advanced(instance, unfinished, tuple(finished), tuple(exported), work=work)
         ids = [event.id for event in finished]
         return self._reply(

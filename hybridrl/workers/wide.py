@@ -1,6 +1,6 @@
 """A rank's shares of wide instances (`layout.wide`), and how parked samples are cut for them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -60,8 +60,8 @@ def wide_shares(
 
 
 def cut_samples(
-    samples: Mapping[Any, Any], parallel: GenParallel, model_config: PretrainedConfig, width: int
-) -> dict[int, Mapping[Any, Any]]:
+    samples: dict[Any, Any], parallel: GenParallel, model_config: PretrainedConfig, width: int
+) -> dict[int, dict[Any, Any]]:
     """Parked samples for each rank that continues them on an instance `width` times as wide.
 
     By instance rank there. Each gets the keys and values of its own heads; `samples` are

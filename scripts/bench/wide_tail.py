@@ -2,8 +2,8 @@
 
 Both ranks decode `rows` samples on an instance of their own, then all of them together with tensor
 parallelism 2 (`rollout.tail_tp=2`). Weights are random: their size counts, not what they say. A
-step moves nothing but sums, whose time alone is measured, too. The bound is a step alone over the
-sum of its half and those sums: more would take cores whose memory is faster together than alone.
+step moves nothing but sums, whose time alone is measured, too. The bound of the
+ratio is a half and those sums over a step alone. Less would take cores that are faster together.
 Prints one JSON object per line.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lines import line, show, take_turns
+from torch.multiprocessing.spawn import spawn
 from transformers import PretrainedConfig, Qwen3Config
 
 from hybridrl.config import RolloutConfig
@@ -107,7 +107,7 @@ def wide_seconds(engine: WideEngine, rows: int, steps: int) -> float:
     """The same of both ranks together."""
     engine.join()
     seconds = step_seconds(engine, rows, steps)
-    engine.part()
+    engine.leave()
     return seconds
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (str(Path(folder) / "store"), options), nprocs=2)
+        spawn(measure, (str(Path(folder) / "store"), options), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from hybridrl.config import ConfigError, RolloutConfig, RolloutLayoutConfig, compose
-from hybridrl.controller import run as runs
+from hybridrl.controller import train as runs
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.models.parallel import check_tail_tp, wide_widths
 from hybridrl.telemetry.records import read_lines
@@ -97,7 +97,7 @@ def test_a_run_that_resumes_in_between(run_of: Callable[..., Any], long_tail: li
 def test_an_instance_that_parted_trains(
     run_of: Callable[..., Any], long_tail: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three instances two decode the tail, and the third trains on groups that are whole."""
+    """Of three instances two decode the tail, and the third trains; then they may train, too."""
     monkeypatch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
     dropped = ("recipe", "rollout.decode_steps", "trainer.prompts_per_step")
     kept = [setting for setting in long_tail if not setting.startswith(dropped)]
@@ -105,7 +105,8 @@ def test_an_instance_that_parted_trains(
     settings += ["recipe.group_size=2", "rollout.decode_steps=1", "trainer.prompts_per_step=9"]
     serial = run_of(*settings)
     early = ["schedule.early_backward=auto", "rollout.tail_tp=2"]
-    wide = run_of(*settings, *WIDE, *early)
+    early += ["schedule=fused", "schedule.migration_threshold=12"]  # while all still decode
+    wide = run_of(*settings, *early)
     for one, other in zip(serial.steps, wide.steps, strict=True):
         assert [(s.id, s.tokens) for s in one.samples] == [(s.id, s.tokens) for s in other.samples]
     assert sum(line["widened"] for line in wide.metrics) > 0

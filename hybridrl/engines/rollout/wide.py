@@ -17,12 +17,12 @@ from hybridrl.models.shard import GenParallel
 class WideEngine(NativeEngine):
     """One rank of a wide instance (`layout.wide`), on the weights of the rank's own `engine`.
 
-    States: parted (no weights, no cache) -> `join` -> joined -> `part`. While it is joined,
+    States: apart (no weights, no cache) -> `join` -> joined -> `leave`. While it is joined,
     `engine` runs nothing: its KV cache is memory of this one. Nothing is copied: weights are views.
     The embedding is the other engine's, with its collectives, since it needs no other ranks.
 
-    Example: instances of tp 1 with a [8, 4] matrix that tp cuts by rows. Of two joined ones, the
-    first rank computes with rows 0 to 3 of its own matrix, the second with rows 4 to 7 of its own.
+    Example: two instances of tp 1 with a [8, 4] matrix that tp cuts by rows have joined. The first
+    rank computes with rows 0 to 3 of its own matrix, the second with rows 4 to 7 of its own.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WideEngine(NativeEngine):
         }
         # From here on the names of the module's parameters are not its own alone.
         stage.share_vocabulary(engine.model, width)
-        self.part()
+        self.leave()
 
     @property
     def joined(self) -> bool:
@@ -90,7 +90,7 @@ class WideEngine(NativeEngine):
             self.model.get_submodule(module)._buffers[leaf] = buffer
         self._pool = self._stage.share_pool(self._engine.take_pool())
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Let go of weights and cache; nothing may run."""
         assert not self._admission.num_running + self._admission.num_waiting, "samples are left"
         self._admission.drop_prefixes()
