@@ -170,8 +170,11 @@ bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, o
 bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 256 emulated ranks
 	@$(BIN)/python scripts/bench/driver.py $(ARGS)
 
-bench-tail: $(BIN)/.core  ## the schedules on an emulated device with long-tailed lengths, beside plan schedule
+bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, beside plan schedule and the bound
 	@$(BIN)/python scripts/bench/tail.py $(ARGS)
+
+bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused
+	@$(BIN)/python scripts/bench/tail_ranks.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
@@ -203,4 +206,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-vllm

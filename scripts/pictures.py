@@ -1,10 +1,12 @@
-"""Draws the two pictures of the README: `python scripts/pictures.py` writes docs/images/*.svg.
+"""Draws the pictures of the README: `python scripts/pictures.py` writes docs/images/*.svg.
 
 `architecture.svg`: the driver, the ranks, both engines, the switch. `step.svg`: a step's timeline
-under `schedule=serial` and `schedule=fused`, a sketch and no measurement. Each stands on a light
+under `schedule=serial` and `schedule=fused`, a sketch and no measurement. `tail.svg`: such steps of
+emulated runs, by docs/images/tail.json (`scripts/bench/tail_timeline.py`). Each stands on a light
 card, so that it reads well on white and on dark pages.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -19,6 +21,9 @@ COLORS = {
     "switch": "#f2c14e",
     "reference": "#c9c6ea",
     "idle": "#e4e7eb",
+    "verify": "#9fd3ae",
+    "wide": "#5fae78",
+    "early": "#e8a87c",
     "store": "#eef1f4",
 }
 
@@ -236,7 +241,73 @@ def step() -> str:
     return picture(900, 346, "A step under schedule=serial, and under schedule=fused", drawn)
 
 
-PICTURES = {"architecture.svg": architecture, "step.svg": step}
+TAIL_TITLES = {
+    "serial": "schedule=serial",
+    "fused": "schedule=fused: passes while the tail decodes, which moves to few instances",
+    "all": "schedule=fused, training early and guessing ahead: the same batch",
+    "packed": "schedule=packed: long responses share a later step",
+}
+TAIL_KINDS = {
+    "switch": ("switch", "weight switch"),
+    "generate": ("generate", "generate"),
+    "verify": ("verify", "generate, guessing ahead"),
+    "wide decode": ("wide", "wide decode"),
+    "reference_log_probs": ("reference", "reference"),
+    "early backward": ("early", "early backward"),
+    "update_actor": ("train", "update"),
+}
+TAIL_LEFT, TAIL_WIDTH, TAIL_LANE = 20, 860, 9
+
+
+def tail() -> str:
+    """A step of emulated runs, a lane an instance: docs/images/tail.json is the measurement."""
+    record = json.loads((IMAGES / "tail.json").read_text())
+    sides: dict[str, list[list[tuple[str, float, float]]]] = record["sides"]
+    ends = {
+        name: max(end for lane in lanes for _, _, end in lane) for name, lanes in sides.items()
+    }
+    scale = TAIL_WIDTH / max(ends.values())
+    drawn, top, kinds = [], 34.0, dict.fromkeys(TAIL_KINDS, False)
+    for name, lanes in sides.items():
+        end = TAIL_LEFT + ends[name] * scale
+        title = f"{TAIL_TITLES[name]}: {ends[name]:.0f} s"
+        drawn.append(text(TAIL_LEFT, top - 8, title, 13, font_weight="600", text_anchor="start"))
+        for number, lane in enumerate(lanes):
+            y = top + number * TAIL_LANE
+            drawn.append(box(TAIL_LEFT, y, end - TAIL_LEFT, TAIL_LANE - 2, COLORS["idle"], "none"))
+            for slice_name, start, stop in lane:
+                color, _ = TAIL_KINDS[slice_name]
+                kinds[slice_name] = True
+                x, width = TAIL_LEFT + start * scale, (stop - start) * scale
+                drawn.append(flat(x, y, width, TAIL_LANE - 2, COLORS[color]))
+        top += len(lanes) * TAIL_LANE + 34
+    x = float(TAIL_LEFT)
+    shown = [TAIL_KINDS[kind] for kind, occurs in kinds.items() if occurs]
+    for color, words in [*shown, ("idle", "idle")]:
+        drawn.append(flat(x, top - 20, 14, 12, COLORS[color]))
+        drawn.append(text(x + 20, top - 10, words, 12, text_anchor="start", fill=SOFT))
+        x += 34 + 6.4 * len(words)
+    drawn.append(
+        text(
+            TAIL_LEFT,
+            top + 10,
+            f"measured on an emulated device of {record['ranks']} GPUs: a lane is an instance, "
+            "time runs to the right",
+            12,
+            text_anchor="start",
+            fill=SOFT,
+        )
+    )
+    return picture(900, round(top + 24), "A step with a long tail under several schedules", drawn)
+
+
+def flat(x: float, y: float, width: float, height: float, fill: str) -> str:
+    """A slice without a frame."""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {place} fill="{fill}"/>'
+
+
+PICTURES = {"architecture.svg": architecture, "step.svg": step, "tail.svg": tail}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -12,23 +12,43 @@ from hybridrl.telemetry.records import read_lines
 
 SEEDS = (0, 1, 2)
 RL_STEPS = 40
+EARLY = ["schedule=fused", "schedule.early_backward=auto", "trainer.layout.replicas=2"]
 WAYS = {
     "serial": [],
     "fused": ["schedule=fused"],
     "partial": ["schedule=partial"],
     "packed": ["schedule=packed"],
+    "early": EARLY,
+    "speculate": ["rollout.speculate=4"],
+    "tail": [*EARLY, "rollout.speculate=auto"],
     "vllm": ["rollout=vllm"],
+}
+# The long-tailed task of the benches: letters to copy, and a number to count down from.
+TASKS = {
+    "demo": [],
+    "longtail": [
+        "data=reasoning_gym",
+        "data.sources.main.kind=function",
+        "data.sources.main.name=hybridrl.data.tasks:work",
+        'data.prompt_template="{question}:"',
+        'data.answer_template="#{answer}>{steps}"',
+        "data.max_prompt_tokens=16",
+        'reward.extract="#([a-z]*)"',
+        "rollout.max_new_tokens=320",
+        "trainer.prompts_per_step=16",
+    ],
 }
 
 
-def accuracy(run_dir: Path, way: str, seed: int) -> tuple[float, float]:
+def accuracy(run_dir: Path, task: str, way: str, seed: int) -> tuple[float, float]:
     """Held-out accuracy before the recipe's steps (after the warm start) and at the end."""
     overrides = [
         "experiment=spell_tiny", f"trainer.steps={RL_STEPS}", "trainer.save_every=0",
         "eval.sets.main.every=null", "telemetry.loggers=[]", "telemetry.report=false",
         "telemetry.progress=false", f"run.seed={seed}", f"run.dir={run_dir}",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "hybridrl.cli", "train", *overrides, *WAYS[way]]
+    settings = [*overrides, *TASKS[task], *WAYS[way]]
+    command = [sys.executable, "-m", "hybridrl.cli", "train", *settings]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -40,9 +60,16 @@ def accuracy(run_dir: Path, way: str, seed: int) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize(
-    "ways", [("fused", "partial", "packed"), pytest.param(("vllm",), marks=pytest.mark.vllm)]
+    ("task", "ways"),
+    [
+        ("demo", ("fused", "partial", "packed", "early", "speculate", "tail")),
+        ("longtail", ("packed", "early", "speculate", "tail")),
+        pytest.param("demo", ("vllm",), marks=pytest.mark.vllm),
+    ],
 )
-def test_all_learn_as_serial_and_native_do(tmp_path: Path, ways: tuple[str, ...]) -> None:
+def test_all_learn_as_serial_and_native_do(
+    tmp_path: Path, task: str, ways: tuple[str, ...]
+) -> None:
     """Means over the seeds agree within three standard errors of their difference.
 
     The spread over seeds is pooled over the runs' kinds. Each accuracy is itself a share of 1024
@@ -50,7 +77,7 @@ def test_all_learn_as_serial_and_native_do(tmp_path: Path, ways: tuple[str, ...]
     """
     accuracies: dict[str, list[float]] = {}
     for way in ("serial", *ways):
-        runs = [accuracy(tmp_path / f"{way}{seed}", way, seed) for seed in SEEDS]
+        runs = [accuracy(tmp_path / f"{way}{seed}", task, way, seed) for seed in SEEDS]
         assert all(after > before + 0.1 for before, after in runs), (way, runs)
         accuracies[way] = [after for _, after in runs]
     variances = [statistics.variance(values) for values in accuracies.values()]

@@ -178,7 +178,7 @@ class PackedScheduleConfig(OverlappedScheduleConfig):
     """The most steps that a prompt waits. The prompts of one step more are ordered together."""
     limit_tokens: int | None = bounded(None, least=1)
     """A prompt whose response is longer is put off. Null takes the length that the share
-    `max_wait_steps` / (`max_wait_steps` + 1) of the last prompts have kept to."""
+    `max_wait_steps` / (`max_wait_steps` + 1) of the last prompts have kept to, and a margin."""
     draw_anew: bool = False
     """Whether a prompt that was put off draws new responses. Then long ones become fewer than
     under `serial`. False has the same random numbers again."""

@@ -292,7 +292,10 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[fl
     for _ in range(20):
         residuals = np.abs(wanted - rows @ fitted)
         closeness = 1 / np.sqrt(np.maximum(residuals, 1e-3 * np.median(wanted) + 1e-12))
+        before = fitted
         fitted = _non_negative(rows * closeness[:, None], wanted * closeness, per_call)
+        if np.allclose(fitted, before, rtol=1e-9, atol=0):  # calls without noise need no more
+            break
     residuals = wanted - rows @ fitted
     deviation = 1.4826 * np.median(np.abs(residuals))
     near = np.abs(residuals) <= 3 * deviation + 1e-9 * np.abs(wanted)

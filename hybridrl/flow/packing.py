@@ -4,8 +4,11 @@ Tail batching (RollPacker, arXiv 2509.21009, section 3). Lengths are tokens, and
 depends on them alone, never on the order in which samples finish.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+_DEVIATIONS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,21 @@ def choose(order: Sequence[int], num_wanted: int, fits: Mapping[int, bool]) -> C
     return Choice(tuple(taken), tuple(put_off), is_final)
 
 
-def limit_of(longest: Iterable[int], num_steps: int) -> int | None:
-    """The length that all prompts but one in `num_steps` keep to; None where none is known.
+def limit_of(longest: Sequence[int], num_steps: int, num_prompts: int) -> int | None:
+    """The length that all prompts of a cycle but one in `num_steps` keep to; None: none is known.
 
-    `longest` has the longest response of each prompt of earlier steps.
+    `longest` has the longest response of each prompt of earlier steps, of which (num_steps - 1) /
+    num_steps keep to the length. The `num_prompts` of a cycle may have more long ones. A step that
+    finds too few short ones begins more prompts late, and so takes twice the time. So the share is
+    1.5 standard deviations higher: those of the earlier prompts and of these ones together.
 
-    Example: of the lengths 10, 20, 30 and 90, with 4 steps, 30.
+    Example: with 4 steps of 16 prompts, and the lengths 1 to 64, the share is
+    0.75 + 1.5 sqrt(0.75 x 0.25 x (1/64 + 1/64)) = 0.865, and the limit 56.
     """
     lengths = sorted(longest)
-    return lengths[-(-len(lengths) * (num_steps - 1) // num_steps) - 1] if lengths else None
+    if not lengths:
+        return None
+    share = (num_steps - 1) / num_steps
+    deviation = math.sqrt(share * (1 - share) * (1 / len(lengths) + 1 / num_prompts))
+    kept = math.ceil(len(lengths) * min(1.0, share + _DEVIATIONS * deviation))
+    return lengths[kept - 1]

@@ -35,6 +35,8 @@ class Accelerator:
 ACCELERATORS = {
     # NVIDIA H100 SXM5 datasheet; 400 Gb/s a GPU.
     "h100": Accelerator(989e12, 3.35e12, 80e9, 50e9),
+    # An H100 SXM5 with half of its NVLink, which no cost here uses; 400 Gb/s a GPU.
+    "h800": Accelerator(989e12, 3.35e12, 80e9, 50e9),
     # The Hopper of RLHFuse's testbed is not named further; its network is 8 x 200 Gb/s a node.
     "hopper-200g": Accelerator(989e12, 3.35e12, 80e9, 25e9),
     # NVIDIA A100 SXM4 80 GB datasheet; 200 Gb/s a GPU.
@@ -66,7 +68,8 @@ class Llama:
         return 2 * self.layers * self.hidden * self.kv_heads // self.heads * _BYTES
 
 
-# LLaMA (arXiv 2302.13971, table 2); 8b and 70b are Llama 3 (arXiv 2407.21783, table 3).
+# LLaMA (arXiv 2302.13971, table 2); 8b and 70b are Llama 3 (arXiv 2407.21783, table 3). Qwen2.5:
+# arXiv 2412.15115, table 1, and the models' config.json.
 MODELS = {
     "7b": Llama(32, 4096, 11_008, 32, 32),
     "13b": Llama(40, 5120, 13_824, 40, 40),
@@ -74,6 +77,9 @@ MODELS = {
     "65b": Llama(80, 8192, 22_016, 64, 64),
     "8b": Llama(32, 4096, 14_336, 32, 8, 128_256),
     "70b": Llama(80, 8192, 28_672, 64, 8, 128_256),
+    "qwen2.5-7b": Llama(28, 3584, 18_944, 28, 4, 152_064),
+    "qwen2.5-14b": Llama(48, 5120, 13_824, 40, 8, 152_064),
+    "qwen2.5-32b": Llama(64, 5120, 27_648, 40, 8, 152_064),
 }
 
 

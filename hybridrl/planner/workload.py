@@ -13,7 +13,7 @@ from hybridrl.flow.sample import SampleId
 
 LENGTHS = (
     "a run's directory, FILE.jsonl with {lengths: [...]} a line, lmsys, or "
-    "lognormal:median=M,sigma=S[,max=N][,seed=K] (p99=N in place of sigma)"
+    "lognormal:median=M,sigma=S[,max=N][,alike=A][,seed=K] (p99=N in place of sigma)"
 )
 
 
@@ -55,20 +55,28 @@ class Workload:
 class LogNormal:
     """Lengths whose logarithm is normal: `sigma` is its standard deviation; p99 / p50 is
     exp(2.33 sigma). Cut off at `max` tokens.
+
+    `alike` is the share of the logarithm's variance that a prompt's samples have in common: 0 where
+    they are independent, 1 where they have one length.
     """
 
     median: float
     sigma: float
     max: int = 2**31
     seed: int = 0
+    alike: float = 0.0
 
     def draw(self, num_groups: int, group_size: int, prompt_tokens: int) -> Iterator[Group]:
         """Groups of independent lengths, the same ones for the same seed."""
         draw = random.Random(self.seed)
+        of_prompt = self.sigma * math.sqrt(self.alike)
+        of_sample = self.sigma * math.sqrt(1 - self.alike)
         for _ in range(num_groups):
-            lengths = (
-                round(self.median * draw.lognormvariate(0.0, self.sigma)) for _ in range(group_size)
-            )
+            shared = draw.gauss(0.0, of_prompt) if self.alike else 0.0
+            lengths = [
+                round(self.median * draw.lognormvariate(shared, of_sample))
+                for _ in range(group_size)
+            ]
             yield Group(prompt_tokens, tuple(min(max(1, n), self.max) for n in lengths))
 
 
@@ -134,6 +142,7 @@ def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
             sigma=_sigma(parameters, median),
             max=int(parameters.pop("max", 2**31)),
             seed=int(parameters.pop("seed", seed)),
+            alike=float(parameters.pop("alike", 0)),
         )
     except (KeyError, ValueError, ZeroDivisionError):
         raise ConfigError("--lengths", text, LENGTHS) from None
@@ -141,6 +150,8 @@ def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
         raise ConfigError("--lengths", text, LENGTHS)
     if not (0 < drawn.median < 1e9 and 0 <= drawn.sigma < 10 and drawn.max >= 1):
         raise ConfigError("--lengths", text, "median above 0, sigma from 0 to 10, max 1 or more")
+    if not 0 <= drawn.alike <= 1:
+        raise ConfigError("--lengths", text, "alike from 0 to 1")
     return drawn
 
 

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+_NO_FACTS: Mapping[str, float] = {}
 
 
 class Blocks:
@@ -23,18 +26,26 @@ class Blocks:
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self._left = 0
+        self._left = self._steps = 0
         self._lengths: list[int] = []
+        self._facts: Counter[str] = Counter()
 
     def begin(self) -> bool:
         """Wait for the first block."""
         self._answer({"ready": True})
         return self._next()
 
-    def after_step(self, response_lengths: Sequence[int]) -> bool:
-        """Count a step of samples of these lengths (tokens); waits where the block has ended."""
+    def after_step(
+        self, response_lengths: Sequence[int], facts: Mapping[str, float] = _NO_FACTS
+    ) -> bool:
+        """Count a step of samples of these lengths (tokens); waits where the block has ended.
+
+        The block's answer has the mean of each of its `facts`.
+        """
         self._lengths += response_lengths
+        self._facts.update(facts)
         self._left -= 1
+        self._steps += 1
         if self._left:
             return True
         seconds = time.perf_counter() - self._start
@@ -44,13 +55,14 @@ class Blocks:
                 "samples_per_s": samples / seconds,
                 "response_tokens_mean": sum(self._lengths) / samples,
                 "response_tokens_max": max(self._lengths),
+                **{name: total / self._steps for name, total in self._facts.items()},
             }
         )
         return self._next()
 
     def _next(self) -> bool:
         self._left = int(sys.stdin.readline() or 0)
-        self._lengths = []
+        self._lengths, self._facts, self._steps = [], Counter(), 0
         self._start = time.perf_counter()
         return self._left > 0
 

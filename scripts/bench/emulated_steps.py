@@ -23,7 +23,7 @@ QUIET = ("telemetry.progress=false", "telemetry.report=false", "telemetry.logger
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Means of a run's steps but the first: a schedule has learned nothing before it."""
+    """Means of a run's steps but the first ones, before which a schedule has learned nothing."""
 
     seconds: float
     """Wall time of a step, with its records."""
@@ -40,23 +40,25 @@ def config_of(settings: Sequence[str], run_dir: Path) -> Config:
     return compose.check(overrides)
 
 
-def measure(config: Config, profile: cProfile.Profile | None = None) -> Steps:
-    """Run all steps of `trainer.steps` and time each; `profile` sees all but the first."""
+def measure(config: Config, profile: cProfile.Profile | None = None, skip: int = 1) -> Steps:
+    """Run all steps of `trainer.steps` and time each; `profile` sees all but the first `skip`."""
     prepared, seconds, cpu, samples = prepare(config), [], [], []
     with running(config, prepared, Origin()) as run:
         run.begin_recipe()
         for step in range(1, config.trainer.steps + 1):
             start, start_cpu = time.perf_counter(), time.process_time()
-            with _profiled(profile if step > 1 else None):
+            with _profiled(profile if step > skip else None):
                 run.run_recipe_to(step)
             seconds.append(time.perf_counter() - start)
             cpu.append(time.process_time() - start_cpu)
             samples.append(_trained(run))
-    return Steps(fmean(seconds[1:]), fmean(cpu[1:]), fmean(samples[1:]))
+    return Steps(fmean(seconds[skip:]), fmean(cpu[skip:]), fmean(samples[skip:]))
 
 
-def predict(config: Config, stages: Sequence[str], round_trip_s: float | None = None) -> float:
-    """Mean step of `hybridrl plan schedule` for the costs, lengths and schedule of `config`.
+def setting_of(
+    config: Config, stages: Sequence[str], round_trip_s: float | None = None
+) -> Setting:
+    """The what-if run of `hybridrl plan schedule` for costs, lengths and limits of `config`.
 
     `stages` are the recipe's forward passes, by the names of their costs. `round_trip_s` replaces
     that of the costs.
@@ -68,7 +70,7 @@ def predict(config: Config, stages: Sequence[str], round_trip_s: float | None = 
     if round_trip_s is not None:
         costs = replace(costs, round_trip_s=round_trip_s)
     group_size = int(config.recipe["group_size"])
-    setting = Setting(
+    return Setting(
         costs=costs,
         num_instances=config.cluster.ranks // config.rollout.layout.ranks,
         max_held=config.samples_held,
@@ -77,7 +79,14 @@ def predict(config: Config, stages: Sequence[str], round_trip_s: float | None = 
         workload=emulated_workload(config, group_size),
         group_size=group_size,
     )
-    return replay(setting, config.schedule).step_s
+
+
+def predict(
+    config: Config, stages: Sequence[str], round_trip_s: float | None = None, skip: int = 1
+) -> float:
+    """Mean step of `hybridrl plan schedule`, in virtual time; parameters as in `setting_of`."""
+    setting = setting_of(config, stages, round_trip_s)
+    return replay(setting, config.schedule, skip).step_s
 
 
 def hottest(profile: cProfile.Profile, num: int) -> str:

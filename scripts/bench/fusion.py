@@ -286,8 +286,16 @@ def weights(cache: Path, wider: int) -> tuple[Path, Path]:
     return actor, judge
 
 
-def configuration(actor: Path, judge: Path, run_dir: Path, prompts: int) -> Config:
-    """GRPO on two ranks of one thread, every group trained on, with both forward-only roles."""
+def configuration(
+    actor: Path, judge: Path | None, run_dir: Path, prompts: int, settings: Sequence[str] = ()
+) -> Config:
+    """GRPO on two ranks of one thread, every group trained on, with both forward-only roles.
+
+    Without a `judge` a verifier judges, and there is no reference. `settings` are further ones.
+    """
+    roles = ["reward=exact", 'reward.extract="#([a-z]*)"']
+    if judge is not None:
+        roles = ["recipe.kl_coef=0.001", "reward=model", f"reward.model={judge}"]
     return make_config(
         *TASK.data,
         f"model.path={actor}",
@@ -295,9 +303,7 @@ def configuration(actor: Path, judge: Path, run_dir: Path, prompts: int) -> Conf
         "recipe=grpo",
         f"recipe.group_size={GROUP_SIZE}",
         "recipe.skip_equal_groups=false",
-        "recipe.kl_coef=0.001",
-        "reward=model",
-        f"reward.model={judge}",
+        *roles,
         f"rollout.max_new_tokens={TASK.max_new_tokens}",
         f"trainer.prompts_per_step={prompts}",
         "trainer.steps=1000000",
@@ -307,6 +313,7 @@ def configuration(actor: Path, judge: Path, run_dir: Path, prompts: int) -> Conf
         "cluster.threads_per_rank=1",
         "telemetry.progress=false",
         "telemetry.report=false",
+        *settings,
     )
 
 

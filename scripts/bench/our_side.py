@@ -1,14 +1,15 @@
 """Our side of the end-to-end benches: `controller.run` as a run does it, on Ray, two ranks."""
 
+import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blocks import Blocks
 from tasks import side_arguments
 
-from hybridrl.config import TelemetryConfig
+from hybridrl.config import Config, TelemetryConfig
 from hybridrl.controller.checkpoints import Origin
 from hybridrl.controller.preflight import prepare
 from hybridrl.controller.run import Run
@@ -21,28 +22,36 @@ class _Done(Exception):
 
 
 class TurnTaking(Telemetry):
-    """The run's record, kept in full, that also lets the other sides have their turn."""
+    """The run's record, kept in full, that also lets the other sides have their turn.
 
-    def __init__(self, run_dir: Path, config: TelemetryConfig, blocks: Blocks) -> None:
+    A block's answer has the means of the metrics `facts`, where a step has them.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: TelemetryConfig, blocks: Blocks, facts: Sequence[str] = ()
+    ) -> None:
         super().__init__(run_dir, config, total_steps=1)
-        self.blocks = blocks
+        self.blocks, self.facts = blocks, facts
 
     def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:
         """Record them; a step has ended."""
         super().lengths(step, response_lengths, **others)
-        if not self.blocks.after_step(response_lengths):
+        *_, last = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        metrics = json.loads(last)
+        facts = {name: metrics[name] for name in self.facts if name in metrics}
+        if not self.blocks.after_step(response_lengths, facts):
             raise _Done
 
 
-def main() -> None:
-    """Parse and run blocks of steps."""
-    task, model_path = side_arguments(__doc__)
-    blocks = Blocks()
+def take_turns(
+    configure: Callable[[Path], Config], blocks: Blocks, facts: Sequence[str] = ()
+) -> None:
+    """Run blocks of steps until no more are asked for; `configure` gets the run's directory."""
     run_dir = Path(tempfile.mkdtemp(prefix="bench"))
     try:
-        config = task.config(model_path, run_dir)
+        config = configure(run_dir)
         with (
-            TurnTaking(run_dir, config.telemetry, blocks) as telemetry,
+            TurnTaking(run_dir, config.telemetry, blocks, facts) as telemetry,
             launched(config.cluster, run_dir / "logs") as launcher,
         ):
             run = Run(config, prepare(config), telemetry, launcher, Origin())
@@ -55,6 +64,13 @@ def main() -> None:
         pass
     finally:
         shutil.rmtree(run_dir)
+
+
+def main() -> None:
+    """Parse and run blocks of steps."""
+    task, model_path = side_arguments(__doc__)
+    blocks = Blocks()
+    take_turns(lambda run_dir: task.config(model_path, run_dir), blocks)
 
 
 if __name__ == "__main__":

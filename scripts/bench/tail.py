@@ -1,110 +1,222 @@
-"""Seconds of a step of each schedule on an emulated device, beside their prediction: JSON lines.
+"""Seconds of a step with each mechanism on emulated devices, their prediction and bound.
 
-Long-tailed lengths, instances of four H100s by roofline, no model (docs/emulated.md). The sides of
-a recipe take turns, each a run of its own.
+Long-tailed lengths, GPUs by roofline, no model (docs/emulated.md). Prints JSON lines: the bounds of
+a case first, then its sides, each a run. Seconds are those of the device: wall time over
+`cluster.time_scale`. `tail_cases.py` has the settings, `tail_bounds.py` the bounds.
 """
 
 import argparse
-import random
+import json
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
-from emulated_steps import config_of, measure, predict
+from emulated_steps import config_of, measure, setting_of
 from lines import show
+from tail_bounds import Machine, bounds, pass_tokens
+from tail_cases import ACCEPT, CASES, CYCLE, DRAFT, RECIPES, SIDES, WIDTH, Case
 
-# A row of settings is a column of the table: add yours.
-SIDES: dict[str, tuple[str, ...]] = {
-    "serial": ("schedule=serial",),
-    "fused": ("schedule=fused",),
-    "fused_early": (
-        "schedule=fused",
-        "schedule.early_backward=auto",
-        "trainer.layout.replicas={instances}",
-    ),
-    "packed": ("schedule=packed",),
-    "partial": ("schedule=partial",),
-}
-GROUP = 8
-# The settings of a recipe, and the names of its forward passes in the costs.
-RECIPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "verifier": ((), ()),
-    "reference_and_reward_model": (
-        ("recipe.kl_coef=0.01", "reward=model", "reward.model=emulated"),
-        ("reward", "reference"),
-    ),
-}
+from hybridrl.config import Config, SerialScheduleConfig
+from hybridrl.flow.costs import Costs
+from hybridrl.planner.accelerators import read_roofline
+from hybridrl.planner.schedule import Setting, replay
+
+UNSEEN_CYCLES = 2  # that the prediction has at least
+SEEN, UNSEEN = 0, 1  # run.seed of the emulated runs, and of a prediction without their lengths
 
 
-def main() -> None:
-    """Parse, and let the schedules of each recipe take turns."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A side: device seconds of a step as emulated, as planned for the same lengths and others."""
+
+    step_s: float
+    planned_s: float
+    unseen_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, and measure each case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=32)
-    parser.add_argument("--instance", type=int, default=4, help="ranks of an instance")
-    parser.add_argument("--costs", default="gpu:model=7b,critic=7b")
-    parser.add_argument("--lengths", default="lognormal:median=128,p99=1024,max=2048")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of a response at most")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument(
-        "--steps", type=int, default=8, help="after the first, which does not count"
-    )
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--time-scale", type=float, default=1.0)
-    parser.add_argument("--per-process", type=int, default=32, help="0: without Ray")
-    parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--recipes", default=",".join(RECIPES))
-    args = parser.parse_args()
-    for recipe in args.recipes.split(","):
-        compare(args, recipe)
+    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--sides", help="instead of each case's own")
+    parser.add_argument("--recipes", help="instead of each case's own")
+    parser.add_argument("--cycles", type=int, help=f"of {CYCLE} steps; one more warms up")
+    parser.add_argument("--wall-s", type=float, help="wall time of a serial step")
+    parser.add_argument("--per-process", type=int, default=0, help="ranks; 0: without Ray")
+    parser.add_argument("--planned", action="store_true", help="only in virtual time")
+    args = parser.parse_args(argv)
+    by_name = {case.name: case for case in CASES}
+    for name in args.cases.split(","):
+        case = by_name[name]
+        case = replace(
+            case,
+            sides=tuple(args.sides.split(",")) if args.sides else case.sides,
+            recipes=tuple(args.recipes.split(",")) if args.recipes else case.recipes,
+            cycles=args.cycles or case.cycles,
+            wall_s=args.wall_s or case.wall_s,
+        )
+        for recipe in case.recipes:
+            with tempfile.TemporaryDirectory() as folder:
+                compare(case, recipe, Path(folder), args.per_process, args.planned)
 
 
-def compare(args: argparse.Namespace, recipe: str) -> None:
-    """All sides of one recipe, in turns."""
-    settings, stages = RECIPES[recipe]
-    common = [
-        *settings,
-        f'cluster.costs="{args.costs}"',
-        f'cluster.lengths="{args.lengths}"',
-        f"cluster.ranks={args.ranks}",
-        f"cluster.ranks_per_process={args.per_process}",
-        f"cluster.time_scale={args.time_scale}",
-        f"rollout.layout.tp={args.instance}",
-        f"rollout.max_new_tokens={args.longest}",
-        f"trainer.prompts_per_step={args.prompts}",
-        f"trainer.steps={args.steps + 1}",
-        f"recipe.group_size={GROUP}",
+class CaseRuns:
+    """The runs of a case and recipe: their costs in a file, and the scale of their time."""
+
+    def __init__(
+        self, case: Case, recipe: str, folder: Path, wall_s: float, per_process: int = 0
+    ) -> None:
+        self.case, self.recipe, self.folder = case, recipe, folder
+        self.stages, self.per_process, self.scale = RECIPES[recipe].stages, per_process, 1.0
+        self.costs = folder / "costs.json"
+        self._write(case_costs(case, self.stages))
+        if case.published_shares:
+            self._write(at_shares(self.planned("serial"), case.published_shares))
+        step_s = replay(self.planned("serial"), SerialScheduleConfig(), CYCLE).step_s
+        self.scale = min(1.0, wall_s / step_s)
+
+    def config(self, side: str, seed: int = SEEN, steps: int | None = None) -> Config:
+        """A run of a side; `steps` after those that warm up, instead of the case's own."""
+        case = self.case
+        own = [setting.format(instances=case.instances) for setting in SIDES[side]]
+        own += [f"run.seed={seed}", f"cluster.costs={self.costs}"]
+        own += [f"cluster.time_scale={self.scale}"]
+        own += [f"cluster.ranks_per_process={self.per_process}"]
+        own += [f"trainer.steps={CYCLE + (steps or case.cycles * CYCLE)}"]
+        return config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}{seed}")
+
+    def planned(self, side: str, seed: int = SEEN, steps: int | None = None) -> Setting:
+        """The same for the planner, in device seconds."""
+        config = self.config(side, seed, steps)
+        config.cluster.time_scale = 1.0
+        return setting_of(config, self.stages)
+
+    def planned_s(self, side: str, seed: int = SEEN, steps: int | None = None) -> float:
+        """Device seconds of a step in virtual time."""
+        schedule = self.config(side, seed).schedule
+        return replay(self.planned(side, seed, steps), schedule, CYCLE).step_s
+
+    def emulated_s(self, side: str) -> float:
+        """Device seconds of a step in wall time."""
+        return measure(self.config(side), skip=CYCLE).seconds / self.scale
+
+    def _write(self, costs: Costs) -> None:
+        record = {"costs": costs.to_json(), "num_instances": self.case.instances}
+        self.costs.write_text(json.dumps(record))
+
+
+def compare(case: Case, recipe: str, folder: Path, per_process: int, planned: bool) -> None:
+    """The bounds and all sides of one recipe."""
+    started = time.perf_counter()
+    runs = CaseRuns(case, recipe, folder, case.wall_s, per_process)
+    least = show_bounds(case, recipe, runs.planned("serial"))
+    rows = {}
+    for side in case.sides:
+        same = runs.planned_s(side)
+        other = runs.planned_s(side, UNSEEN, max(case.cycles, UNSEEN_CYCLES) * CYCLE)
+        rows[side] = Row(same if planned else runs.emulated_s(side), same, other)
+    for side in rows:
+        show(line_of(runs, side, rows, least[side], planned))
+    show({"name": f"tail_{case.name}_{recipe}_took", "s": round(time.perf_counter() - started, 1)})
+
+
+def settings_of(case: Case, recipe: str) -> list[str]:
+    """The settings that all sides share."""
+    return [
+        *RECIPES[recipe].settings,
+        f'cluster.lengths="{case.lengths}"',
+        f"cluster.prompt_tokens={case.prompt_tokens}",
+        f"cluster.ranks={case.ranks}",
+        f"rollout.layout.tp={case.instance}",
+        f"rollout.max_new_tokens={case.limit}",
+        f"rollout.decode_steps={case.decode_steps}",
+        f"trainer.prompts_per_step={case.prompts}",
+        f"recipe.group_size={case.group}",
         "recipe.skip_equal_groups=false",
     ]
-    instances = args.ranks // args.instance
-    names, draw = args.sides.split(","), random.Random(0)
-    planned: dict[str, float] = {}
-    measured: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(args.rounds):
-        for name in draw.sample(names, len(names)):
-            with tempfile.TemporaryDirectory() as folder:
-                own = [setting.format(instances=instances) for setting in SIDES[name]]
-                config = config_of([*common, *own], Path(folder) / "run")
-                measured[name].append(measure(config).seconds)
-                planned[name] = predict(config, stages)
-    for name in names:
-        mean, first = fmean(measured[name]), fmean(measured[names[0]])
-        show(
-            {
-                "name": f"tail_{recipe}_{name}",
-                "emulated": True,
-                "step_s": round(mean, 3),
-                "planned_s": round(planned[name], 3),
-                "step_over_planned": round(mean / planned[name], 3),
-                f"{names[0]}_over_step": round(first / mean, 3),
-                "planned_ratio": round(planned[names[0]] / planned[name], 3),
-                "rounds": args.rounds,
-                "ranks": args.ranks,
-                "instances": instances,
-                "time_scale": args.time_scale,
-            }
-        )
+
+
+def case_costs(case: Case, stages: Sequence[str]) -> Costs:
+    """The roofline's; a critic, of which only its reward model is used, where the recipe has one.
+
+    Its training is left out: GRPO has no critic.
+    """
+    model = case.costs.removeprefix("gpu:").split(",")[0].removeprefix("model=")
+    text = f"{case.costs},critic={model}" if "reward" in stages else case.costs
+    with_critic, *_ = read_roofline(text, case.instance, case.ranks)
+    alone, *_ = read_roofline(case.costs, case.instance, case.ranks)
+    return replace(with_critic, train_token_s=alone.train_token_s)
+
+
+def at_shares(setting: Setting, shares: tuple[float, float, float]) -> Costs:
+    """The costs with which a serial step has these shares of generation, inference, training."""
+    costs, (generation, inference, training) = setting.costs, shares
+    bare = replace(setting, costs=replace(costs, token_s={}, train_token_s=0.0))
+    rollout = replay(bare, SerialScheduleConfig(), CYCLE).step_s
+    passes = replace(setting, costs=replace(costs, train_token_s=0.0))
+    inferred = replay(passes, SerialScheduleConfig(), CYCLE).step_s - rollout
+    trained = replay(setting, SerialScheduleConfig(), CYCLE).step_s - rollout - inferred
+    times = inference / generation * rollout / inferred
+    return replace(
+        costs,
+        token_s={name: seconds * times for name, seconds in costs.token_s.items()},
+        train_token_s=costs.train_token_s * training / generation * rollout / trained,
+    )
+
+
+def show_bounds(case: Case, recipe: str, serial: Setting) -> dict[str, float]:
+    """What each side may reach at most, before anything is run."""
+    widest, *_ = read_roofline(case.costs, case.instance * WIDTH, case.ranks * WIDTH)
+    machine = Machine(
+        costs=serial.costs,
+        instances=case.instances,
+        max_held=serial.max_held,
+        wide_step_s=widest.step_s,
+        pass_tokens=pass_tokens(DRAFT, ACCEPT),
+    )
+    work = serial.workload
+    first = CYCLE * work.prompts_per_step
+    steps = [
+        work.groups[i : i + work.prompts_per_step]
+        for i in range(first, work.num_steps * work.prompts_per_step, work.prompts_per_step)
+    ]
+    least = bounds(steps, machine, CYCLE, case.sides)
+    show(
+        {
+            "name": f"tail_{case.name}_{recipe}_bounds",
+            "at_least_s": {side: round(seconds, 2) for side, seconds in least.items()},
+            "fused_over": {side: round(least["fused"] / s, 3) for side, s in least.items()},
+        }
+    )
+    return least
+
+
+def line_of(
+    runs: CaseRuns, side: str, rows: dict[str, Row], least: float, planned: bool
+) -> dict[str, object]:
+    """The record of a side: device seconds, and how much sooner than serial and fused it is."""
+    case, row, serial, fused = runs.case, rows[side], rows["serial"], rows["fused"]
+    unseen = fused.unseen_s / row.unseen_s
+    return {
+        "name": f"tail_{case.name}_{runs.recipe}_{side}",
+        "emulated": not planned,
+        "step_s": round(row.step_s, 2),
+        "planned_s": round(row.planned_s, 2),
+        "step_over_planned": round(row.step_s / row.planned_s, 3),
+        "serial_over_step": round(serial.step_s / row.step_s, 3),
+        "fused_over_step": round(fused.step_s / row.step_s, 3),
+        "unseen_fused_over_step": round(unseen, 3),
+        "ratio_over_unseen": round(fused.step_s / row.step_s / unseen, 3),
+        "bound_s": round(least, 2),
+        "ranks": case.ranks,
+        "instances": case.instances,
+        "steps": case.cycles * CYCLE,
+        "time_scale": round(runs.scale, 4),
+    }
 
 
 if __name__ == "__main__":

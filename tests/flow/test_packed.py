@@ -120,8 +120,9 @@ def test_the_examples_of_the_docstrings():
     last = choose(order, 2, {0: True, 1: False, 2: False})
     assert (last.taken, last.put_off, last.is_final) == ((0, 3), (1, 2), False)
     assert choose(order, 2, {0: True, 1: False, 2: False, 3: False}).is_final
-    assert limit_of([90, 10, 30, 20], 4) == 30
-    assert limit_of([], 4) is None
+    assert limit_of([*range(64, 0, -1)], 4, 64) == 56
+    assert limit_of([90, 10, 30, 20], 4, 4) == 90  # of so few it is not known what they keep to
+    assert limit_of([], 4, 64) is None
 
 
 # -- what a step takes -----------------------------------------------------------------------------
@@ -139,7 +140,8 @@ def specification(length_of, k, prompts, wait, limit, steps):
             position += prompts * cycle
         predicted = {p: ranker.predict([key_of(item_of(p))])[0] for p in waiting}
         order = sorted(waiting, key=lambda p: (max(predicted[p], waiting[p]), p))
-        most = limit or limit_of([n for of in longest[-cycle:] for n in of], cycle)
+        seen = [n for of in longest[-cycle:] for n in of]
+        most = limit or limit_of(seen, cycle, cycle * prompts)
         drawn = {p: [length_of(SampleId(p, "", i), step) for i in range(k)] for p in waiting}
         taken, num_put_off = [], 0
         for p in order:

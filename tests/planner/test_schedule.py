@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, variance
 from typing import Any
 
 import pytest
@@ -484,6 +485,17 @@ def test_a_distribution_has_its_quantiles(tail: str) -> None:
     assert read_workload(text, Shape(num_steps=1)).groups[0].lengths == workload.groups[0].lengths
 
 
+@pytest.mark.parametrize("alike", [0.0, 0.6, 1.0])
+def test_a_prompt_s_samples_are_as_alike_as_is_asked_for(alike: float) -> None:
+    text = f"lognormal:median=500,sigma=1,alike={alike},seed=5"
+    groups = read_workload(text, Shape(prompts_per_step=2000, group_size=4, num_steps=1)).groups
+    logs = [[math.log(n) for n in group.lengths] for group in groups]
+    within = fmean(variance(values) for values in logs)
+    # A variance of 6,000 numbers has a deviation of 1.8 %.
+    assert within == pytest.approx(1 - alike, abs=0.05)
+    assert variance([values[0] for values in logs]) == pytest.approx(1, abs=0.05)
+
+
 def test_a_seed_of_the_shape_counts_where_the_text_has_none() -> None:
     drawn = [
         read_workload(f"lognormal:median=200,sigma=0.9{own}", Shape(num_steps=1, seed=seed)).groups
@@ -519,6 +531,8 @@ def test_lmsys_has_the_published_mean_and_tail() -> None:
         "lognormal:median=3,sigma=nan",
         "lognormal:median=3,sigma=1,mode=2",
         "lognormal:median=3,sigma=1,max=0",
+        "lognormal:median=3,sigma=1,alike=1.5",
+        "lognormal:median=3,sigma=1,alike=-0.1",
         "empty.jsonl",
         "text.jsonl",
         "negative.jsonl",
@@ -590,6 +604,9 @@ def test_wrong_costs_are_refused(wrong: str, tmp_path: Path) -> None:
         ("65b", 65.3e9),
         ("8b", 8.03e9),
         ("70b", 70_553_706_496),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
     ],
 )
 def test_models_have_their_published_sizes(name: str, parameters: float) -> None:

@@ -285,7 +285,8 @@ class PackedSchedule(StreamingSchedule):
             for (position, x), tokens in zip(self._waiting.items(), predicted, strict=True)
         }
         order = sorted(expected, key=lambda position: (expected[position], position))
-        limit = self.limit_tokens or limit_of(chain(*self._longest), self.cycle_steps)
+        seen, cycle = [*chain(*self._longest)], self.cycle_steps * self._wanted
+        limit = self.limit_tokens or limit_of(seen, self.cycle_steps, cycle)
         if len(order) == self._wanted:  # the last step of the cycle takes all of them
             limit = None
         fits: dict[int, bool] = {}

@@ -1,0 +1,186 @@
+"""The settings of `make bench-tail`: devices, models, lengths and recipes; and the columns."""
+
+from dataclasses import dataclass
+
+CYCLE = 4  # steps of `schedule=packed`'s cycle: its default max_wait_steps, and one
+WIDTH = 2  # instances that join for the tail
+DRAFT, ACCEPT = 4, 0.6  # guessed tokens, and the chance of each to be accepted: assumed
+
+# RollPacker (arXiv 2509.21009, figure 2 and section 2.2: 14B, at most 16k tokens, math, code and a
+# judge): 75 % of the responses have at most 755 to 1,100 tokens, the longest ones 25 to 32 times
+# the median, and reach the limit. A log-normal with a 32nd of the limit at the median whose longest
+# of 1,024 is the limit: sigma = ln(32) / 3.1. Its 75th percentile is 1,089, p99 over p50 is 13.5.
+TAIL = 32
+SIGMA = 1.118
+# Table 1, 14B with at most 16k tokens under veRL: generation 72, 66, 71 % of a step, reward 5, 13,
+# 7 %, training 23, 21, 22 %. The means of the three tasks.
+PUBLISHED_SHARES = (0.70, 0.08, 0.22)
+
+
+def long_tailed(limit: int, alike: float) -> str:
+    """RollPacker's lengths under another limit; `alike` as in `--lengths`."""
+    return f"lognormal:median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeCase:
+    """A recipe: its settings, and the names of its forward passes in the costs."""
+
+    settings: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
+
+
+RECIPES = {
+    "verifier": RecipeCase(),
+    "reference": RecipeCase(("recipe.kl_coef=0.01",), ("reference",)),
+    "reference_and_reward_model": RecipeCase(
+        ("recipe.kl_coef=0.01", "reward=model", "reward.model=emulated"), ("reward", "reference")
+    ),
+}
+
+# A side is a column of the table: the settings of a run.
+SIDES: dict[str, tuple[str, ...]] = {
+    "serial": ("schedule=serial",),
+    "fused": ("schedule=fused",),
+    "early": (
+        "schedule=fused",
+        "schedule.early_backward=auto",
+        "trainer.layout.replicas={instances}",
+    ),
+    "packed": ("schedule=packed",),
+    "partial": ("schedule=partial",),
+}
+DEFAULT_SIDES = tuple(name for name in SIDES if name != "partial")
+FEW_SIDES = ("serial", "fused", "early")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A device, a model and what a step generates.
+
+    `costs` is a roofline's text. `wall_s` is what a step of `serial` shall take in wall time:
+    `cluster.time_scale` follows. `published_shares` are generation, inference and training of a
+    serial step where they are published: the costs of inference and training are scaled to them.
+    """
+
+    name: str
+    costs: str
+    ranks: int
+    instance: int
+    prompts: int
+    group: int = 8
+    limit: int
+    lengths: str
+    prompt_tokens: int = 256
+    recipes: tuple[str, ...] = ("verifier",)
+    sides: tuple[str, ...] = DEFAULT_SIDES
+    wall_s: float
+    cycles: int = 2
+    published_shares: tuple[float, float, float] | None = None
+
+    @property
+    def instances(self) -> int:
+        """Generation instances."""
+        return self.ranks // self.instance
+
+    @property
+    def decode_steps(self) -> int:
+        """Of a call: at least 32 calls until the longest response has ended."""
+        return max(16, self.limit // 32)
+
+
+def _rollpacker(name: str, size: str, ranks: int, tp: int, limit: int, shares: bool) -> Case:
+    """Section 6: 128 prompts x 8, a reference of the actor's size, GPUs and tp by model."""
+    return Case(
+        name=name,
+        costs=f"gpu:model=qwen2.5-{size},gpu=h800",
+        ranks=ranks,
+        instance=tp,
+        prompts=128,
+        limit=limit,
+        lengths=long_tailed(limit, 0.5),
+        recipes=("reference",),
+        wall_s=1.5,
+        published_shares=PUBLISHED_SHARES if shares else None,
+    )
+
+
+CASES = (
+    Case(
+        name="7b_32",
+        costs="gpu:model=qwen2.5-7b",
+        ranks=32,
+        instance=4,
+        prompts=64,
+        limit=16_384,
+        lengths=long_tailed(16_384, 0.5),
+        recipes=("verifier", "reference_and_reward_model"),
+        wall_s=1.5,
+    ),
+    Case(
+        name="32b_256",
+        costs="gpu:model=qwen2.5-32b",
+        ranks=256,
+        instance=8,
+        prompts=256,
+        limit=16_384,
+        lengths=long_tailed(16_384, 0.5),
+        recipes=("verifier", "reference_and_reward_model"),
+        wall_s=3.0,
+        cycles=1,
+    ),
+    Case(
+        name="32b_32",
+        costs="gpu:model=qwen2.5-32b",
+        ranks=32,
+        instance=4,
+        prompts=64,
+        limit=16_384,
+        lengths=long_tailed(16_384, 0.5),
+        sides=FEW_SIDES,
+        wall_s=1.5,
+        cycles=1,
+    ),
+    Case(
+        name="7b_256",
+        costs="gpu:model=qwen2.5-7b",
+        ranks=256,
+        instance=8,
+        prompts=256,
+        limit=16_384,
+        lengths=long_tailed(16_384, 0.5),
+        sides=FEW_SIDES,
+        wall_s=3.0,
+        cycles=1,
+    ),
+    # Lengths that are independent within a prompt: the hardest for `packed`.
+    Case(
+        name="7b_32_independent",
+        costs="gpu:model=qwen2.5-7b",
+        ranks=32,
+        instance=4,
+        prompts=64,
+        limit=16_384,
+        lengths=long_tailed(16_384, 0),
+        wall_s=1.5,
+    ),
+    _rollpacker("rollpacker_7b", "7b", 16, 1, 8_192, False),
+    _rollpacker("rollpacker_14b", "14b", 32, 2, 16_384, False),
+    _rollpacker("rollpacker_32b", "32b", 64, 2, 32_768, False),
+    _rollpacker("rollpacker_14b_shares", "14b", 32, 2, 16_384, True),
+    _rollpacker("rollpacker_32b_shares", "32b", 64, 2, 32_768, True),
+)
+
+# The timeline of the README: eight instances, a training that one can see.
+PICTURE = Case(
+    name="picture",
+    costs="gpu:model=qwen2.5-14b",
+    ranks=32,
+    instance=4,
+    prompts=32,
+    limit=16_384,
+    lengths=long_tailed(16_384, 0.5),
+    recipes=("reference",),
+    wall_s=12.0,
+    published_shares=PUBLISHED_SHARES,
+)

@@ -1,0 +1,98 @@
+"""The mechanisms of the tail on two real ranks: serial, fused, fused with each, and all.
+
+`make bench-tail-ranks`. The long-tailed task and the model of `make bench-fusion`. The sides are
+runs of their own that take turns, block by block; the others wait. "The tail" in docs/benchmarks.md
+explains the figures, and what two cores allow.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean, median
+
+from blocks import Side
+from fusion import WIDER, weights
+from lines import line, show
+
+HERE = Path(__file__).parent
+CYCLE = 4  # of schedule=packed: a block has whole cycles
+EARLY = ("schedule.early_backward=auto",)
+SIDES: dict[str, tuple[str, ...]] = {
+    "serial": ("schedule=serial",),
+    "fused": ("schedule=fused",),
+    "early": ("schedule=fused", *EARLY),
+    "speculate": ("schedule=fused", "rollout.speculate=auto"),
+    "packed": ("schedule=packed",),
+    "all": ("schedule=fused", *EARLY, "rollout.speculate=auto"),
+}
+# Every side has it, since early backward needs whole replicas.
+COMMON = ("trainer.layout.replicas=2",)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, and compare all sides with and without forward passes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=CYCLE, help=f"of a block, of {CYCLE} each")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step; 8 samples each")
+    parser.add_argument("--wider", type=int, default=WIDER, help="than the trained weights")
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--roles", nargs="*", default=["verifier", "models"])
+    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
+    args = parser.parse_args(argv)
+    actor, judge = weights(args.cache, args.wider)
+    for roles in args.roles:
+        command = [str(actor), "--prompts", str(args.prompts)]
+        command += ["--judge", str(judge)] if roles == "models" else []
+        compare(roles, command, args.sides.split(","), args.rounds, args.steps)
+
+
+def compare(
+    roles: str, command: Sequence[str], names: Sequence[str], rounds: int, steps: int
+) -> None:
+    """Blocks of all sides in turns, the order drawn anew each round; one of each warms up."""
+    draw = random.Random(0)
+    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        sides = {}
+        for name in names:
+            own = [sys.executable, str(HERE / "tail_side.py"), *command]
+            own += ["--settings", *COMMON, *SIDES[name]]
+            sides[name] = Side(own, {"OMP_NUM_THREADS": "1"})
+            stack.callback(sides[name].close)
+        for i in range(rounds + 1):
+            for name in draw.sample(names, len(names)):
+                block = sides[name].block(steps)
+                if i:
+                    blocks[name].append(block)
+    for name in names:
+        show_side(roles, name, blocks, steps)
+
+
+def show_side(
+    roles: str, name: str, blocks: dict[str, list[dict[str, float]]], steps: int
+) -> None:
+    """Seconds of a sample against those of serial in the same round."""
+    ours, theirs = (
+        [1 / block["samples_per_s"] for block in blocks[side]] for side in (name, "serial")
+    )
+    facts = {
+        key: round(fmean(block[key] for block in blocks[name]), 3)
+        for key in blocks[name][0]
+        if key != "samples_per_s"
+    }
+    fused = [1 / block["samples_per_s"] for block in blocks["fused"]]
+    over = median(a / b for a, b in zip(ours, fused, strict=True))
+    show(
+        line(
+            f"tail_ranks_{roles}_{name}_vs_serial", "s per sample", "lower", ours, theirs,
+            over_fused=round(over, 3), steps_per_block=steps, **facts,
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
