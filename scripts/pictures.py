@@ -263,9 +263,7 @@ def tail() -> str:
     """A step of emulated runs, a lane an instance: docs/images/tail.json is the measurement."""
     record = json.loads((IMAGES / "tail.json").read_text())
     sides: dict[str, list[list[tuple[str, float, float]]]] = record["sides"]
-    ends = {
-        name: max(end for lane in lanes for _, _, end in lane) for name, lanes in sides.items()
-    }
+    ends = {name: max(end for lane in lanes for _, _, end in lane) for name, lanes in sides.items()}
     scale = TAIL_WIDTH / max(ends.values())
     drawn, top, kinds = [], 34.0, dict.fromkeys(TAIL_KINDS, False)
     for name, lanes in sides.items():

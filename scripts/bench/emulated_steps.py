@@ -55,9 +55,7 @@ def measure(config: Config, profile: cProfile.Profile | None = None, skip: int =
     return Steps(fmean(seconds[skip:]), fmean(cpu[skip:]), fmean(samples[skip:]))
 
 
-def setting_of(
-    config: Config, stages: Sequence[str], round_trip_s: float | None = None
-) -> Setting:
+def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None = None) -> Setting:
     """The what-if run of `hybridrl plan schedule` for costs, lengths and limits of `config`.
 
     `stages` are the recipe's forward passes, by the names of their costs. `round_trip_s` replaces

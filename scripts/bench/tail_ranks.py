@@ -72,9 +72,7 @@ def compare(
         show_side(roles, name, blocks, steps)
 
 
-def show_side(
-    roles: str, name: str, blocks: dict[str, list[dict[str, float]]], steps: int
-) -> None:
+def show_side(roles: str, name: str, blocks: dict[str, list[dict[str, float]]], steps: int) -> None:
     """Seconds of a sample against those of serial in the same round."""
     ours, theirs = (
         [1 / block["samples_per_s"] for block in blocks[side]] for side in (name, "serial")

@@ -59,8 +59,12 @@ def lanes_of(run: Path, step: int, ranks: int, scale: float) -> list[list[Slice]
 
     drawn = []
     for rank in range(0, num_ranks, ranks):
-        own = sorted((start, end, name) for lane, name, start, end in slices if lane == f"rank {rank}")
-        drawn.append([(name, seconds(start), seconds(end)) for start, end, name in joined(own, gap)])
+        own = sorted(
+            (start, end, name) for lane, name, start, end in slices if lane == f"rank {rank}"
+        )
+        drawn.append(
+            [(name, seconds(start), seconds(end)) for start, end, name in joined(own, gap)]
+        )
     return drawn
 
 

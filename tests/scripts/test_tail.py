@@ -70,7 +70,7 @@ def test_a_tiny_case(load, capsys, tmp_path: Path) -> None:
     (case, *_) = cases.CASES
     case = replace(
         case, ranks=4, instance=2, prompts=4, group=2, limit=64, cycles=1, wall_s=0.05,
-        lengths=cases.long_tailed(64, 0.5),
+        sides=("serial", "fused"), lengths=cases.long_tailed(64, 0.5),
     )  # fmt: skip
     tail.compare(case, "reference_and_reward_model", tmp_path, 0, planned=False)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -99,6 +99,11 @@ def test_published_shares_are_those_of_a_serial_step(load, tmp_path: Path) -> No
 
 def test_neighbors_of_one_name_are_one_slice(load) -> None:
     joined = load("tail_timeline").joined
-    slices = [(0, 5, "generate"), (6, 9, "generate"), (30, 40, "verify 5/8"), (41, 50, "verify 1/8")]
+    slices = [
+        (0, 5, "generate"),
+        (6, 9, "generate"),
+        (30, 40, "verify 5/8"),
+        (41, 50, "verify 1/8"),
+    ]
     assert joined(slices, gap=2) == [(0, 9, "generate"), (30, 50, "verify")]
     assert len(joined(slices, gap=0)) == 4
