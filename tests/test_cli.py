@@ -15,6 +15,8 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from hybridrl import cli
+from hybridrl.config import compose
+from hybridrl.config.stored_run import composed_run
 from hybridrl.engines.rollout import available
 
 RECIPES = """
@@ -615,6 +617,24 @@ def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture
         cli.main(args)
     assert ended.value.code == 2
     assert capfd.readouterr().err.startswith(f"hybridrl: {line}")
+
+
+def test_a_run_s_checkpoint_is_not_evaluated_on_ranks_without_a_model(
+    files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The cluster of the command line prevails over that of the run's settings."""
+    run = files / "run"
+    compose.register()
+    composed_run([f"run.dir='{run}'"])
+    (run / "final").mkdir()
+    (run / "final" / "config.json").write_text("{}")
+    event = {"kind": "checkpoint", "step": 2, "path": str(run / "final")}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", str(run), "cluster=emulated"])
+    assert ended.value.code == 2
+    allowed = "another cluster: the ranks of an emulated one hold no model to evaluate"
+    assert capfd.readouterr().err == f"hybridrl: cluster=emulated: wanted {allowed}\n"
 
 
 LLAMA = "model=llama3_8b cluster.ranks=8 "

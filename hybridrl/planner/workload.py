@@ -56,8 +56,8 @@ class LogNormal:
     """Lengths whose logarithm is normal: `sigma` is its standard deviation; p99 / p50 is
     exp(2.33 sigma). Cut off at `max` tokens.
 
-    `alike` is the share of the logarithm's variance that a prompt's samples have in common: 0 where
-    they are independent, 1 where they have one length.
+    `alike` is the share of the logarithm's variance that a prompt's samples have in common. At 0
+    they are independent, at 1 they have one length.
     """
 
     median: float
