@@ -244,8 +244,8 @@ def step() -> str:
 TAIL_TITLES = {
     "serial": "schedule=serial",
     "fused": "schedule=fused: passes while the tail decodes, which moves to few instances",
-    "all": "schedule=fused, training early and guessing ahead: the same batch",
-    "packed": "schedule=packed: long responses share a later step",
+    "early": "the same, free instances train",
+    "all": "the same, guessing ahead, on joined instances; free ones train",
 }
 TAIL_KINDS = {
     "switch": ("switch", "weight switch"),
@@ -254,7 +254,7 @@ TAIL_KINDS = {
     "wide decode": ("wide", "wide decode"),
     "reference_log_probs": ("reference", "reference"),
     "early backward": ("early", "early backward"),
-    "update_actor": ("train", "update"),
+    "update": ("train", "update"),
 }
 TAIL_LEFT, TAIL_WIDTH, TAIL_LANE = 20, 860, 9
 

@@ -18,7 +18,7 @@ A step ends when its longest response has, and when all work is done. Let, for a
 | ..._wide, ..._speculate | both |
 
 Example: 42 s for the longest response alone, 3 s of other decoding, 2 s of training. Serial takes
-44 s at least, early 42 s. On instances of twice the width a decode step takes 0.77 of the time: 32 s.
+44 s at least, early 42 s. On instances of twice the width a decode step takes 0.77 of it: 32 s.
 """
 
 from collections.abc import Sequence

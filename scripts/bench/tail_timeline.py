@@ -18,6 +18,7 @@ Slice = tuple[str, float, float]  # name, start and end in device seconds
 
 SIDES_DRAWN = ("serial", "fused", "all")
 FILE = Path(__file__).parents[2] / "docs/images/tail.json"
+_SHORT = 0.001  # of a step: what nobody would see, such as a verifier's call
 _GAP = 0.004  # of a step: calls that follow each other so closely are drawn as one slice
 
 
@@ -50,8 +51,10 @@ def lanes_of(run: Path, step: int, ranks: int, scale: float) -> list[list[Slice]
         for e in events
         if e["ph"] == "X" and e["args"].get("step") == step
     ]
+    length = max(end for _, _, _, end in slices) - min(start for _, _, start, _ in slices)
+    slices = [s for s in slices if s[3] - s[2] > _SHORT * length]
     first = min(start for _, _, start, _ in slices)
-    gap = _GAP * (max(end for _, _, _, end in slices) - first)
+    gap = _GAP * length
     num_ranks = sum(lane.startswith("rank ") for lane in lanes.values())
 
     def seconds(when: int) -> float:
