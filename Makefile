@@ -81,7 +81,7 @@ test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, 
 test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 	PYTHONPATH=.cache/torchao $(PYTEST) -q tests/engines/train/test_adamw8bit.py
 
-# Of its own: the libraries bring packages that nothing else needs.
+# Separate: the libraries bring packages that nothing else needs.
 .cache/loggers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_loggers.sh
 	@scripts/install_loggers.sh $(VENV) .cache/loggers
 	@touch $@
@@ -167,7 +167,7 @@ bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, o
 bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 256 emulated ranks
 	@$(BIN)/python scripts/bench/driver.py $(ARGS)
 
-bench-tail: $(BIN)/.core  ## the schedules on an emulated device with long-tailed lengths, beside plan schedule
+bench-tail: $(BIN)/.core  ## the schedules on an emulated device with long-tailed lengths, next to plan schedule
 	@$(BIN)/python scripts/bench/tail.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
