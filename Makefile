@@ -81,7 +81,7 @@ test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, 
 test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 	PYTHONPATH=.cache/torchao $(PYTEST) -q tests/engines/train/test_adamw8bit.py
 
-# Of its own: the libraries bring packages that nothing else needs.
+# Separate: the libraries bring packages that nothing else needs.
 .cache/loggers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_loggers.sh
 	@scripts/install_loggers.sh $(VENV) .cache/loggers
 	@touch $@
@@ -170,7 +170,7 @@ bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, o
 bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 256 emulated ranks
 	@$(BIN)/python scripts/bench/driver.py $(ARGS)
 
-bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, beside plan schedule and the bound
+bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, next to plan schedule and the bound
 	@$(BIN)/python scripts/bench/tail.py $(ARGS)
 
 bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused

@@ -17,6 +17,9 @@ from hybridrl.system import signals
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.records import plain
 
+Action = Callable[[Config], dict[str, Any]]
+"""A run, from its config to the result that is printed."""
+
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
   train    post-train a model by a recipe        hybridrl train --help
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command line; exits the process."""
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], None]] = {
-        "train": lambda rest: _run("train", rest),
+        "train": partial(_run, _train),
         "eval": _eval,
         "plan": _plan,
         "report": _report,
@@ -69,10 +72,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail("interrupted", signals.exit_code())
 
 
+def _train(config: Config) -> dict[str, Any]:
+    from hybridrl.controller.train import train
+
+    return train(config)
+
+
+def _evaluate(config: Config) -> dict[str, Any]:
+    from hybridrl.controller.train import evaluate_only
+
+    return evaluate_only(config)
+
+
 def _eval(args: list[str]) -> None:
     """Evaluate a model, or checkpoints of a run."""
     if not args or "=" in args[0] or args[0].startswith("-"):
-        return _run("evaluate_only", args)
+        return _run(_evaluate, args)
     from hybridrl.config import compose
     from hybridrl.config.stored_run import overrides_of
     from hybridrl.telemetry.rundata import checkpoints_of
@@ -94,14 +109,17 @@ def _eval(args: list[str]) -> None:
         f"run.dir='{own_dir}'",
         *("warm_start.steps=0", "actor.lora.rank=0", "trainer.resume=never", "cluster.requeue=0"),
     ]
-    _run("evaluate_checkpoints", [*stored, *settings, *rest], run_dir, checkpoints)
+
+    def evaluate(config: Config) -> dict[str, Any]:
+        from hybridrl.controller.train import evaluate_checkpoints
+
+        return evaluate_checkpoints(config, run_dir, checkpoints)
+
+    _run(evaluate, [*stored, *settings, *rest])
 
 
-def _run(action: str, args: list[str], *more: Any) -> None:
-    """Check the overrides; Hydra then composes the configs and calls `job` for each.
-
-    The action gets the config and what is `more`.
-    """
+def _run(action: Action, args: list[str]) -> None:
+    """Check the overrides; Hydra then composes the configs and calls `job` for each."""
     import hydra
     from omegaconf import DictConfig
 
@@ -114,7 +132,8 @@ def _run(action: str, args: list[str], *more: Any) -> None:
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
         check_model_settings(first)
-        check_run_dir(action, first)
+        if action is _train:
+            check_run_dir(first)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")
@@ -127,14 +146,15 @@ def _run(action: str, args: list[str], *more: Any) -> None:
             if config.model.shape and config.model.path is None:
                 raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
             check_model_settings(config)
-            check_run_dir(action, config)  # of a sweep
-            _job(action, config, *more)
+            if action is _train:
+                check_run_dir(config)  # of a sweep
+            _job(action, config)
         except ConfigError as error:
             _remove_refused(Path(composed.run.dir), new_parents)
             _fail(str(error), 2)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    sys.argv = [f"hybridrl {'train' if action == 'train' else 'eval'}", *args]
+    sys.argv = [f"hybridrl {'train' if action is _train else 'eval'}", *args]
     try:
         job()
     except OSError as error:  # Hydra makes the run directory
@@ -165,11 +185,11 @@ def check_model_settings(config: Config) -> None:
         check_value_layout(settings.path, config.model, settings.layout, name)
 
 
-def check_run_dir(action: str, config: Config) -> None:
+def check_run_dir(config: Config) -> None:
     """Raise ConfigError where a training run would add its metrics to those of another."""
     metrics = Path(config.run.dir) / "metrics.jsonl"
     there = metrics.is_file() and metrics.stat().st_size > 0  # a run that did not get far has none
-    if action == "train" and there and not config.trainer.resumes:
+    if there and not config.trainer.resumes:
         allowed = "a directory without a run, or trainer.resume=auto to continue it"
         raise ConfigError("run.dir", config.run.dir, allowed)
 
@@ -186,16 +206,17 @@ def _remove_refused(run_dir: Path, new_parents: Sequence[Path]) -> None:
                 path.rmdir()
 
 
-def _job(action: str, config: Any, *more: Any) -> None:
+def _job(action: Action, config: Config) -> None:
     started = time.time()
     where = f"the run directory is {config.run.dir}"
     try:
         from hybridrl.controller import train  # seconds, which belong to the run
 
         try:
-            result = getattr(train, action)(config, *more)
+            result = action(config)
         except train.RUN_ERRORS as error:
-            died = isinstance(error, train.RayStartError) or getattr(error, "died", False)
+            died = isinstance(error, train.RayStartError)
+            died = died or (isinstance(error, train.WorkerError) and error.died)
             _fail(f"{error}; {where}", 1, config if died else None)
     except KeyboardInterrupt as stopped:
         again = config if signals.time_is_up() else None
@@ -293,7 +314,7 @@ def _compare(args: list[str]) -> None:
     from hybridrl.telemetry.rundata import load
 
     parser = argparse.ArgumentParser(
-        prog="hybridrl compare", description="Runs beside each other; seeds are joined."
+        prog="hybridrl compare", description="Runs side by side; seeds are joined."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="or a sweep's directory")
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="the page")
@@ -323,8 +344,9 @@ def _inspect(command: str, args: list[str]) -> None:
 
     from hybridrl.controller import replay_commands, train
 
+    inspections = {"replay": replay_commands.replay, "blame": replay_commands.blame}
     try:
-        result = getattr(replay_commands, command)(args)
+        result = inspections[command](args)
     except train.RUN_ERRORS as error:
         _fail(str(error), 1)
     table = Table(box=None, pad_edge=False, header_style="")
@@ -412,8 +434,14 @@ def _job_command(command: str, args: list[str]) -> None:
     if command != "submit" and {"-h", "--help"} & set(args):
         print(USAGE)
         return
+    of_jobs = {
+        "submit": commands.submit,
+        "status": commands.status,
+        "logs": commands.logs,
+        "cancel": commands.cancel,
+    }
     try:
-        for line in getattr(commands, command)(args):
+        for line in of_jobs[command](args):
             print(line, flush=True)
     except JobError as error:
         _fail(str(error), 1)

@@ -6,13 +6,13 @@ result.plot()
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ConfigError
+from hybridrl.config import Config, ConfigError
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Result:
         return pd.DataFrame(rows).set_index("step")
 
     def plot(self, *names: str) -> Any:
-        """Draw metrics over steps, each in axes of its own; returns matplotlib's figure.
+        """Draw metrics over steps, each in separate axes; returns matplotlib's figure.
 
         Without names the held-out accuracy and the mean reward, as far as the run has them. Raises
         ConfigError for a name that it has not, or where matplotlib is missing.
@@ -70,28 +70,34 @@ def train(overrides: Sequence[str] = ()) -> Result:
     Raises `ConfigError` for settings that cannot work, before a process starts; otherwise as the
     run ends. `run.dir` must hold no run yet, unless `trainer.resume` continues it.
     """
-    return _run("train", overrides)
+    from hybridrl.controller.train import train as train_config
+
+    return _run(train_config, overrides, new=True)
 
 
 def evaluate(overrides: Sequence[str]) -> Result:
     """Run `hybridrl eval` with these overrides in this process: `["model.path=DIR", ...]`."""
-    return _run("evaluate_only", overrides)
+    from hybridrl.controller.train import evaluate_only
+
+    return _run(evaluate_only, overrides, new=False)
 
 
-def _run(action: str, overrides: Sequence[str]) -> Result:
+def _run(
+    action: Callable[[Config], dict[str, Any]], overrides: Sequence[str], *, new: bool
+) -> Result:
     from omegaconf import OmegaConf
 
     from hybridrl import cli
     from hybridrl.config import compose
-    from hybridrl.controller import train
 
     compose.register()
     node = compose.composed(compose.resolve_arguments(overrides))
     node.run.dir = str(Path(node.run.dir).absolute())
     config = compose.to_config(node)
     cli.check_model_settings(config)
-    cli.check_run_dir(action, config)
+    if new:
+        cli.check_run_dir(config)
     settings = Path(config.run.dir) / ".hydra" / "config.yaml"  # where the command line has them
     settings.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(node, settings)
-    return Result(Path(config.run.dir), getattr(train, action)(config))
+    return Result(Path(config.run.dir), action(config))

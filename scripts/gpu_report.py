@@ -5,7 +5,7 @@
                                  [--scratch DIRECTORY]
 
 It needs torch, triton and transformers, no installation and no network. Every step runs in a
-process of its own with a time limit, and the JSON has its figures as soon as it ends. A second call
+separate process with a time limit, and the JSON has its figures as soon as it ends. A second call
 runs the steps that are not done yet; --fresh forgets those that are. docs/gpu.md says what the
 lines mean.
 """
@@ -260,7 +260,7 @@ def _read_json(file: Path) -> object:
 
 
 def _obstacle(report: object, head: dict[str, Any]) -> str:
-    """Why no call can go on with a report; "" if one can.
+    """Why no call can continue a report; "" if one can.
 
     Another source may have had another shape, so only a report of this one is held to it.
     """

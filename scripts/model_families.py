@@ -125,7 +125,7 @@ def config_of(family: str) -> PretrainedConfig:
 
 
 class _Weighted(Loss):
-    """The log-probabilities weighted by a field: every token has a gradient of its own."""
+    """The log-probabilities weighted by a field: every token has a separate gradient."""
 
     normalize = "token"
     fields = ("weight",)

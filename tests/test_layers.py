@@ -56,7 +56,7 @@ LAZY = {
 
 
 def python_files() -> list[tuple[str, Path]]:
-    """Every module of the package with its room; recipes, conf and kernels lie beside hybridrl."""
+    """Every module of the package with its room; recipes, conf and kernels are next to hybridrl."""
     files = []
     for path in sorted((ROOT / "hybridrl").rglob("*.py")):
         parts = path.relative_to(ROOT / "hybridrl").parts

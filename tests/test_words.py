@@ -1,4 +1,4 @@
-"""One name for one thing, words that the code has replaced, and sentences that are short enough.
+"""One name for one thing, words that the code has replaced, short sentences in docs and docstrings.
 
 Names are read with `ast`: classes, functions, arguments, variables and attributes. The name of a
 test is a sentence, and hypothesis has a function `given`.
@@ -210,6 +210,38 @@ def test_sentences_of_docstrings_are_short() -> None:
         if num_words(sentence) > MOST_WORDS
     ]
     assert not long, "\n".join(long)
+
+
+# Pages whose longer sentences are still to be cut.
+NOT_YET = {"docs/planner.md", "docs/schedules.md"}
+
+
+def prose_of(page: str) -> str:
+    """A page without code, comments, headings and the targets of links."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
+    page = re.sub(r"^#+ .*$", "", page, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page).replace("**", "")
+
+
+def test_sentences_of_pages_are_short() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
+    assert len(pages) > 60
+    long = [
+        f"{page.relative_to(ROOT)}: {sentence}"
+        for page in pages
+        if str(page.relative_to(ROOT)) not in NOT_YET
+        for block in sentences(prose_of(page.read_text()))
+        for sentence in re.split(r"(?<=[.!?]) +", block)
+        if num_words(sentence) > MOST_WORDS
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_long_sentences_of_pages_are_caught() -> None:
+    words = "word " * MOST_WORDS
+    page = f"# {words * 2}\n\n```\n{words * 2}\n```\n\n[a](b) {words}end."
+    assert [num_words(sentence) for sentence in sentences(prose_of(page))][-1] == MOST_WORDS + 2
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Correction:
         return torch.where(kept, w, 0.0).float()
 
     def cut(self, weights: torch.Tensor) -> torch.Tensor:
-        """Whether each of its own weights is truncated or masked, of the same shape, bool."""
+        """Whether each of its weights is truncated or masked, of the same shape, bool."""
         # No other weight has this value: the clamp keeps unmasked ones above 0.
         return weights == (0.0 if self.rule is CorrectionRule.mask else self.bound)
 

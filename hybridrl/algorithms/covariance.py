@@ -29,7 +29,7 @@ from hybridrl.algorithms.losses import (
     bounded_log_ratio,
     ratio_metrics,
 )
-from hybridrl.config import ConfigError
+from hybridrl.config import bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,7 @@ class KLCovLoss(PolicyLoss):
     Metrics per token: `held_fraction`, and those of `PolicyLoss`, `ratio`, `approx_kl`.
     """
 
-    cov_kl_coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.cov_kl_coef >= 0:
-            raise ConfigError("recipe.cov_kl_coef", self.cov_kl_coef, "0 or above")
+    cov_kl_coef: float = bounded(1.0, least=0)
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:

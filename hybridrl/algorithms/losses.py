@@ -13,7 +13,8 @@ import torch
 from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
 from hybridrl.algorithms.corrections import Correction, StepScale, step_scale
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.config import ConfigError
+from hybridrl.config import bounded
+from hybridrl.config.bounds import check_bounds
 from hybridrl.config.loss import Loss
 
 Fields = dict[str, torch.Tensor]
@@ -46,6 +47,7 @@ class PolicyLoss(Loss[torch.Tensor]):
     step_scale: StepScale = StepScale.none
 
     def __post_init__(self) -> None:
+        check_bounds(self, "recipe")
         resolve(KL_ESTIMATORS, "recipe.kl", self.kl)
         resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
@@ -117,15 +119,9 @@ class ClippedLoss(PolicyLoss):
     `approx_kl` (k3 of old and new policy), `ratio`, and those of `PolicyLoss`.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ConfigError("recipe.dual_clip", self.dual_clip, "above 1, or null")
+    clip_low: float = bounded(0.2, least=0, most=1)
+    clip_high: float = bounded(0.2, least=0)
+    dual_clip: float | None = bounded(None, above=1)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] against `old_log_probs`."""
@@ -168,12 +164,8 @@ class CISPOLoss(PolicyLoss):
     `approx_kl`, and those of `PolicyLoss`.
     """
 
-    clip_low: float = 1.0
-    clip_high: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_clip(self.clip_low, self.clip_high)
+    clip_low: float = bounded(1.0, least=0, most=1)
+    clip_high: float = bounded(4.0, least=0)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Weighted policy gradient's loss [tokens]."""
@@ -204,15 +196,9 @@ class SAPOLoss(PolicyLoss):
     Metrics per token: `gate`, 4 s (1 - s), and those of `PolicyLoss`, `ratio`, `approx_kl`.
     """
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: float = bounded(1.0, above=0)
+    tau_neg: float = bounded(1.05, above=0)
     normalize: str = "sequence"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tau_pos", "tau_neg"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"recipe.{name}", getattr(self, name), "above 0")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Gated policy gradient's loss [tokens]."""
@@ -257,14 +243,6 @@ def ratio_metrics(ratio: torch.Tensor, log_ratio: torch.Tensor) -> Fields:
     """`approx_kl`, k3 of old and new policy, and `ratio`, [tokens] each."""
     with torch.no_grad():
         return {"approx_kl": torch.expm1(log_ratio) - log_ratio, "ratio": ratio.detach()}
-
-
-def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raise ConfigError for bounds of a ratio that cannot be."""
-    if not 0 <= clip_low <= 1:
-        raise ConfigError("recipe.clip_low", clip_low, "0 to 1")
-    if not clip_high >= 0:
-        raise ConfigError("recipe.clip_high", clip_high, "0 or above")
 
 
 @dataclass(frozen=True, kw_only=True)

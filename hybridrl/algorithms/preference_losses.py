@@ -13,7 +13,8 @@ from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.losses import Fields
 from hybridrl.algorithms.sequence_losses import at_tokens, per_pair, per_sequence, reward_metrics
-from hybridrl.config import ConfigError
+from hybridrl.config import bounded
+from hybridrl.config.bounds import check_bounds
 from hybridrl.config.loss import Loss
 
 SURE = -1e-6
@@ -32,17 +33,14 @@ class SimPOLoss(Loss[torch.Tensor]):
     as `DPOLoss`, of the rewards beta h. Raises ConfigError for a setting that cannot work.
     """
 
-    beta: float = 2.0
-    gamma: float = 1.0
+    beta: float = bounded(2.0, above=0)
+    gamma: float = bounded(1.0, least=0)
 
     normalize = "sequence"
     samples_per_row = 2
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ConfigError("recipe.beta", self.beta, "above 0")
-        if not self.gamma >= 0:
-            raise ConfigError("recipe.gamma", self.gamma, "0 or above")
+        check_bounds(self, "recipe")
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
@@ -68,14 +66,13 @@ class ORPOLoss(Loss[torch.Tensor]):
     term; `log_odds_ratio`. Raises ConfigError for a setting that cannot work.
     """
 
-    odds_weight: float = 0.1
+    odds_weight: float = bounded(0.1, least=0)
 
     normalize = "sequence"
     samples_per_row = 2
 
     def __post_init__(self) -> None:
-        if not self.odds_weight >= 0:
-            raise ConfigError("recipe.odds_weight", self.odds_weight, "0 or above")
+        check_bounds(self, "recipe")
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
@@ -108,19 +105,15 @@ class KTOLoss(Loss[torch.Tensor]):
     work.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: float = bounded(0.1, above=0)
+    desirable_weight: float = bounded(1.0, least=0)
+    undesirable_weight: float = bounded(1.0, least=0)
 
     normalize = "sequence"
     fields = ("reference_log_probs", "sign", "kl")
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ConfigError("recipe.beta", self.beta, "above 0")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"recipe.{name}", getattr(self, name), "0 or above")
+        check_bounds(self, "recipe")
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

@@ -20,7 +20,8 @@ from hybridrl.algorithms.losses import (
     bounded_log_ratio,
     ratio_metrics,
 )
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, bounded
+from hybridrl.config.bounds import check_bounds
 from hybridrl.config.loss import Loss
 
 
@@ -46,8 +47,8 @@ class GSPOLoss(ClippedLoss):
     Metrics: those of `ClippedLoss`; `ratio` is s, `approx_kl` of the tokens' own ratios.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = bounded(3e-4, least=0, most=1)
+    clip_high: float = bounded(4e-4, least=0)
     normalize: str = "sequence"
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
@@ -73,15 +74,9 @@ class GMPOLoss(PolicyLoss):
     `approx_kl` of the tokens' own ratios, and those of `PolicyLoss`.
     """
 
-    clip_low: float = 0.4
-    clip_high: float = 0.4
+    clip_low: float = bounded(0.4, least=0)
+    clip_high: float = bounded(0.4, least=0)
     normalize: str = "sequence"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("clip_low", "clip_high"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"recipe.{name}", getattr(self, name), "0 or above")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Surrogate [tokens] of the responses' mean clipped log-ratios."""
@@ -118,7 +113,7 @@ class DPOLoss(Loss[torch.Tensor]):
     ConfigError for a setting that cannot work.
     """
 
-    beta: float = 0.1
+    beta: float = bounded(0.1, above=0)
     variant: DPOVariant = DPOVariant.sigmoid
     label_smoothing: float = 0.0
 
@@ -127,8 +122,7 @@ class DPOLoss(Loss[torch.Tensor]):
     samples_per_row = 2
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ConfigError("recipe.beta", self.beta, "above 0")
+        check_bounds(self, "recipe")
         smooths = self.variant is DPOVariant.sigmoid
         allowed = "0 to 0.5" if smooths else "0: it is for variant=sigmoid"
         if not 0 <= self.label_smoothing <= (0.5 if smooths else 0):
@@ -170,7 +164,7 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
     whose r has their sign. Raises ConfigError for a setting that cannot work.
     """
 
-    center: float = 0.0
+    center: float = bounded(0.0, least=0)
     signed: bool = False
 
     normalize = "sequence"
@@ -178,8 +172,7 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
     needs_last_token_only = True
 
     def __post_init__(self) -> None:
-        if not self.center >= 0:
-            raise ConfigError("recipe.center", self.center, "0 or above")
+        check_bounds(self, "recipe")
 
     @property
     def fields(self) -> tuple[str, ...]:

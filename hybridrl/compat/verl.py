@@ -87,7 +87,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def claim_gpu() -> None:
-    """In an actor on a GPU, which sees all of its node: set LOCAL_RANK to the index of its own.
+    """In an actor on a GPU, which sees all of its node: set LOCAL_RANK to its index.
 
     Raises RuntimeError for a GPU that CUDA does not show it.
     """

@@ -127,6 +127,7 @@ class Config:
     def __post_init__(self) -> None:
         check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
+        self.rollout.resolve()
         if self.cluster.emulated:
             self._settle_emulated()
         self.check_groups()

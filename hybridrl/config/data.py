@@ -81,7 +81,7 @@ class CurriculumConfig:
         return self.easy_rest > 0 or self.hard_rest > 0
 
     def check(self) -> None:
-        """Raise ConfigError for thresholds that no solve rate lies between."""
+        """Raise ConfigError for thresholds that no solve rate is between."""
         if self.hard_threshold >= self.easy_threshold:
             allowed = f"below data.curriculum.easy_threshold={self.easy_threshold:g}"
             raise ConfigError("data.curriculum.hard_threshold", self.hard_threshold, allowed)

@@ -122,6 +122,11 @@ class RolloutConfig(SamplingConfig):
     vllm: dict[str, Any] = field(default_factory=dict)
     """vLLM's own engine arguments (`EngineArgs`), less those that other keys set."""
 
+    def resolve(self) -> None:
+        """Bring `speculate` into one form."""
+        if self.speculate == "False":  # YAML's `off`
+            self.speculate = "off"
+
     def check(self) -> None:
         """Raise ConfigError for an empty stop text, or what the engine cannot have."""
         if "" in self.stop:
@@ -139,8 +144,6 @@ class RolloutConfig(SamplingConfig):
     def _check_speculation(self) -> None:
         """Raise ConfigError for a draft length that is none, or that the engine cannot have."""
         number = self.speculate.isascii() and self.speculate.isdigit() and int(self.speculate)
-        if self.speculate == "False":  # YAML's `off`
-            self.speculate = "off"
         if self.speculate not in ("off", "auto") and not number:
             allowed = "off, auto, or a number of tokens, 1 or more"
             raise ConfigError("rollout.speculate", self.speculate, allowed)

@@ -17,7 +17,7 @@ _NAME = "stored_run"
 def overrides_of(run_dir: Path, replaced: Collection[str] = ()) -> list[str]:
     """Overrides that compose the settings of the run in `run_dir`; any that follow them prevail.
 
-    Those of the groups `replaced` are left out: `recipe=ppo` brings settings of its own. Raises
+    Those of the groups `replaced` are left out: `recipe=ppo` brings other settings. Raises
     ConfigError where there are none.
     """
     file = run_dir / ".hydra" / "config.yaml"

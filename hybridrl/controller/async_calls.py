@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.executor import Event
-from hybridrl.flow.sample import NO_RANK
 from hybridrl.runtime.launcher import POLL_S
 from hybridrl.workers.rank_calls import Reference
 
+_NO_RANK = -1  # of work on the driver's node
 MIXED_POLL_S = 0.02
 """Seconds between two looks where ranks and work on the driver's node are waited for."""
 
@@ -116,7 +116,7 @@ def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
 
 def result_of(work: "Future[Answer]") -> Calling[Answer]:
     """A round of work on the driver's node; gives its result."""
-    (result,) = yield {work: NO_RANK}
+    (result,) = yield {work: _NO_RANK}
     return cast(Answer, result)
 
 

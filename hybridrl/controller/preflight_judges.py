@@ -1,4 +1,4 @@
-"""Checks of a run's judges before it starts a process of its own."""
+"""Checks of a run's judges before it starts a process."""
 
 from collections.abc import Callable, Sequence
 

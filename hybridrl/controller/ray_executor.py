@@ -372,7 +372,7 @@ class RayExecutor:
         self._rounds.begin(self._infer(stage, instance, samples))
 
     def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> EventCalls:
-        """One event for an instance: each rank has the results of its own samples."""
+        """One event for an instance: each rank has the results of its samples."""
         arriving, parcels = yield from self._bring(instance, samples)
         calls = {}
         for rank in self.group.instances[instance]:
@@ -414,7 +414,7 @@ class RayExecutor:
     def _train_early(
         self, stage: UpdateStage, instance: int, samples: Sequence[Sample]
     ) -> EventCalls:
-        """One event for an instance: each rank has the gradient of its own samples."""
+        """One event for an instance: each rank has the gradient of its samples."""
         arriving, parcels = yield from self._bring(instance, samples)
         shares = self._shares(stage, samples, [sample.rank for sample in samples], 1)
         calls = {}

@@ -1,6 +1,6 @@
 """One step of a run again: `hybridrl replay`. Where it begins, what it runs, whether it is equal.
 
-A replay is a run in a directory of its own. It resumes from the nearest checkpoint before the step
+A replay is a run in a separate directory. It resumes from the nearest checkpoint before the step
 and stops after it. Then its records and the run's are compared.
 """
 
@@ -29,7 +29,6 @@ from hybridrl.controller.recorded_samples import (
 from hybridrl.controller.run import Run
 from hybridrl.controller.step_digests import step_digests, write_batch
 from hybridrl.controller.train import running
-from hybridrl.flow.sample import NO_RANK
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.digests import (
     Comparison,
@@ -422,7 +421,7 @@ def _run(prepared: _Prepared, point: Point | None) -> None:
 def _record_batch(run: Run, prepared: PreparedRun) -> None:
     """Record the digests of a step that has ended before its update."""
     assert run.schedule is not None
-    samples = tuple(sample for sample in run.schedule.samples if sample.rank != NO_RANK)
+    samples = tuple(sample for sample in run.schedule.samples if sample.tensors)
     run.records.record_samples(samples, run.group.texts)
     result = StepResult(run.step, (), samples, {}, {}, ())
     run.telemetry.digests(run.step, step_digests(prepared.graph, result, run.group))

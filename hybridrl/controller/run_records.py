@@ -33,7 +33,7 @@ class RunRecords:
 
     `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
-    run are the parts of the mixture that it belongs to. Each has metrics of its own. `origin_of`
+    run are the parts of the mixture that it belongs to. Each has separate metrics. `origin_of`
     a position are its prompt's source and task. `observe` is called with the results of each step.
     `judge_metrics` gives those of judges on the driver's node, since its last call.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage, UpdateStage
-from hybridrl.flow.sample import NO_RANK, Sample, SampleId
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.digests import StepRecord, joined
 from hybridrl.telemetry.records import write_json
@@ -19,7 +19,7 @@ SAMPLES = "samples.json"
 
 def step_digests(graph: Graph, result: StepResult, group: WorkerGroup) -> dict[str, Any]:
     """The line of digests.jsonl of a step whose samples the ranks still hold."""
-    finished = [sample for sample in result.dispatched if sample.rank != NO_RANK]
+    finished = [sample for sample in result.dispatched if sample.tensors]
     digests = group.digest_samples(by_rank(finished))
     weights = group.digest_weights()
     fields, updates = stages_of_fields(graph), updates_of_roles(graph)
@@ -74,7 +74,7 @@ def by_rank(samples: Iterable[Sample]) -> dict[int, list[SampleId]]:
 
 def write_batch(folder: Path, samples: Sequence[Sample], group: WorkerGroup) -> None:
     """Write samples that the ranks hold: their metadata, and all of their tensors."""
-    finished = [sample for sample in samples if sample.rank != NO_RANK]
+    finished = [sample for sample in samples if sample.tensors]
     folder.mkdir()
     group.save_tensors(str(folder), by_rank(finished))
     write_json(folder / SAMPLES, {"samples": [sample.to_json() for sample in finished]})

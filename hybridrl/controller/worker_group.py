@@ -337,7 +337,7 @@ class WorkerGroup:
         return digests
 
     def save_tensors(self, folder: str, by_rank: Mapping[int, Iterable[SampleId]]) -> None:
-        """Write all tensors of samples, each rank into a file of its own."""
+        """Write all tensors of samples, each rank into a separate file."""
         calls = {
             rank: self._ranks[rank].same(ActorWorker.save_tensors, folder, tuple(ids))[0]
             for rank, ids in by_rank.items()

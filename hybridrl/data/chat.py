@@ -123,7 +123,7 @@ class ChatTemplate:
         try:
             text = self._render(messages, tools, prompt)
             bare = self._render(messages, None, prompt) if tools else None
-        except Exception as error:  # templates raise errors of their own, in jinja's classes
+        except Exception as error:  # templates raise their errors in jinja's classes
             reason = " ".join(str(error).split())[:200]
             raise place.refuse(f"messages that the chat template takes: {reason}") from error
         if text == bare:

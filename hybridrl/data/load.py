@@ -55,7 +55,7 @@ def load_data(
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
     both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Prompts that are
-    `reserved`, for evaluation sets of their own, are left out. Sources contribute held-out items in
+    `reserved`, for separate evaluation sets, are left out. Sources contribute held-out items in
     proportion to their weights, and generated sources the `data.size` training items likewise
     (fewer if a source lacks different prompts, which is logged). Raises ConfigError, with the key
     to change.
@@ -118,7 +118,7 @@ def load_eval_set(
 
 
 def mixture_parts(config: DataConfig, item: Item) -> list[str]:
-    """The parts of a mixture that an item belongs to, which have metrics of their own.
+    """The parts of a mixture that an item belongs to, which have separate metrics.
 
     `source/NAME` where there are several sources, `task/TASK` where its source has a `task_column`.
     """

@@ -284,7 +284,7 @@ def _filled(
 
 
 def _with_system(config: DataConfig, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Messages that begin with `data.system_prompt`, unless they have one of their own."""
+    """Messages that begin with `data.system_prompt`, unless they have one."""
     if config.system_prompt is None or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": config.system_prompt}, *messages]

@@ -337,7 +337,7 @@ def replay_problem(config: PretrainedConfig) -> str | None:
     model = _copy(random_model(shrink(config)), packed_attention.NAME)
     shape = ExpertShape.of(model.config)
     if not shape.layers:
-        return f"{config.model_type}: its experts are no module of their own"
+        return f"{config.model_type}: its experts are no separate module"
     enable_replay(enumerate(decoder_layers(model)), shape)
     packed = PackedModel(whole(model))
     ids = [torch.randint(1, model.config.vocab_size, (length,)) for length in _LENGTHS]

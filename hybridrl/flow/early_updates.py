@@ -56,7 +56,7 @@ def early_update(
     The update is alone on its ranks, trains the actor, and makes one optimizer step. All that comes
     before it in the section is streamed. So a `by_batch`, a stage that needs the training shards,
     or samples of an earlier round make it late, and a `take` anywhere. Its loss compares no
-    samples, and weights tokens by totals that are a factor. A recipe with numbers of its own
+    samples, and weights tokens by totals that are a factor. A recipe with state
     (`flow.state`) is late: its functions may read what others wrote before them.
 
     Example: generate, score, filter, by_group, update is early. With `take` behind the filter it is

@@ -44,7 +44,7 @@ def _on_single_ranks(layout: Layout, names: list[str]) -> Layout:
         owner = min(ranks, key=lambda rank: (load[rank], rank))
         load[owner] += prod(layout.shapes[name])
         rules[name] = Rule(stages=(owner,))
-    # Each rank is a stage of its own: a rule then names its owner.
+    # Each rank is a separate stage: a rule then names its owner.
     mesh = Mesh((("pp", layout.mesh.size),))
     return _of(layout, mesh, {name: rules[name] for name in names})
 

@@ -69,7 +69,7 @@ def train_layout(
 ) -> Layout:
     """The training layout of the parameters: split by tp, then by FSDP, copied over replicas.
 
-    Experts are split by ep, then by FSDP, on axes of their own (`expert_mesh`). `stage_of_layer` is
+    Experts are split by ep, then by FSDP, on separate axes (`expert_mesh`). `stage_of_layer` is
     the pipeline rank of each layer (`stages_of_layers`); the first and the last chunk also hold the
     parameters before and after the layers. `gen_tp` and `gen_ep` decide FSDP's dimension, see
     `fsdp_dim`.

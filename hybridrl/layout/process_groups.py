@@ -131,7 +131,7 @@ def _timeout_of_world() -> timedelta:
     """The time limit of collectives among all ranks (`cluster.timeout_s`), for every group."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     options = getattr(backend, "options", None)
-    if options is None:  # a fake backend, which waits for nobody
+    if options is None:  # a fake backend, which never waits
         return timedelta(seconds=GROUP_TIMEOUT_S)
     limit: timedelta = options._timeout
     return limit

@@ -1,6 +1,6 @@
 """Experts over several ranks in training: each rank holds some, and tokens go to them and back.
 
-As in torchtitan, experts have axes of their own (`layout.grouping.TrainAxes`). There ep splits the
+As in torchtitan, experts have separate axes (`layout.grouping.TrainAxes`). There ep splits the
 experts, and FSDP shards those of a rank over the ranks that are left. No expert is cut by tp: its
 ranks, which have the same tokens, each send a share of them instead.
 """

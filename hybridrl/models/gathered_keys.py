@@ -1,6 +1,6 @@
 """Attention over a row that more ranks share than can divide its heads (Llama 3, arXiv 2407.21783).
 
-Each rank gathers the keys and values of all, and attends with the queries of its own tokens. What
+Each rank gathers the keys and values of all, and attends with the queries of its tokens. What
 attends (windows, sinks, packing) sees a sequence that has earlier tokens, as that of a chunk:
 
     rank 0: queries 0-3, keys 0-3

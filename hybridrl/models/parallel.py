@@ -1,7 +1,7 @@
 """Layout `Parameter`s of a model, and the layouts that it takes, from transformers' own plans.
 
 A family's config has a tensor-parallel plan (`base_model_tp_plan`): a style for each module, or for
-a parameter of its own. Its pipeline plan (`base_model_pp_plan`) is the order of the modules. Here
+a separate parameter. Its pipeline plan (`base_model_pp_plan`) is the order of the modules. Here
 they become a dimension per parameter, and refusals where an axis is above 1. The embedding, which
 the first plan omits, is added.
 """

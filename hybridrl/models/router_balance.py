@@ -8,7 +8,7 @@ N experts, of which a token takes K, for a sequence of T tokens:
     loss = f_1 P_1 + ... + f_N P_N
 
 It is 1 where the load is even, and N / K where K experts have all. A sequence's loss does not
-depend on the sequences beside it, so no layout and no packing changes it.
+depend on the other sequences, so no layout and no packing changes it.
 
 f counts tokens and has no gradient, so the gradient of each score is known in the forward pass. It
 enters the backward pass at the weights of the experts, as in Megatron-LM. So each pipeline stage

@@ -183,7 +183,7 @@ class Endpoint:
             reply = await self._reply(content, check)
         except BaseException as error:
             asked.set_exception(error)
-            asked.exception()  # nobody else may have waited
+            asked.exception()  # perhaps no other has waited
             raise
         finally:
             del self._asked[key]

@@ -78,7 +78,7 @@ def run(
     limits: JailLimits | None = None,
     kind: JailKind | None = None,
 ) -> JailResult:
-    """Run a Python program once in a jail of its own.
+    """Run a Python program once in a separate jail.
 
     Without `limits` and `kind`, those of the run's `reward.limits` and `reward.jail`. Raises
     ConfigError where no jail works, and JailError where one breaks.

@@ -1,7 +1,7 @@
 """The process at the root of a jail: `python -S jail_child.py SPEC` (`hybridrl.rewards.jail`).
 
 Phases: confine itself (`confine`), then run the program once for each request (`serve`), each time
-in a process of its own. It runs where the package cannot be read, so it imports only the standard
+in a separate process. It runs where the package cannot be read, so it imports only the standard
 library. `SPEC` is JSON, and so is each line of a request or an answer.
 
 Nothing here holds an expected output: those stay with the verifier, outside. The text of unit tests
@@ -312,7 +312,7 @@ def answer(stream: int, value: dict) -> None:
 
 
 class ProgramRun:
-    """One run of the program in a process of its own, within the limits of time and output.
+    """One run of the program in a separate process, within the limits of time and output.
 
     Call `goes_on` until it is false, then `result`.
     """

@@ -62,7 +62,7 @@ class WaitingJudge:
 
     A unit that takes longer than `timeout_s` is given up within the process. A process is replaced
     if it dies, or if its loop hangs. So is one that had this unit alone, since a plain function may
-    still compute. If it had several units, nobody knows which is to blame. They are suspects: the
+    still compute. With several units the one to blame is not known. They are suspects: the
     new process is given one after the other, each alone. One that ends a process alone scores 0.
     Invariant: each unit's future is resolved once.
 

@@ -87,7 +87,7 @@ def function_judge(config: JudgeConfig) -> JudgeUnit:
 
 
 def in_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """`function`, each call in a thread of its own: one that hangs takes no other's place."""
+    """`function`, each call in a separate thread: one that hangs takes no other's place."""
 
     async def call(**arguments: Any) -> Any:
         loop = asyncio.get_running_loop()

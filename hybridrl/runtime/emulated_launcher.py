@@ -119,7 +119,7 @@ class EmulatedRayLauncher(RayLauncher):
 
 
 class _RankHandle:
-    """An actor handle of a rank that has no process of its own: `handle.method.remote(...)`."""
+    """An actor handle of a rank without a separate process: `handle.method.remote(...)`."""
 
     def __init__(self, host: Any, rank: int) -> None:
         self._host, self._rank, self._numbers = host, rank, itertools.count()

@@ -62,7 +62,7 @@ def prepare_gpu(device: Any, num_threads: int, strict: bool) -> None:
 
 
 def bind_to_gpu(device: Any) -> int:
-    """Keep this process on the cores beside its GPU; returns its share of the node's cores.
+    """Keep this process on the cores next to its GPU; returns its share of the node's cores.
 
     A rank on the other socket copies to its GPU at some 0.6 of the speed. Cores that the process
     may not use, by Slurm or a container, are left out. Where none is left it stays as it is.
@@ -78,7 +78,7 @@ def bind_to_gpu(device: Any) -> int:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(int(thread), near)
-    logger.debug("%s (%s) has %d of %d cores beside it", device, address, len(near), len(allowed))
+    logger.debug("%s (%s) has %d of %d cores next to it", device, address, len(near), len(allowed))
     return max(1, len(allowed) // local_gpus())
 
 

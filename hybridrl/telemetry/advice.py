@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from hybridrl.config import ScheduleKind
+from hybridrl.config.schedule import SCHEDULES
 from hybridrl.telemetry.rundata import RunData
 
 _WINDOW = 20
@@ -163,10 +165,12 @@ def _waiting(run: _History) -> Advice | None:
     idle, ranks = run.last("bubble_share"), run.setting("cluster.ranks")
     if ranks == 1 or not idle or fmean(idle) < 0.4:
         return None
-    fuses = run.setting("schedule.kind") != "serial"
-    why = "the longest responses hold all others up" if not fuses else "the timeline shows where"
+    kind = run.setting("schedule.kind")
+    known = kind in ScheduleKind.__members__
+    waits = known and not SCHEDULES[ScheduleKind[kind]].moves_samples
+    why = "the longest responses hold all others up" if waits else "the timeline shows where"
     return Advice(f"ranks wait for {fmean(idle):.0%} of a step: {why}",
-                  "rollout.max_running" if fuses else "schedule")  # fmt: skip
+                  "schedule" if waits else "rollout.max_running")  # fmt: skip
 
 
 def _preempted(run: _History) -> Advice | None:

@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their settings, their curves and samples.
+"""Several runs side by side: what differs in their settings, their curves and samples.
 
 Runs that differ in seed and directory alone are one group. Its curves and figures are means, with
 95 % intervals by Student's t.

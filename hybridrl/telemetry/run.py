@@ -164,7 +164,7 @@ class Telemetry:
         shown, phase = records[: self._config.samples_per_step], phase or self._phase
         for record in shown:
             self._append("samples", {"step": step, "phase": phase, **record})
-        sets = {record["set"] for record in shown if "set" in record}  # each is a table of its own
+        sets = {record["set"] for record in shown if "set" in record}  # each is a separate table
         self._loggers.samples(step, "/".join([phase, *sets]), shown)
 
     def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from hybridrl.engines.train.engine import TrainEngine
 class MovingAverage:
     """decay average + (1 - decay) weights after every optimizer step of `engine`, in float32.
 
-    It begins as the weights are. Each rank holds the average of its own shards, on the host.
+    It begins as the weights are. Each rank holds the average of its shards, on the host.
     `moved` says whether it has changed since the flag was last cleared.
     """
 

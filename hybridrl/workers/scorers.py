@@ -28,8 +28,8 @@ Top = tuple[torch.Tensor, torch.Tensor]
 class InstanceScorer:
     """A score engine over the samples of an instance, of which each rank's store has a share.
 
-    All ranks of the instance call `compute`, each with the ids of its own samples (perhaps none).
-    They gather the tokens, score all of them, and each stores the results of its own.
+    All ranks of the instance call `compute`, each with the ids of its samples (perhaps none).
+    They gather the tokens, score all of them, and each stores the results of its samples.
     """
 
     replays = False

@@ -1,4 +1,4 @@
-"""The steps of `scripts/gpu_report.py`, each run in a process of its own (`gpu_steps.__main__`).
+"""The steps of `scripts/gpu_report.py`, each run in a separate process (`gpu_steps.__main__`).
 
 They import hybridrl from this source tree, installed or not.
 """

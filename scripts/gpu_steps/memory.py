@@ -83,7 +83,7 @@ def plan_of(config: Config, keys: PlanKeys) -> tuple[dict[str, int], str]:
 def report_peaks(
     peaks: dict[str, dict[str, int]], planned: dict[str, int], figures: Figures
 ) -> None:
-    """A figure a phase: `allocated` on a GPU, `resident` on a CPU, beside the plan's."""
+    """A figure a phase: `allocated` on a GPU, `resident` on a CPU, next to the plan's."""
     for phase, held in peaks.items():
         size = held.get("allocated", held.get("resident", 0))
         about: dict[str, object] = {}

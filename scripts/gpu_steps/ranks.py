@@ -69,7 +69,7 @@ def on_ranks(
 ) -> list[dict[str, Any]]:
     """The first rank's result of `measure(device, settings, *args)`, called on `size` ranks.
 
-    Each is a process of its own, with its own GPU. `measure` is at the top of a module.
+    Each is a separate process, with its own GPU. `measure` is at the top of a module.
     """
     file = Path(settings.folder) / "rank-0.json"
     file.unlink(missing_ok=True)

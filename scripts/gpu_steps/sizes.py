@@ -75,7 +75,7 @@ _TINY = Sizes(
     mismatch_samples=4,
 )
 _SIZES = {"tiny": _TINY, "1.5b": _1_5B}
-# A row of 8192 tokens of 1.5b has some 30 GiB of activations, beside 25 GB of state and gradients.
+# A row of 8192 tokens of 1.5b has some 30 GiB of activations, besides 25 GB of state and gradients.
 _WHOLE_ROW_BYTES, _SHORT_ROW = 70 * 2**30, 2048
 
 

@@ -169,7 +169,7 @@ def test_without_candidates_or_tokens_all_stays() -> None:
 
 
 def test_a_wrong_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"recipe\.cov_kl_coef=-1.0: wanted 0 or above"):
+    with pytest.raises(ConfigError, match=r"recipe\.cov_kl_coef=-1.0: wanted 0 or more"):
         KLCovLoss(cov_kl_coef=-1.0)
     with pytest.raises(ConfigError, match=r"recipe\.clip_low=2.0: wanted 0 to 1"):
         ClipCovLoss(clip_low=2.0)

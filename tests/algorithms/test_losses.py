@@ -355,7 +355,7 @@ def test_losses_are_pickled_whole() -> None:
         ({"normalize": "mean"}, r"recipe\.normalize=mean: wanted one of token, sequence, constant"),
         ({"dual_clip": 0.9}, r"recipe\.dual_clip=0.9: wanted above 1"),
         ({"clip_low": 1.5}, r"recipe\.clip_low=1.5: wanted 0 to 1"),
-        ({"clip_high": -0.1}, r"recipe\.clip_high=-0.1: wanted 0 or above"),
+        ({"clip_high": -0.1}, r"recipe\.clip_high=-0.1: wanted 0 or more"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:

@@ -261,10 +261,10 @@ def test_a_row_without_tokens_has_no_loss_but_a_graph(loss: Any) -> None:
     ("loss_class", "settings", "message"),
     [
         (SimPOLoss, {"beta": 0.0}, r"recipe\.beta=0.0: wanted above 0"),
-        (SimPOLoss, {"gamma": -1.0}, r"recipe\.gamma=-1.0: wanted 0 or above"),
-        (ORPOLoss, {"odds_weight": -0.1}, r"recipe\.odds_weight=-0.1: wanted 0 or above"),
+        (SimPOLoss, {"gamma": -1.0}, r"recipe\.gamma=-1.0: wanted 0 or more"),
+        (ORPOLoss, {"odds_weight": -0.1}, r"recipe\.odds_weight=-0.1: wanted 0 or more"),
         (KTOLoss, {"beta": -1.0}, r"recipe\.beta=-1.0: wanted above 0"),
-        (KTOLoss, {"desirable_weight": -1.0}, r"recipe\.desirable_weight=-1.0: wanted 0 or above"),
+        (KTOLoss, {"desirable_weight": -1.0}, r"recipe\.desirable_weight=-1.0: wanted 0 or more"),
     ],
 )
 def test_a_wrong_setting_is_named(loss_class: type, settings: dict[str, Any], message: str) -> None:

@@ -375,8 +375,8 @@ def test_sums_go_by_the_sequences_number() -> None:
             {"variant": DPOVariant.ipo, "label_smoothing": 0.1},
             "0: it is for variant=sigmoid",
         ),
-        (BradleyTerryLoss, {"center": -1.0}, r"recipe\.center=-1.0: wanted 0 or above"),
-        (GMPOLoss, {"clip_low": -0.1}, r"recipe\.clip_low=-0.1: wanted 0 or above"),
+        (BradleyTerryLoss, {"center": -1.0}, r"recipe\.center=-1.0: wanted 0 or more"),
+        (GMPOLoss, {"clip_low": -0.1}, r"recipe\.clip_low=-0.1: wanted 0 or more"),
         (GSPOLoss, {"clip_low": 2.0}, r"recipe\.clip_low=2.0: wanted 0 to 1"),
     ],
 )

@@ -188,7 +188,7 @@ def test_routers_take_the_experts_that_they_are_told(config: PretrainedConfig) -
     ("config", "reason"),
     [
         (Qwen3Config(), "qwen3 has no experts"),
-        (GraniteMoeConfig(), "granitemoe: its experts are no module of their own"),
+        (GraniteMoeConfig(), "granitemoe: its experts are no separate module"),
         (PhimoeConfig(), "phimoe: its router does not choose by topk over the experts"),
     ],
 )

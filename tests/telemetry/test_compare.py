@@ -1,4 +1,4 @@
-"""Runs beside each other: groups, seeds joined, curves, and the page in a real browser."""
+"""Runs side by side: groups, seeds joined, curves, and the page in a real browser."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The ways to a logger: in the caller's thread, or in a thread of its own.
+"""The ways to a logger: in the caller's thread, or in a separate thread.
 
 Either keeps what the logger raises as `failure`, and leaves the logger out from then on.
 """
@@ -73,7 +73,7 @@ class InlineDelivery:
 
 
 class BackgroundDelivery:
-    """In a thread of its own: a server that does not answer holds up no step.
+    """In a separate thread: a server that does not answer holds up no step.
 
     The libraries' own asynchrony differs, and none covers start and end, where most time goes. The
     queue is bounded: a logger that is too far behind is left out. RUN/loggers/NAME.json has the

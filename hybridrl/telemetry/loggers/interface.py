@@ -31,7 +31,7 @@ def with_phase(phase: str, metrics: Mapping[str, float]) -> dict[str, float]:
 class RunLogger(Protocol):
     """Sends a run's metrics and samples to one service. Used from one thread, in this order.
 
-    It imports its library in `start`. Whatever it raises, the run goes on without it.
+    It imports its library in `start`. Whatever it raises, the run continues without it.
     """
 
     keeps_last_step: bool

@@ -12,7 +12,7 @@ from hybridrl.telemetry.loggers.interface import LoggedRun
 class TrackioLogger:
     """A run of Trackio, found again by its name, which therefore ends in random characters.
 
-    Trackio writes twice a second from a thread of its own; a killed driver loses what waits there.
+    Trackio writes twice a second from a separate thread; a killed driver loses what waits there.
     """
 
     keeps_last_step = False

@@ -245,14 +245,14 @@ function hover(box, f, chart, xs, height) {
   box.onpointermove = (event) => {
     const at = event.clientX - box.getBoundingClientRect().left;
     const x = xs.reduce((best, v) => (Math.abs(f.sx(v) - at) < Math.abs(f.sx(best) - at) ? v : best));
-    const found = chart.series.map((s) => [s, s.points.find((p) => p.x === x)]).filter(([, p]) => p);
-    const lines = found.map(([s, p]) => [s.label, number(p.y)]);
+    const shown = chart.series.map((s) => [s, s.points.find((p) => p.x === x)]).filter(([, p]) => p);
+    const lines = shown.map(([s, p]) => [s.label, number(p.y)]);
     const band = (chart.band || []).find((p) => p.x === x);
     if (band) lines.push([chart.band_label, `${number(band.low)} to ${number(band.high)}`]);
     cross.setAttribute("x1", f.sx(x));
     cross.setAttribute("x2", f.sx(x));
     cross.style.visibility = "visible";
-    const { step, phase } = found[0][1];
+    const { step, phase } = shown[0][1];
     const title = chart.time ? `after ${number(x)} s` : `${phase.replace("_", " ")} step ${step}`;
     tip.show(f.sx(x), event.clientY - box.getBoundingClientRect().top, title, lines);
   };
