@@ -170,6 +170,9 @@ bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 t
 bench-tail: $(BIN)/.core  ## the schedules on an emulated device with long-tailed lengths, beside plan schedule
 	@$(BIN)/python scripts/bench/tail.py $(ARGS)
 
+bench-fused-update: $(BIN)/.core  ## fused updates of two models beside RLHFuse's plans, by searched pipelines
+	@$(BIN)/python scripts/bench/fused_update.py $(ARGS)
+
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
 
