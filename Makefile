@@ -176,6 +176,9 @@ bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, nex
 bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused
 	@$(BIN)/python scripts/bench/tail_ranks.py $(ARGS)
 
+bench-fused-update: $(BIN)/.core  ## fused updates of two models against RLHFuse's plans, by searched pipelines
+	@$(BIN)/python scripts/bench/fused_update.py $(ARGS)
+
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
 
