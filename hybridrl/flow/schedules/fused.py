@@ -45,8 +45,8 @@ class FusedSchedule(StreamingSchedule):
     chooses their width too, or none. With `must_widen` there is no tail on narrow ones.
 
     With `early` an instance that has nothing else to do trains on groups that are whole. Recipe and
-    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for each
-    update whether they do.
+    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for
+    each update whether they do.
     """
 
     def __init__(
