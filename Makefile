@@ -152,7 +152,7 @@ bench-judges: $(BIN)/.core  ## responses judged per second by an endpoint, again
 bench-speculate: $(BIN)/.core  ## tokens per second with guessed tokens against without, with few rows left
 	@$(BIN)/python scripts/bench/speculate.py $(ARGS)
 
-bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against each alone, on two ranks
+bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against one of them alone, on two ranks
 	@$(BIN)/python scripts/bench/wide_tail.py $(ARGS)
 
 bench-samples: $(BIN)/.core  ## the cost of telemetry.samples=all, on a run that has it: make bench-samples RUN=DIR
