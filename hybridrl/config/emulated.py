@@ -29,8 +29,6 @@ def settle_cluster(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
             raise ConfigError("cluster.ranks_per_process", per_process, allowed)
     if rollout.engine is not Engine.native:
         raise ConfigError("rollout.engine", rollout.engine.value, f"native {WITHOUT_MODEL}")
-    if rollout.speculate != "off":
-        raise ConfigError("rollout.speculate", rollout.speculate, f"off {WITHOUT_MODEL}")
 
 
 def leave_out(

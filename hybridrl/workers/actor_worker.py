@@ -181,6 +181,8 @@ class ActorWorker(BaseWorker):
         fetch_s = time.perf_counter() - start
         with self._span("wide decode" if is_wide else "generate"):
             finished, parked, work = self.actor.advance(commands, num_decode_steps)
+        if work.drafted:
+            self._name_last_span(work.name(is_wide))
         start = time.perf_counter()
         exported = [replace(event, state=self._export_parked(event)) for event in parked]
         put_s = time.perf_counter() - start

@@ -204,6 +204,7 @@ class EmulatedWorker:
             workload.length_of,
             workload.prompt_tokens_of,
             self.config.samples_held,
+            self.config.schedule.entry.counts_tokens,
         )
 
     @dispatch(Dispatch.SAME)
@@ -269,7 +270,7 @@ class EmulatedWorker:
         event = Advanced(instance, shared.rows.unfinished, finished, parked, work=outcome.work)
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
-        span = "generate" if shared is self.instance else "wide decode"
+        span = outcome.work.name(wide=shared is not self.instance)
         return _taking(outcome.work.seconds, value, span)
 
     def _finished(self, row: ModeledRow) -> Finished:

@@ -61,7 +61,7 @@ class RoundLimits:
         Longer than `call_s` where calls would cost more than a fiftieth of the decoding.
         """
         call_s = max(self.call_s, (costs.call_s + costs.round_trip_s) / _CALL_SHARE)
-        return max(1, min(most, round(call_s / max(costs.decode(rows, 1), 1e-9))))
+        return max(1, min(most, round(call_s / max(float(costs.pass_s(rows)), 1e-9))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class GenerationRound:
         self.tail = WideTail(self.executor.wide)
         self.kv_bytes = 0  # that came from other ranks
         self._longest = 0
-        self._progress: dict[int, int] = defaultdict(int)  # decode steps of an instance so far
+        self._progress: dict[int, float] = defaultdict(float)  # tokens of an instance's rows so far
         self._equal_rounds = False
         self._parking = False
 
@@ -360,6 +360,8 @@ class GenerationRound:
         """
         if self.early is None or self._queue or self._leaving:
             return False
+        if self.migration_plan.width > 1 and not self._keepers:  # it could not join any more
+            return False
         decoding = [i for i in (*self._alive, *self.tail.members) if self._held[i]]
         if not decoding:
             return False
@@ -378,7 +380,7 @@ class GenerationRound:
         passed = self.executor.clock.now() - self._in_flight.pop(instance)
         self.meter.saw_round_trip(max(0.0, passed - event.work.seconds))
         learn(self.meter, event, width=self._width(instance))
-        self._progress[instance] += event.work.decode_steps
+        self._progress[instance] += event.work.tokens_of_row
         self.kv_bytes += event.work.kv_bytes
         for finished in event.finished:
             del self._held[instance][finished.id]
