@@ -46,9 +46,9 @@ class StepModel:
     stages together take `inference_s_per_token` on an instance. Rows guess ahead as the costs say,
     so a step may make more than a token of each.
 
-    Calls have `call_steps` decode steps, and last `call_s`: how many samples are left is known at
-    their ends, and one that moves waits for half a call, or a whole one until all members of a wide
-    instance have ended theirs. 0 leaves out what calls cost.
+    Calls have `call_steps` decode steps, and last `call_s`; 0 leaves out what they cost. How many
+    samples are left is known at their ends. One that moves waits for half a call, or for a whole
+    one until all members of a wide instance have ended theirs.
 
     With `training` (`training_arrivals`) instances without samples do that, too. Each gives up its
     generation weights and takes up its training shards before, in `switch_s`, and waits for half a

@@ -254,10 +254,9 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         lines.append("speculation: not shown; accept=A in --lengths is the share of right guesses")
     else:
         tokens = setting.drafting.tokens
-        lines.append(
-            f"speculation: {'as many as pay' if tokens is None else tokens} tokens a row and pass,"
-            f" {setting.drafting.accept:.3g} of them right"
-        )
+        each = "as many tokens as pay" if tokens is None else f"{tokens} tokens"
+        right = f"{setting.drafting.accept:.3g} of them right"
+        lines.append(f"speculation: {each} a row and pass, {right}")
     if not setting.widths:
         lines.append("wide tail: not shown; no run of these costs has decoded a tail on several")
     if measured:

@@ -17,8 +17,8 @@ from hybridrl.flow.sample import SampleId, TokenSpan
 class ModeledRow:
     """A response: `left` tokens to decode after `prefill` or `restore` tokens.
 
-    `ahead` is what its passes have made beyond whole tokens, below 1: of a guess that is right with
-    a probability, only the mean is known.
+    `ahead` is what its passes have made beyond whole tokens, below 1. Of a guess that may be right
+    only the mean is known.
     """
 
     id: SampleId
@@ -111,8 +111,8 @@ class ModeledInstance:
     values are with it.
 
     Where the costs have `drafting`, a pass makes the mean number of tokens of a row. With
-    `counts_tokens` a row makes at most a call's steps of tokens, as in the engine
-    (`Speculation`): nothing is guessed in calls that begin with samples that wait.
+    `counts_tokens` a row makes at most a call's steps of tokens, as in the engine (`Speculation`).
+    Then nothing is guessed in calls that begin with samples that wait.
 
     Invariant: a sample's response has its known length, whether it was parked or moved or not.
 

@@ -137,9 +137,9 @@ class Variant:
 def variants(setting: Setting) -> list[Variant]:
     """Each schedule as it comes, then with each mechanism that it allows, and with all of them.
 
-    The baseline comes first. Mechanisms of the tail are those of schedules that migrate it: early
-    backward, and a wide tail where it is known how long its steps take (`Setting.widths`). Every
-    schedule may guess ahead, where it is known how many guesses are right.
+    The baseline comes first. Early backward and a wide tail are for schedules that migrate it, the
+    latter where it is known how long its steps take (`Setting.widths`). Every schedule may guess
+    ahead, where it is known how many guesses are right.
     """
     plain = replace(setting, costs=replace(setting.costs, drafting=None), widths=())
     guesses = replace(plain, costs=replace(plain.costs, drafting=setting.drafting))

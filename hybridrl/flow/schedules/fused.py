@@ -44,8 +44,8 @@ class FusedSchedule(StreamingSchedule):
     the measured costs (`tail_plans`). Where the executor can form wide instances, that model
     chooses their width too, or none. With `must_widen` there is no tail on narrow ones.
 
-    With `early` an instance that has nothing else to do trains on groups that are whole, if recipe
-    and settings allow it (`early_update`), and the plan says so. A line of the log says for each
+    With `early` an instance that has nothing else to do trains on groups that are whole. Recipe and
+    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for each
     update whether they do.
     """
 
