@@ -15,7 +15,12 @@ from hybridrl.controller.checkpoints import Origin
 from hybridrl.controller.preflight import prepare
 from hybridrl.controller.run import Run
 from hybridrl.controller.train import running
-from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
+from hybridrl.planner.emulation import (
+    emulated_costs,
+    emulated_widths,
+    emulated_workload,
+    scaled,
+)
 from hybridrl.planner.schedule import Setting, replay
 
 QUIET = ("telemetry.progress=false", "telemetry.report=false", "telemetry.loggers=[]")
@@ -76,6 +81,7 @@ def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
         workload=emulated_workload(config, group_size),
         group_size=group_size,
+        widths=emulated_widths(config),
     )
 
 

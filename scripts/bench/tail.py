@@ -16,11 +16,12 @@ from pathlib import Path
 from emulated_steps import config_of, measure, setting_of
 from lines import show
 from tail_bounds import Machine, bounds, pass_tokens
-from tail_cases import ACCEPT, CASES, CYCLE, DRAFT, RECIPES, SIDES, WIDTH, Case
+from tail_cases import ACCEPT, CASES, CYCLE, DRAFT, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
 from hybridrl.flow.costs import Costs
 from hybridrl.planner.accelerators import read_roofline
+from hybridrl.planner.emulation import scaled
 from hybridrl.planner.schedule import Setting, replay
 
 UNSEEN_CYCLES = 2  # that the prediction has at least
@@ -90,15 +91,16 @@ class CaseRuns:
         return config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}{seed}")
 
     def planned(self, side: str, seed: int = SEEN, steps: int | None = None) -> Setting:
-        """The same for the planner, in device seconds."""
-        config = self.config(side, seed, steps)
-        config.cluster.time_scale = 1.0
-        return setting_of(config, self.stages)
+        """The same for the planner, in the wall time of the run.
+
+        A schedule has constants in seconds, such as the length of a call that others wait for.
+        """
+        return setting_of(self.config(side, seed, steps), self.stages)
 
     def planned_s(self, side: str, seed: int = SEEN, steps: int | None = None) -> float:
         """Device seconds of a step in virtual time."""
         schedule = self.config(side, seed).schedule
-        return replay(self.planned(side, seed, steps), schedule, CYCLE).step_s
+        return replay(self.planned(side, seed, steps), schedule, CYCLE).step_s / self.scale
 
     def emulated_s(self, side: str) -> float:
         """Device seconds of a step in wall time."""
@@ -113,7 +115,7 @@ def compare(case: Case, recipe: str, folder: Path, per_process: int, planned: bo
     """The bounds and all sides of one recipe."""
     started = time.perf_counter()
     runs = CaseRuns(case, recipe, folder, case.wall_s, per_process)
-    least = show_bounds(case, recipe, runs.planned("serial"))
+    least = show_bounds(runs)
     rows = {}
     for side in case.sides:
         same = runs.planned_s(side)
@@ -147,7 +149,7 @@ def case_costs(case: Case, stages: Sequence[str]) -> Costs:
     """
     model = case.costs.removeprefix("gpu:").split(",")[0].removeprefix("model=")
     text = f"{case.costs},critic={model}" if "reward" in stages else case.costs
-    with_critic, *_ = read_roofline(text, case.instance, case.ranks)
+    with_critic, *_ = read_roofline(text, case.instance, case.ranks, case.widths)
     alone, *_ = read_roofline(case.costs, case.instance, case.ranks)
     return replace(with_critic, train_token_s=alone.train_token_s)
 
@@ -168,17 +170,18 @@ def at_shares(setting: Setting, shares: tuple[float, float, float]) -> Costs:
     )
 
 
-def show_bounds(case: Case, recipe: str, serial: Setting) -> dict[str, float]:
+def show_bounds(runs: CaseRuns) -> dict[str, float]:
     """What each side may reach at most, before anything is run."""
-    widest, *_ = read_roofline(case.costs, case.instance * WIDTH, case.ranks * WIDTH)
+    case, setting = runs.case, runs.planned("serial")
+    costs = scaled(setting.costs, 1 / runs.scale)
     machine = Machine(
-        costs=serial.costs,
+        costs=costs,
         instances=case.instances,
-        max_held=serial.max_held,
-        wide_step_s=widest.step_s,
+        max_held=setting.max_held,
+        wide_step_s=min([costs.step_s, *costs.wide_step_s.values()]),
         pass_tokens=pass_tokens(DRAFT, ACCEPT),
     )
-    work = serial.workload
+    work = setting.workload
     first = CYCLE * work.prompts_per_step
     steps = [
         work.groups[i : i + work.prompts_per_step]
@@ -187,7 +190,7 @@ def show_bounds(case: Case, recipe: str, serial: Setting) -> dict[str, float]:
     least = bounds(steps, machine, CYCLE, case.sides)
     show(
         {
-            "name": f"tail_{case.name}_{recipe}_bounds",
+            "name": f"tail_{case.name}_{runs.recipe}_bounds",
             "at_least_s": {side: round(seconds, 2) for side, seconds in least.items()},
             "fused_over": {side: round(least["fused"] / s, 3) for side, s in least.items()},
         }

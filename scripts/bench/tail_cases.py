@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 CYCLE = 4  # steps of `schedule=packed`'s cycle: its default max_wait_steps, and one
-WIDTH = 2  # instances that join for the tail
+NODE = 8  # GPUs of a node: instances join for the tail within one
 DRAFT, ACCEPT = 4, 0.6  # guessed tokens, and the chance of each to be accepted: assumed
 
 # RollPacker (arXiv 2509.21009, figure 2 and section 2.2: 14B, at most 16k tokens, math, code and a
@@ -39,19 +39,20 @@ RECIPES = {
 }
 
 # A side is a column of the table: the settings of a run.
+EARLY = ("schedule.early_backward=auto", "trainer.layout.replicas={instances}")
+WIDE = (f"rollout.tail_tp={NODE}",)
 SIDES: dict[str, tuple[str, ...]] = {
     "serial": ("schedule=serial",),
     "fused": ("schedule=fused",),
-    "early": (
-        "schedule=fused",
-        "schedule.early_backward=auto",
-        "trainer.layout.replicas={instances}",
-    ),
+    "early": ("schedule=fused", *EARLY),
+    "wide": ("schedule=fused", *WIDE),
+    "early_wide": ("schedule=fused", *EARLY, *WIDE),
     "packed": ("schedule=packed",),
     "partial": ("schedule=partial",),
 }
-DEFAULT_SIDES = tuple(name for name in SIDES if name != "partial")
-FEW_SIDES = ("serial", "fused", "early")
+MAIN_SIDES = ("serial", "fused", "early", "wide", "early_wide", "packed")
+NODE_SIDES = ("serial", "fused", "early", "packed")  # where an instance is a whole node
+FEW_SIDES = ("serial", "fused", "early_wide")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,7 @@ class Case:
     lengths: str
     prompt_tokens: int = 256
     recipes: tuple[str, ...] = ("verifier",)
-    sides: tuple[str, ...] = DEFAULT_SIDES
+    sides: tuple[str, ...] = MAIN_SIDES
     wall_s: float
     cycles: int = 2
     published_shares: tuple[float, float, float] | None = None
@@ -82,6 +83,11 @@ class Case:
     def instances(self) -> int:
         """Generation instances."""
         return self.ranks // self.instance
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of instances that may join for the tail."""
+        return (NODE // self.instance,) if self.instance < NODE else ()
 
     @property
     def decode_steps(self) -> int:
