@@ -137,16 +137,18 @@ def settings_of(case: Case, recipe: str) -> list[str]:
         f"rollout.max_new_tokens={case.limit}",
         f"rollout.decode_steps={case.decode_steps}",
         f"trainer.prompts_per_step={case.prompts}",
-        f"recipe.group_size={case.group}",
-        "recipe.skip_equal_groups=false",
+        f"{RECIPES[recipe].group_key}={case.group}",
     ]
 
 
 def case_costs(case: Case, stages: Sequence[str]) -> Costs:
-    """The roofline's; a critic, of which only its reward model is used, where the recipe has one.
+    """The roofline's; without a critic of its own a reward model is of the actor's size.
 
-    Its training is left out: GRPO has no critic.
+    A roofline has that with a critic alone. Then the critic's training is left out.
     """
+    if "critic=" in case.costs:
+        costs, *_ = read_roofline(case.costs, case.instance, case.ranks, case.widths)
+        return costs
     model = case.costs.removeprefix("gpu:").split(",")[0].removeprefix("model=")
     text = f"{case.costs},critic={model}" if "reward" in stages else case.costs
     with_critic, *_ = read_roofline(text, case.instance, case.ranks, case.widths)

@@ -28,13 +28,19 @@ class RecipeCase:
 
     settings: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
+    group_key: str = "recipe.group_size"
 
 
+_MODEL = ("reward=model", "reward.model=emulated")
+_ALL = "recipe.skip_equal_groups=false"
 RECIPES = {
-    "verifier": RecipeCase(),
-    "reference": RecipeCase(("recipe.kl_coef=0.01",), ("reference",)),
+    "verifier": RecipeCase((_ALL,)),
+    "reference": RecipeCase((_ALL, "recipe.kl_coef=0.01"), ("reference",)),
     "reference_and_reward_model": RecipeCase(
-        ("recipe.kl_coef=0.01", "reward=model", "reward.model=emulated"), ("reward", "reference")
+        (_ALL, "recipe.kl_coef=0.01", *_MODEL), ("reward", "reference")
+    ),
+    "ppo": RecipeCase(
+        ("recipe=ppo", *_MODEL), ("reward", "reference", "critic"), "recipe.num_samples"
     ),
 }
 
@@ -175,6 +181,22 @@ CASES = (
     _rollpacker("rollpacker_32b", "32b", 64, 2, 32_768, False),
     _rollpacker("rollpacker_14b_shares", "14b", 32, 2, 16_384, True),
     _rollpacker("rollpacker_32b_shares", "32b", 64, 2, 32_768, True),
+    # RLHFuse's setting (arXiv 2409.13221, section 7), as `hybridrl plan schedule --paper` has it.
+    Case(
+        name="rlhfuse_65b_33b",
+        costs="gpu:model=65b,critic=33b,gpu=hopper-200g",
+        ranks=256,
+        instance=8,
+        prompts=512,
+        group=1,
+        limit=1_024,
+        lengths="lmsys",
+        prompt_tokens=150,
+        recipes=("ppo",),
+        sides=("serial", "fused"),
+        wall_s=3.0,
+        cycles=1,
+    ),
 )
 
 # The timeline of the README: eight instances, a training that one can see.
