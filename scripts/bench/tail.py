@@ -16,10 +16,10 @@ from pathlib import Path
 from emulated_steps import config_of, measure, setting_of
 from lines import show
 from tail_bounds import Machine, bounds, pass_tokens
-from tail_cases import ACCEPT, CASES, CYCLE, DRAFT, RECIPES, SIDES, Case
+from tail_cases import ACCEPT, CASES, CYCLE, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import LONGEST_DRAFT, Costs
 from hybridrl.planner.accelerators import read_roofline
 from hybridrl.planner.emulation import scaled
 from hybridrl.planner.schedule import Setting, replay
@@ -181,7 +181,7 @@ def show_bounds(runs: CaseRuns) -> dict[str, float]:
         instances=case.instances,
         max_held=setting.max_held,
         wide_step_s=min([costs.step_s, *costs.wide_step_s.values()]),
-        pass_tokens=pass_tokens(DRAFT, ACCEPT),
+        pass_tokens=pass_tokens(LONGEST_DRAFT, ACCEPT),
     )
     work = setting.workload
     first = CYCLE * work.prompts_per_step

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 CYCLE = 4  # steps of `schedule=packed`'s cycle: its default max_wait_steps, and one
 NODE = 8  # GPUs of a node: instances join for the tail within one
-DRAFT, ACCEPT = 4, 0.6  # guessed tokens, and the chance of each to be accepted: assumed
+ACCEPT = 0.6  # the share of right guesses: assumed
 
 # RollPacker (arXiv 2509.21009, figure 2 and section 2.2: 14B, at most 16k tokens, math, code and a
 # judge): 75 % of the responses have at most 755 to 1,100 tokens, the longest ones 25 to 32 times
@@ -19,7 +19,8 @@ PUBLISHED_SHARES = (0.70, 0.08, 0.22)
 
 def long_tailed(limit: int, alike: float) -> str:
     """RollPacker's lengths under another limit; `alike` as in `--lengths`."""
-    return f"lognormal:median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+    shape = f"median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+    return f"lognormal:{shape},accept={ACCEPT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,25 @@ RECIPES = {
 # A side is a column of the table: the settings of a run.
 EARLY = ("schedule.early_backward=auto", "trainer.layout.replicas={instances}")
 WIDE = (f"rollout.tail_tp={NODE}",)
+SPECULATE = ("rollout.speculate=auto",)
 SIDES: dict[str, tuple[str, ...]] = {
     "serial": ("schedule=serial",),
     "fused": ("schedule=fused",),
     "early": ("schedule=fused", *EARLY),
     "wide": ("schedule=fused", *WIDE),
-    "early_wide": ("schedule=fused", *EARLY, *WIDE),
+    "speculate": ("schedule=fused", *SPECULATE),
     "packed": ("schedule=packed",),
+    "early_wide": ("schedule=fused", *EARLY, *WIDE),
+    "early_speculate": ("schedule=fused", *EARLY, *SPECULATE),
+    "all": ("schedule=fused", *EARLY, *WIDE, *SPECULATE),
+    "packed_speculate": ("schedule=packed", *SPECULATE),
     "partial": ("schedule=partial",),
 }
-MAIN_SIDES = ("serial", "fused", "early", "wide", "early_wide", "packed")
-NODE_SIDES = ("serial", "fused", "early", "packed")  # where an instance is a whole node
-FEW_SIDES = ("serial", "fused", "early_wide")
+MAIN_SIDES = ("serial", "fused", "early", "wide", "speculate", "packed", "early_wide", "all")
+# where an instance is a whole node
+NODE_SIDES = ("serial", "fused", "early", "speculate", "packed", "early_speculate")
+FEW_SIDES = ("serial", "fused", "early_wide", "all")
+ROLLPACKER_SIDES = ("serial", "fused", "early", "packed", "early_wide", "all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +90,7 @@ class Case:
     recipes: tuple[str, ...] = ("verifier",)
     sides: tuple[str, ...] = MAIN_SIDES
     wall_s: float
-    cycles: int = 2
+    cycles: int = 1
     published_shares: tuple[float, float, float] | None = None
 
     @property
@@ -112,7 +120,8 @@ def _rollpacker(name: str, size: str, ranks: int, tp: int, limit: int, shares: b
         limit=limit,
         lengths=long_tailed(limit, 0.5),
         recipes=("reference",),
-        wall_s=1.5,
+        sides=ROLLPACKER_SIDES,
+        wall_s=3.0,
         published_shares=PUBLISHED_SHARES if shares else None,
     )
 
@@ -127,7 +136,7 @@ CASES = (
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
         recipes=("verifier", "reference_and_reward_model"),
-        wall_s=1.5,
+        wall_s=3.0,
     ),
     Case(
         name="32b_256",
@@ -138,8 +147,8 @@ CASES = (
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
         recipes=("verifier", "reference_and_reward_model"),
-        wall_s=3.0,
-        cycles=1,
+        sides=NODE_SIDES,
+        wall_s=4.0,
     ),
     Case(
         name="32b_32",
@@ -150,8 +159,7 @@ CASES = (
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
         sides=FEW_SIDES,
-        wall_s=1.5,
-        cycles=1,
+        wall_s=3.0,
     ),
     Case(
         name="7b_256",
@@ -161,9 +169,8 @@ CASES = (
         prompts=256,
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
-        sides=FEW_SIDES,
-        wall_s=3.0,
-        cycles=1,
+        sides=("serial", "fused", "early_speculate"),
+        wall_s=4.0,
     ),
     # Lengths that are independent within a prompt: the hardest for `packed`.
     Case(
@@ -174,7 +181,8 @@ CASES = (
         prompts=64,
         limit=16_384,
         lengths=long_tailed(16_384, 0),
-        wall_s=1.5,
+        sides=("serial", "fused", "packed"),
+        wall_s=3.0,
     ),
     _rollpacker("rollpacker_7b", "7b", 16, 1, 8_192, False),
     _rollpacker("rollpacker_14b", "14b", 32, 2, 16_384, False),
@@ -195,7 +203,6 @@ CASES = (
         recipes=("ppo",),
         sides=("serial", "fused"),
         wall_s=3.0,
-        cycles=1,
     ),
 )
 
