@@ -24,7 +24,6 @@ from hybridrl.planner.accelerators import read_roofline
 from hybridrl.planner.emulation import scaled
 from hybridrl.planner.schedule import Setting, replay
 
-UNSEEN_CYCLES = 2  # that the prediction has at least
 SEEN, UNSEEN = 0, 1  # run.seed of the emulated runs, and of a prediction without their lengths
 
 
@@ -119,7 +118,7 @@ def compare(case: Case, recipe: str, folder: Path, per_process: int, planned: bo
     rows = {}
     for side in case.sides:
         same = runs.planned_s(side)
-        other = runs.planned_s(side, UNSEEN, max(case.cycles, UNSEEN_CYCLES) * CYCLE)
+        other = runs.planned_s(side, UNSEEN, case.cycles * CYCLE)
         rows[side] = Row(same if planned else runs.emulated_s(side), same, other)
     for side in rows:
         show(line_of(runs, side, rows, least[side], planned))
