@@ -20,7 +20,8 @@ WAYS = {
     "packed": ["schedule=packed"],
     "early": EARLY,
     "speculate": ["rollout.speculate=4"],
-    "tail": [*EARLY, "rollout.speculate=auto"],
+    "wide": ["schedule=fused", "rollout.tail_tp=2"],
+    "tail": [*EARLY, "rollout.speculate=auto", "rollout.tail_tp=2"],
     "vllm": ["rollout=vllm"],
 }
 # The long-tailed task of the benches: letters to copy, and a number to count down from.
@@ -62,8 +63,8 @@ def accuracy(run_dir: Path, task: str, way: str, seed: int) -> tuple[float, floa
 @pytest.mark.parametrize(
     ("task", "ways"),
     [
-        ("demo", ("fused", "partial", "packed", "early", "speculate", "tail")),
-        ("longtail", ("packed", "early", "speculate", "tail")),
+        ("demo", ("fused", "partial", "packed", "early", "speculate", "wide", "tail")),
+        ("longtail", ("packed", "tail")),
         pytest.param("demo", ("vllm",), marks=pytest.mark.vllm),
     ],
 )

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 CYCLE = 4  # steps of `schedule=packed`'s cycle: its default max_wait_steps, and one
-WIDTH = 2  # instances that join for the tail
-DRAFT, ACCEPT = 4, 0.6  # guessed tokens, and the chance of each to be accepted: assumed
+NODE = 8  # GPUs of a node: instances join for the tail within one
+ACCEPT = 0.6  # the share of right guesses: assumed
 
 # RollPacker (arXiv 2509.21009, figure 2 and section 2.2: 14B, at most 16k tokens, math, code and a
 # judge): 75 % of the responses have at most 755 to 1,100 tokens, the longest ones 25 to 32 times
@@ -19,7 +19,8 @@ PUBLISHED_SHARES = (0.70, 0.08, 0.22)
 
 def long_tailed(limit: int, alike: float) -> str:
     """RollPacker's lengths under another limit; `alike` as in `--lengths`."""
-    return f"lognormal:median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+    shape = f"median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+    return f"lognormal:{shape},accept={ACCEPT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +29,44 @@ class RecipeCase:
 
     settings: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
+    group_key: str = "recipe.group_size"
 
 
+_MODEL = ("reward=model", "reward.model=emulated")
+_ALL = "recipe.skip_equal_groups=false"
 RECIPES = {
-    "verifier": RecipeCase(),
-    "reference": RecipeCase(("recipe.kl_coef=0.01",), ("reference",)),
+    "verifier": RecipeCase((_ALL,)),
+    "reference": RecipeCase((_ALL, "recipe.kl_coef=0.01"), ("reference",)),
     "reference_and_reward_model": RecipeCase(
-        ("recipe.kl_coef=0.01", "reward=model", "reward.model=emulated"), ("reward", "reference")
+        (_ALL, "recipe.kl_coef=0.01", *_MODEL), ("reward", "reference")
+    ),
+    "ppo": RecipeCase(
+        ("recipe=ppo", *_MODEL), ("reward", "reference", "critic"), "recipe.num_samples"
     ),
 }
 
 # A side is a column of the table: the settings of a run.
+EARLY = ("schedule.early_backward=auto", "trainer.layout.replicas={instances}")
+WIDE = (f"rollout.tail_tp={NODE}",)
+SPECULATE = ("rollout.speculate=auto",)
 SIDES: dict[str, tuple[str, ...]] = {
     "serial": ("schedule=serial",),
     "fused": ("schedule=fused",),
-    "early": (
-        "schedule=fused",
-        "schedule.early_backward=auto",
-        "trainer.layout.replicas={instances}",
-    ),
+    "early": ("schedule=fused", *EARLY),
+    "wide": ("schedule=fused", *WIDE),
+    "speculate": ("schedule=fused", *SPECULATE),
     "packed": ("schedule=packed",),
+    "early_wide": ("schedule=fused", *EARLY, *WIDE),
+    "early_speculate": ("schedule=fused", *EARLY, *SPECULATE),
+    "all": ("schedule=fused", *EARLY, *WIDE, *SPECULATE),
+    "packed_speculate": ("schedule=packed", *SPECULATE),
     "partial": ("schedule=partial",),
 }
-DEFAULT_SIDES = tuple(name for name in SIDES if name != "partial")
-FEW_SIDES = ("serial", "fused", "early")
+MAIN_SIDES = ("serial", "fused", "early", "wide", "speculate", "packed", "early_wide", "all")
+# where an instance is a whole node
+NODE_SIDES = ("serial", "fused", "early", "speculate", "packed", "early_speculate")
+FEW_SIDES = ("serial", "fused", "early_wide", "all")
+ROLLPACKER_SIDES = ("serial", "fused", "early", "packed", "early_wide", "all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +88,20 @@ class Case:
     lengths: str
     prompt_tokens: int = 256
     recipes: tuple[str, ...] = ("verifier",)
-    sides: tuple[str, ...] = DEFAULT_SIDES
+    sides: tuple[str, ...] = MAIN_SIDES
     wall_s: float
-    cycles: int = 2
+    cycles: int = 1
     published_shares: tuple[float, float, float] | None = None
 
     @property
     def instances(self) -> int:
         """Generation instances."""
         return self.ranks // self.instance
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of instances that may join for the tail."""
+        return (NODE // self.instance,) if self.instance < NODE else ()
 
     @property
     def decode_steps(self) -> int:
@@ -100,7 +120,8 @@ def _rollpacker(name: str, size: str, ranks: int, tp: int, limit: int, shares: b
         limit=limit,
         lengths=long_tailed(limit, 0.5),
         recipes=("reference",),
-        wall_s=1.5,
+        sides=ROLLPACKER_SIDES,
+        wall_s=3.0,
         published_shares=PUBLISHED_SHARES if shares else None,
     )
 
@@ -115,7 +136,7 @@ CASES = (
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
         recipes=("verifier", "reference_and_reward_model"),
-        wall_s=1.5,
+        wall_s=3.0,
     ),
     Case(
         name="32b_256",
@@ -126,8 +147,8 @@ CASES = (
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
         recipes=("verifier", "reference_and_reward_model"),
-        wall_s=3.0,
-        cycles=1,
+        sides=NODE_SIDES,
+        wall_s=4.0,
     ),
     Case(
         name="32b_32",
@@ -138,8 +159,7 @@ CASES = (
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
         sides=FEW_SIDES,
-        wall_s=1.5,
-        cycles=1,
+        wall_s=3.0,
     ),
     Case(
         name="7b_256",
@@ -149,9 +169,8 @@ CASES = (
         prompts=256,
         limit=16_384,
         lengths=long_tailed(16_384, 0.5),
-        sides=FEW_SIDES,
-        wall_s=3.0,
-        cycles=1,
+        sides=("serial", "fused", "early_speculate"),
+        wall_s=4.0,
     ),
     # Lengths that are independent within a prompt: the hardest for `packed`.
     Case(
@@ -162,13 +181,29 @@ CASES = (
         prompts=64,
         limit=16_384,
         lengths=long_tailed(16_384, 0),
-        wall_s=1.5,
+        sides=("serial", "fused", "packed"),
+        wall_s=3.0,
     ),
     _rollpacker("rollpacker_7b", "7b", 16, 1, 8_192, False),
     _rollpacker("rollpacker_14b", "14b", 32, 2, 16_384, False),
     _rollpacker("rollpacker_32b", "32b", 64, 2, 32_768, False),
     _rollpacker("rollpacker_14b_shares", "14b", 32, 2, 16_384, True),
     _rollpacker("rollpacker_32b_shares", "32b", 64, 2, 32_768, True),
+    # RLHFuse's setting (arXiv 2409.13221, section 7), as `hybridrl plan schedule --paper` has it.
+    Case(
+        name="rlhfuse_65b_33b",
+        costs="gpu:model=65b,critic=33b,gpu=hopper-200g",
+        ranks=256,
+        instance=8,
+        prompts=512,
+        group=1,
+        limit=1_024,
+        lengths="lmsys",
+        prompt_tokens=150,
+        recipes=("ppo",),
+        sides=("serial", "fused"),
+        wall_s=3.0,
+    ),
 )
 
 # The timeline of the README: eight instances, a training that one can see.

@@ -44,13 +44,14 @@ def test_the_bounds_by_hand(load) -> None:
         costs=costs, instances=2, max_held=4, wide_step_s=0.5, pass_tokens=tail.pass_tokens(2, 0.5)
     )
     long, middle = Group(1, (10, 2)), Group(1, (4, 4))
-    sides = ("serial", "fused", "early", "early_wide", "early_speculate", "all")
+    sides = ("serial", "fused", "early", "wide", "early_wide", "early_speculate", "all")
     first = tail.bounds([[long, middle]], machine, 1, sides)
     # 24 tokens: 1.2 s of passes on two instances, 12 s of training, 1 s of the switch. Alone: 10 s.
     assert first["serial"] == pytest.approx(10 + 1.2 + 12 + 1)
     # The long one's group has 14 tokens: passes of 0.7 s, training of 7 s.
     assert first["fused"] == pytest.approx(10 + 0.7 + 12 + 1)
     assert first["early"] == pytest.approx(10 + 0.7 + 7 + 1)
+    assert first["wide"] == pytest.approx(5 + 0.7 + 12 + 1)
     # All work is 20 tokens in batches of four on two instances, 2.5 s, and 13.2 s: more than what
     # is left of the long one on a wide instance, 5 + 7.7 s, or with guesses, 10 / 1.75 + 7.7 s.
     for side in ("early_wide", "early_speculate", "all"):
