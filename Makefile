@@ -152,7 +152,7 @@ bench-judges: $(BIN)/.core  ## responses judged per second by an endpoint, again
 bench-speculate: $(BIN)/.core  ## tokens per second with guessed tokens against without, with few rows left
 	@$(BIN)/python scripts/bench/speculate.py $(ARGS)
 
-bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against each alone, on two ranks
+bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against one of them alone, on two ranks
 	@$(BIN)/python scripts/bench/wide_tail.py $(ARGS)
 
 bench-samples: $(BIN)/.core  ## the cost of telemetry.samples=all, on a run that has it: make bench-samples RUN=DIR
@@ -175,6 +175,9 @@ bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, nex
 
 bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused
 	@$(BIN)/python scripts/bench/tail_ranks.py $(ARGS)
+
+bench-fused-update: $(BIN)/.core  ## fused updates of two models against RLHFuse's plans, by searched pipelines
+	@$(BIN)/python scripts/bench/fused_update.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
 
 # Room -> the rooms of the package that it may import: the floor plan in AGENTS.md.
-CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow"}
+CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow", "pipelines"}
 WORKERS = CORE | {"system", "telemetry", "data", "rewards", "checkpoint"}
 RUNTIME = WORKERS | {"workers", "compat"}
 ALLOWED: dict[str, set[str]] = {
@@ -26,13 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "conf": set(),
     "system": {"config"},
     "layout": {"config"},
+    "pipelines": set(),
     "flow": {"config", "layout"},
-    "planner": {"config", "flow", "layout"},
+    "planner": {"config", "flow", "layout", "pipelines"},
     "telemetry": {"config", "system"},
     "kernels": {"config"},
     "models": {"config", "layout", "kernels"},
     "algorithms": {"config", "layout", "kernels", "models"},
-    "engines": {"config", "layout", "kernels", "models", "algorithms"},
+    "engines": {"config", "layout", "kernels", "models", "algorithms", "pipelines"},
     "data": CORE,
     "rewards": CORE,
     "checkpoint": CORE | {"telemetry"},
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": RUNTIME | {"runtime", "controller", "jobs", "doctor", "planner"},
     "recipes": {"config", "flow", "algorithms"},
 }
-TORCH_FREE = ("config", "flow", "planner", "telemetry", "jobs")
+TORCH_FREE = ("config", "flow", "pipelines", "planner", "telemetry", "jobs")
 # Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
 RAY_ROOMS = {"controller", "runtime", "jobs", "doctor", "cli", "compat"}
 # Starting fast: these import the heavy libraries inside functions.

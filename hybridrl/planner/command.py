@@ -27,7 +27,7 @@ Replays response lengths under every schedule, in virtual time.
                      (default: those of the run; else gpu:model=8b)
   the step           --prompts, --group-size, --steps, --prompt-tokens, --max-tokens
   the machines       --instances, --max-held, --decode-steps, --chunk-tokens, --verifier-s
-  speculation        --speculate=auto or a number of tokens; accept=A in --lengths
+  speculation        --speculate=auto or a number of tokens; accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
   --paper            RLHFuse's setting instead, with its published figures
 
@@ -251,7 +251,7 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         "x serial, x fused: how many times as fast a step is",
     ]
     if setting.drafting is None:
-        lines.append("speculation: not shown; accept=A in --lengths is the share of right guesses")
+        lines.append("speculation: not shown; accept=P in --lengths is the share of right guesses")
     else:
         tokens = setting.drafting.tokens
         each = "as many tokens as pay" if tokens is None else f"{tokens} tokens"

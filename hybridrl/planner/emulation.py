@@ -37,7 +37,7 @@ def _drafting(config: Config, costs: Costs) -> Drafting | None:
     if accept is None and costs.drafting is not None:
         accept = costs.drafting.accept
     if accept is None:
-        allowed = f"lengths with accept=A, for rollout.speculate={rollout.speculate}"
+        allowed = f"lengths with accept=P, for rollout.speculate={rollout.speculate}"
         raise ConfigError("cluster.lengths", config.cluster.lengths, allowed)
     return Drafting(tokens=rollout.draft_length, accept=accept, pass_tokens=rollout.pass_tokens)
 

@@ -4,7 +4,7 @@ import functools
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,22 +243,8 @@ def test_other_settings(
     assert reason in (early_settings(config, [[0, 1]], str(tmp_path)).obstacle or "")
 
 
-@pytest.fixture
-def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command line's handlers, in this process."""
-    for name in ("_requested_at", "_graceful", "_installed"):
-        monkeypatch.setattr(signals, name, getattr(signals, name))
-    monkeypatch.setattr(signals, "_last", {"signal": signal.SIGINT, "time": float("-inf")})
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    signals.install()
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.layouts
-@pytest.mark.usefixtures("_signals")
+@pytest.mark.usefixtures("command_line_signals")
 def test_sigterm_while_an_instance_trains_early(
     run_of: Callable[..., Any],
     settings_of: Callable[..., list[str]],

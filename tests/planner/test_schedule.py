@@ -307,6 +307,19 @@ def setting(
     return Setting(costs=costs, workload=workload, **values)
 
 
+def executor_of(case: Setting, counts_tokens: bool = False) -> SimulatedExecutor:
+    """Of its two instances."""
+    return SimulatedExecutor(
+        case.costs,
+        2,
+        case.workload.length_of,
+        case.workload.prompt_tokens_of,
+        max_running=256,
+        scopes=case.scope_of,
+        counts_tokens=counts_tokens,
+    )
+
+
 def test_serial_takes_the_sum_of_its_parts() -> None:
     """All of one length, no overhead: prefill, decoding, two passes, the update."""
     costs = Costs(
@@ -430,15 +443,7 @@ def test_guesses_change_no_batch_of_a_schedule_that_counts_tokens() -> None:
 
     def prompts_of(drafting: Drafting | None) -> list[list[int]]:
         case = setting(LogNormal(40, 0.9, 600), replace(COSTS, drafting=drafting), steps=6)
-        simulated = SimulatedExecutor(
-            case.costs,
-            2,
-            case.workload.length_of,
-            case.workload.prompt_tokens_of,
-            max_running=256,
-            scopes=case.scope_of,
-            counts_tokens=True,
-        )
+        simulated = executor_of(case, counts_tokens=True)
         schedule = PackedSchedule.build(_parts(case, simulated), PackedScheduleConfig())
         return [[s.id.prompt for s in schedule.run_step(step).samples] for step in range(6)]
 
@@ -465,14 +470,7 @@ def test_a_simulated_run_teaches_the_costs_that_it_has(drafting: Drafting | None
     from hybridrl.planner.schedule import _parts
 
     case = setting(costs=replace(COSTS, drafting=drafting), steps=4)
-    simulated = SimulatedExecutor(
-        case.costs,
-        2,
-        case.workload.length_of,
-        case.workload.prompt_tokens_of,
-        max_running=256,
-        scopes=case.scope_of,
-    )
+    simulated = executor_of(case)
     config = FusedScheduleConfig(migration_threshold=16)
     schedule = FusedSchedule.build(_parts(case, simulated), config)
     for step in range(4):

@@ -45,8 +45,8 @@ class FusedSchedule(StreamingSchedule):
     chooses their width too, or none. With `must_widen` there is no tail on narrow ones.
 
     With `early` an instance that has nothing else to do trains on groups that are whole. Recipe and
-    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for each
-    update whether they do.
+    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for
+    each update whether they do.
     """
 
     def __init__(
@@ -184,12 +184,13 @@ class FusedSchedule(StreamingSchedule):
         prompt_tokens = sum(prompts) / max(1, len(prompts))
         num_instances = len(self.executor.instances)
         training: list[np.ndarray | None] = [None] * len(steps)
-        if early is not None:
-            ends = self.length_model.longest_of_prompt.steps(len(self._pulled))
+        ends = self.length_model.longest_of_prompt.steps(len(self._pulled))
+        if early is not None and ends:
             token_s = costs.train_token_s * num_instances
+            steps = steps[-len(ends) :]  # an older checkpoint has lengths alone
             training = [
                 training_arrivals(lengths, longest, token_s, prompt_tokens)
-                for lengths, longest in zip(steps, ends, strict=True)
+                for lengths, longest in zip(steps, ends[-len(steps) :], strict=True)
             ]
         most = self.settings.decode_steps
         call_steps = self.limits.steps(costs, 1, most)

@@ -310,6 +310,9 @@ class GenerationRound:
 
     def _decode(self) -> None:
         """Keep every instance decoding that holds samples."""
+        if not self._leaving:  # else samples may be on their way
+            for number in [n for n in self.tail.members if not self._held[n]]:
+                self.tail.release(number)
         if not self._parking:
             self._deal()
         for instance in (*self._alive, *self.tail.members):
@@ -392,9 +395,6 @@ class GenerationRound:
         assert event.running == sum(map(self._decodes, self._held[instance])), event
         if not self._held[instance]:
             self._leaving.discard(instance)
-        if not self._leaving:  # else samples may be on their way
-            for number in [n for n in self.tail.members if not self._held[n]]:
-                self.tail.release(number)
         return self._finish(event.finished)
 
     def _finish(self, events: Iterable[Finished]) -> dict[int, None]:

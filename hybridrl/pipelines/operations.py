@@ -1,0 +1,152 @@
+"""A problem as numbered operations, for the loops of the search."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hybridrl.pipelines.problem import (
+    PassKind,
+    PipelineAction,
+    PipelinePlan,
+    PipelineProblem,
+)
+
+Edges = list[tuple[tuple[int, float], ...]]
+"""For each operation other operations, with the seconds between the two."""
+
+
+@dataclass(slots=True)
+class Operations:
+    """Actions by number, and what the loops of the search read of them.
+
+    In `mirrored` operations time runs backward: what is last comes first, and what frees memory
+    takes it. Both kinds of loop then serve for both directions.
+    """
+
+    actions: list[PipelineAction]
+    num_ranks: int
+    limit: float
+    rank: list[int]
+    seconds: list[float]
+    takes: list[float]
+    """Bytes that it keeps from its start on."""
+    frees: list[float]
+    """Bytes that are free from its end on."""
+    needs: Edges
+    """Operations that end before it starts."""
+    feeds: Edges
+    queues: list[list[int]]
+    """Operations of a chunk and a kind, in their order."""
+    in_flight: list[list[tuple[int, int]]]
+    """Of each model and chunk the queues that take memory and that free it."""
+    queue: list[int] = field(default_factory=list)
+    """The queue of each operation."""
+    by_rank: list[list[int]] = field(default_factory=list)
+    """The queues of each rank."""
+
+    def __post_init__(self) -> None:
+        self.queue = [0] * len(self.actions)
+        self.by_rank = [[] for _ in range(self.num_ranks)]
+        for number, queue in enumerate(self.queues):
+            self.by_rank[self.rank[queue[0]]].append(number)
+            for i in queue:
+                self.queue[i] = number
+
+    @classmethod
+    def of(cls, problem: PipelineProblem) -> "Operations":
+        """Number the actions of a problem."""
+        actions = list(problem.actions())
+        numbers = {action: i for i, action in enumerate(actions)}
+        rank = [problem.rank(action) for action in actions]
+        needs: list[list[tuple[int, float]]] = [[] for _ in actions]
+        feeds: list[list[tuple[int, float]]] = [[] for _ in actions]
+        takes, frees = [0.0] * len(actions), [0.0] * len(actions)
+        queues: dict[tuple[int, PassKind, int], list[int]] = {}
+        for i, action in enumerate(actions):
+            model = problem.models[action.model]
+            queues.setdefault((action.model, action.kind, action.chunk), []).append(i)
+            needed = problem.needs(action)
+            if needed is not None:
+                j = numbers[needed]
+                delay = problem.send_s if rank[i] != rank[j] else 0.0
+                needs[i].append((j, delay))
+                feeds[j].append((i, delay))
+            if action.kind is PassKind.forward:
+                takes[i] = model.kept_bytes(action.chunk, action.micro_batch)
+            if model.backward and action.kind is model.backward[-1]:
+                frees[i] = model.kept_bytes(action.chunk, action.micro_batch)
+        return cls(
+            actions=actions,
+            num_ranks=problem.num_ranks,
+            # Sums of bytes in another order differ in their last bits.
+            limit=problem.limit_bytes * (1 + 1e-9),
+            rank=rank,
+            seconds=[problem.seconds(action) for action in actions],
+            takes=takes,
+            frees=frees,
+            needs=[tuple(edges) for edges in needs],
+            feeds=[tuple(edges) for edges in feeds],
+            queues=list(queues.values()),
+            in_flight=_in_flight(problem, list(queues)),
+        )
+
+    def mirrored(self) -> "Operations":
+        """The same with time backward: its plans are plans of this with each list reversed."""
+        return Operations(
+            actions=self.actions,
+            num_ranks=self.num_ranks,
+            limit=self.limit,
+            rank=self.rank,
+            seconds=self.seconds,
+            takes=self.frees,
+            frees=self.takes,
+            needs=self.feeds,
+            feeds=self.needs,
+            queues=[queue[::-1] for queue in self.queues],
+            in_flight=[[(free, take) for take, free in pairs] for pairs in self.in_flight],
+        )
+
+    def following(self) -> list[int]:
+        """The next operation of the same queue, -1 after the last."""
+        following = [-1] * len(self.actions)
+        for queue in self.queues:
+            for i, j in pairwise(queue):
+                following[i] = j
+        return following
+
+    def heads(self) -> list[float]:
+        """The earliest start of each operation, if no rank were ever busy with another queue."""
+        following = self.following()
+        left = [len(edges) for edges in self.needs]
+        for j in following:
+            if j >= 0:
+                left[j] += 1
+        starts = [0.0] * len(left)
+        todo = [i for i, count in enumerate(left) if not count]
+        for i in todo:
+            end = starts[i] + self.seconds[i]
+            edges = self.feeds[i] if following[i] < 0 else (*self.feeds[i], (following[i], 0.0))
+            for j, delay in edges:
+                starts[j] = max(starts[j], end + delay)
+                left[j] -= 1
+                if not left[j]:
+                    todo.append(j)
+        return starts
+
+    def plan(self, lists: Sequence[Sequence[int]]) -> PipelinePlan:
+        """Lists of numbers as actions."""
+        return [[self.actions[i] for i in numbers] for numbers in lists]
+
+
+def _in_flight(
+    problem: PipelineProblem, queues: Sequence[tuple[int, PassKind, int]]
+) -> list[list[tuple[int, int]]]:
+    numbers = {queue: number for number, queue in enumerate(queues)}
+    return [
+        [
+            (numbers[index, model.kinds[0], chunk], numbers[index, model.kinds[-1], chunk])
+            for chunk in range(len(model.ranks))
+        ]
+        for index, model in enumerate(problem.models)
+        if model.costs
+    ]

@@ -1,0 +1,109 @@
+"""The search against all plans of small problems, and its plans' invariants on random ones."""
+
+import random
+
+import pytest
+from pipeline_problems import random_problem, shortest, small_problem
+
+from hybridrl.pipelines.annealing import MutablePlan, anneal
+from hybridrl.pipelines.dispatch import Dispatcher, Justifier
+from hybridrl.pipelines.evaluation import evaluate, lower_bound
+from hybridrl.pipelines.operations import Operations
+from hybridrl.pipelines.policies import RuleMaker, draw_policy
+from hybridrl.pipelines.problem import PassCosts, PipelinedModel, PipelineProblem
+from hybridrl.pipelines.search import search
+
+
+def test_search_finds_the_best_of_all_plans() -> None:
+    """Two models on two ranks; in half of the problems memory or chance keeps the bound away."""
+    rng = random.Random(1)
+    above_bound = 0
+    for _ in range(40):
+        problem = small_problem(rng)
+        best = shortest(problem)
+        result = search(problem, rounds=1)
+        assert result.bound_s <= best + 1e-9
+        assert result.times.seconds == pytest.approx(best)
+        above_bound += best > result.bound_s + 1e-9
+    assert above_bound > 10  # else the bound would answer alone
+
+
+def test_every_plan_of_a_policy_keeps_the_invariants() -> None:
+    """`evaluate` raises where a plan deadlocks, is out of order or above the limit."""
+    rng = random.Random(7)
+    limited = 0
+    for _ in range(300):
+        problem = random_problem(rng, num_ranks=rng.choice([2, 3, 4]), most=5)
+        operations = Operations.of(problem)
+        rules = RuleMaker(problem, operations, lower_bound(problem))
+        dispatcher = Dispatcher(operations)
+        if dispatcher.guard and dispatcher.guard.missing():
+            continue
+        limited += dispatcher.guard is not None
+        justifier = Justifier(operations)
+        for _ in range(4):
+            schedule = dispatcher.run(rules.rule(draw_policy(rng, len(rules.names))))
+            times = evaluate(problem, operations.plan(schedule.lists))
+            assert rules.bound - 1e-9 <= times.seconds <= schedule.seconds + 1e-9
+            better = justifier.improve(schedule)
+            assert better.seconds <= schedule.seconds
+            evaluate(problem, operations.plan(better.lists))
+    assert limited > 100
+
+
+def test_annealing_mends_starts_as_the_evaluator_computes_them() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        problem = random_problem(rng, num_ranks=rng.choice([2, 4]), most=5)
+        operations = Operations.of(problem)
+        bound = lower_bound(problem)
+        rules = RuleMaker(problem, operations, bound)
+        first = Dispatcher(operations).run(rules.rule(draw_policy(rng, len(rules.names))))
+        plan = MutablePlan(operations, first.lists)
+        before = list(plan.starts)
+        for pair in plan.critical_pairs(rng)[:1]:
+            plan.undo(*pair, plan.swap(*pair))
+            assert plan.starts == before
+            assert MutablePlan(operations, plan.lists).starts == before
+        lists, starts = anneal(operations, first.lists, bound=bound, moves=300, rng=rng)
+        times = evaluate(problem, operations.plan(lists))
+        assert times.starts == pytest.approx(dict(zip(operations.actions, starts, strict=True)))
+        assert times.seconds <= first.seconds + 1e-9
+
+
+def test_the_same_seed_and_rounds_give_the_same_plan() -> None:
+    problem = random_problem(random.Random(5), num_ranks=2, most=3)
+    assert search(problem, rounds=1, seed=2).plan == search(problem, rounds=1, seed=2).plan
+
+
+def test_a_spent_budget_still_gives_a_plan() -> None:
+    problem = random_problem(random.Random(5), num_ranks=4, most=6)
+    result = search(problem, budget_s=0.0)
+    evaluate(problem, result.plan)
+
+
+def test_a_rank_without_room_for_one_micro_batch_is_named() -> None:
+    costs = PassCosts(forward_s=1.0, backward_s=2.0, kept_bytes=5.0)
+    model = PipelinedModel.uniform("m", ranks=(0, 1, 0), micro_batches=2, costs=costs)
+    problem = PipelineProblem(models=[model], num_ranks=2, limit_bytes=9.0)
+    with pytest.raises(ValueError, match=r"rank 0 may keep 9 bytes.*one micro-batch keeps 10"):
+        search(problem, rounds=1)
+
+
+def test_three_models_of_which_two_run_backward() -> None:
+    """Safe-RLHF's: an actor beside two critics fills its bubbles with them."""
+    actor = PipelinedModel.uniform(
+        "actor", ranks=range(4), micro_batches=4, costs=PassCosts(forward_s=2.0, backward_s=4.0)
+    )
+    critics = [
+        PipelinedModel.uniform(
+            name,
+            ranks=range(3, -1, -1),
+            micro_batches=4,
+            costs=PassCosts(forward_s=1.0, backward_s=2.0),
+        )
+        for name in ("critic", "cost_critic")
+    ]
+    result = search(PipelineProblem(models=[actor, *critics], num_ranks=4), rounds=5)
+    alone = (4 + 3) * 6 + 2 * (4 + 3) * 3
+    assert result.times.seconds <= 0.65 * alone  # 84 one after another, and 48 of work a rank
