@@ -16,7 +16,7 @@ from pathlib import Path
 from emulated_steps import config_of, measure, setting_of
 from lines import show
 from tail_bounds import Machine, bounds, pass_tokens
-from tail_cases import ACCEPT, CASES, CYCLE, RECIPES, SIDES, Case
+from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
 from hybridrl.flow.costs import LONGEST_DRAFT, Costs
@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    by_name = {case.name: case for case in (*CASES, *MORE_CASES)}
+    parser.add_argument(
+        "--cases", default=",".join(case.name for case in CASES), help=", ".join(by_name)
+    )
     parser.add_argument("--sides", help="instead of each case's own")
     parser.add_argument("--recipes", help="instead of each case's own")
     parser.add_argument("--cycles", type=int, help=f"of {CYCLE} steps; one more warms up")
@@ -49,17 +52,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--per-process", type=int, default=0, help="ranks; 0: without Ray")
     parser.add_argument("--planned", action="store_true", help="only in virtual time")
     args = parser.parse_args(argv)
-    by_name = {case.name: case for case in CASES}
     for name in args.cases.split(","):
         case = by_name[name]
+        recipes = args.recipes.split(",") if args.recipes else [*case.sides]
+        own = tuple(args.sides.split(",")) if args.sides else None
         case = replace(
             case,
-            sides=tuple(args.sides.split(",")) if args.sides else case.sides,
-            recipes=tuple(args.recipes.split(",")) if args.recipes else case.recipes,
+            sides={recipe: own or case.sides[recipe] for recipe in recipes},
             cycles=args.cycles or case.cycles,
             wall_s=args.wall_s or case.wall_s,
         )
-        for recipe in case.recipes:
+        for recipe in recipes:
             with tempfile.TemporaryDirectory() as folder:
                 compare(case, recipe, Path(folder), args.per_process, args.planned)
 
@@ -116,7 +119,7 @@ def compare(case: Case, recipe: str, folder: Path, per_process: int, planned: bo
     runs = CaseRuns(case, recipe, folder, case.wall_s, per_process)
     least = show_bounds(runs)
     rows = {}
-    for side in case.sides:
+    for side in case.sides[recipe]:
         same = runs.planned_s(side)
         other = runs.planned_s(side, UNSEEN, case.cycles * CYCLE)
         rows[side] = Row(same if planned else runs.emulated_s(side), same, other)
@@ -188,7 +191,7 @@ def show_bounds(runs: CaseRuns) -> dict[str, float]:
         work.groups[i : i + work.prompts_per_step]
         for i in range(first, work.num_steps * work.prompts_per_step, work.prompts_per_step)
     ]
-    least = bounds(steps, machine, CYCLE, case.sides)
+    least = bounds(steps, machine, CYCLE, case.sides[runs.recipe])
     show(
         {
             "name": f"tail_{case.name}_{runs.recipe}_bounds",

@@ -16,7 +16,6 @@ from tail_cases import CYCLE, PICTURE
 
 Slice = tuple[str, float, float]  # name, start and end in device seconds
 
-SIDES_DRAWN = ("serial", "fused", "all")
 FILE = Path(__file__).parents[2] / "docs/images/tail.json"
 _SHORT = 0.001  # of a step: what nobody would see, such as a verifier's call
 _GAP = 0.004  # of a step: calls that follow each other so closely are drawn as one slice
@@ -27,11 +26,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wall-s", type=float, default=12.0, help="wall time of a serial step")
     parser.add_argument("--step", type=int, default=CYCLE + 1)
-    parser.add_argument("--sides", default=",".join(SIDES_DRAWN))
+    (recipe, sides), *_ = PICTURE.sides.items()
+    parser.add_argument("--sides", default=",".join(sides))
     args = parser.parse_args()
     drawn: dict[str, list[list[Slice]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        runs = CaseRuns(PICTURE, PICTURE.recipes[0], Path(folder), args.wall_s)
+        runs = CaseRuns(PICTURE, recipe, Path(folder), args.wall_s)
         for side in args.sides.split(","):
             config = runs.config(side)
             config.trainer.steps = args.step

@@ -70,15 +70,16 @@ def test_a_tiny_case(load, capsys, tmp_path: Path) -> None:
     tail, cases = load("tail"), load("tail_cases")
     (case, *_) = cases.CASES
     case = replace(
-        case, ranks=4, instance=2, prompts=4, group=2, limit=64, cycles=1, wall_s=0.05,
-        sides=("serial", "fused"), lengths=cases.long_tailed(64, 0.5),
+        case, ranks=8, instance=4, prompts=4, group=2, limit=64, cycles=1, wall_s=0.05,
+        sides={"reference_and_reward_model": ("serial", "fused", "all")},
+        lengths=cases.long_tailed(64, 0.5),
     )  # fmt: skip
     tail.compare(case, "reference_and_reward_model", tmp_path, 0, planned=False)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     by_side = {line["name"].rpartition("model_")[2]: line for line in lines}
-    assert {*case.sides, "bounds", "took"} == set(by_side)
+    assert {"serial", "fused", "all", "bounds", "took"} == set(by_side)
     assert by_side["serial"]["serial_over_step"] == 1.0
-    for side in case.sides:
+    for side in ("serial", "fused", "all"):
         line = by_side[side]
         assert line["emulated"] is True
         assert line["planned_s"] >= by_side["bounds"]["at_least_s"][side] * 0.99
