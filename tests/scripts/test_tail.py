@@ -93,7 +93,7 @@ def test_published_shares_are_those_of_a_serial_step(load, tmp_path: Path) -> No
     )
     runs = tail.CaseRuns(case, "reference", tmp_path, wall_s=1.0)
     setting = runs.planned("serial")
-    whole = runs.planned_s("serial")
+    whole = runs.planned_s("serial") * runs.scale
     bare = replace(setting, costs=replace(setting.costs, token_s={}, train_token_s=0.0))
     generated = tail.replay(bare, tail.SerialScheduleConfig(), cases.CYCLE).step_s
     assert generated / whole == pytest.approx(case.published_shares[0], abs=0.01)
@@ -109,3 +109,5 @@ def test_neighbors_of_one_name_are_one_slice(load) -> None:
     ]
     assert joined(slices, gap=2) == [(0, 9, "generate"), (30, 50, "verify")]
     assert len(joined(slices, gap=0)) == 4
+    wide = [(0, 5, "wide decode"), (5, 9, "wide verify 3/8")]
+    assert joined(wide, gap=0) == [(0, 9, "wide decode")]
