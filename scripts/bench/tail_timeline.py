@@ -72,10 +72,11 @@ def lanes_of(run: Path, step: int, ranks: int, scale: float) -> list[list[Slice]
 
 
 def joined(slices: Sequence[tuple[int, int, str]], gap: float) -> list[tuple[int, int, str]]:
-    """Neighbors of one name in one slice: `verify 5/8` is a generation with guesses."""
+    """Neighbors of one name in one slice, whatever share of the guesses was right."""
     whole: list[tuple[int, int, str]] = []
     for begin, end, name in slices:
         name = "verify" if name.startswith("verify ") else name
+        name = "wide decode" if name.startswith("wide ") else name
         if whole and whole[-1][2] == name and begin - whole[-1][1] <= gap:
             whole[-1] = (whole[-1][0], max(end, whole[-1][1]), name)
         else:

@@ -109,3 +109,5 @@ def test_neighbors_of_one_name_are_one_slice(load) -> None:
     ]
     assert joined(slices, gap=2) == [(0, 9, "generate"), (30, 50, "verify")]
     assert len(joined(slices, gap=0)) == 4
+    wide = [(0, 5, "wide decode"), (5, 9, "wide verify 3/8")]
+    assert joined(wide, gap=0) == [(0, 9, "wide decode")]
