@@ -105,6 +105,8 @@ class StepModel:
         reached = done[num - tried - 1]
         # Several may end together, so fewer are left, or none.
         tried = num - np.searchsorted(done, reached, side="right")
+        # So many may be left when they move, whatever the model expects of calls.
+        fits = (self.width == 1) | (-(-tried // most) <= num_instances // self.width)
         if self.call_s:
             tried = self._left_at_a_call_s_end(tried, steps, alive, held)
             reached = done[num - tried - 1]
@@ -134,7 +136,6 @@ class StepModel:
             capacity = free.usable(seconds, seconds * idle)
             left = _left(left, work[span], capacity)
             taken = taken + seconds.sum(axis=1)
-        fits = (self.width == 1) | (-(-tried // most) <= num_instances // self.width)
         return np.where(fits, taken + left / num_instances, np.inf)
 
     @property

@@ -341,9 +341,12 @@ class VirtualExecutor:
             match event:
                 case Advanced(instance=who):
                     gone = who in gone_with_it
-                    if gone:  # what it parked in that call has reached nobody
+                    if gone:  # what it parked and finished in that call has reached nobody
                         for parked in event.parked:
                             self.parked -= set(parked.ids)
+                        for finished in event.finished:
+                            self._where.pop(finished.id, None)
+                            self.tensors.pop(finished.id, None)
                 case EarlyTrained():
                     gone = event.instance == instance
                 case Computed(ids=ids) if event.instance is None:

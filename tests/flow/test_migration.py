@@ -321,6 +321,17 @@ def test_calls_that_end_sooner_cost_something() -> None:
     assert not best_plan([*plans.values()]).trains_early
 
 
+def test_a_wide_instance_has_room_for_all_that_may_be_left() -> None:
+    """A call may end when only two of six are left, or all six: one wide instance has to do."""
+    costs = Costs(step_s=1.0, row_s=1.0, wide_step_s={2: 0.5})
+    model = model_of([1] * 4 + [10, 11, 12, 13, 20, 21], 2, costs, 0.0, call_steps=60, call_s=60.0)
+    plans = {
+        p.name: p for p in tail_plans([model], 8, stay_call_steps=60, threshold=6, widths=(2,))
+    }
+    assert plans["widen to 2"].migration.threshold == 6
+    assert plans["widen to 2"].migration.cap >= 6
+
+
 def test_guesses_make_the_tail_shorter() -> None:
     """Drafts of two, each right half of the time: 1.75 tokens a step, of which each costs a row."""
     drafting = Drafting(tokens=2, accept=0.5)

@@ -152,10 +152,12 @@ class FusedSchedule(StreamingSchedule):
         """
         costs, threshold = self.meter.costs(), self.migration_threshold
         steps = self.length_model.forecast.steps(num_samples)
-        own = MigrationPlan(threshold or 0, self.limits.max_held) if threshold else NO_MIGRATION
+        narrowest = self._widths[0]
+        own = NO_MIGRATION
+        if threshold:
+            own = MigrationPlan(threshold, self.limits.max_held, narrowest)
         if costs is None or not steps:
-            migration = NO_MIGRATION if self._must_widen else own
-            return TailPlan("not known yet", 0.0, migration, early is not None)
+            return TailPlan("not known yet", 0.0, own, early is not None)
         plans = self._plans(tracker, steps, costs, early)
         plan = best_plan(plans)
         if early is not None and not costs.train_token_s:  # it was not measured: it is tried
