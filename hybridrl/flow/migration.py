@@ -108,7 +108,7 @@ class StepModel:
         # So many may be left when they move, whatever the model expects of calls.
         fits = (self.width == 1) | (-(-tried // most) <= num_instances // self.width)
         if self.call_s:
-            tried = self._left_at_a_call_s_end(tried, steps, alive, held)
+            tried = self._left_when_known(tried, steps, alive, held)
             reached = done[num - tried - 1]
         keepers = np.clip(-(-tried // most), 1, num_instances // self.width)
         wide, free = self.costs.at_width(self.width), _FreeTime(self._way_to_training)
@@ -142,7 +142,7 @@ class StepModel:
     def _way_to_training(self) -> float:
         return 0.0 if self.training is None else self.switch_s + self.call_s / 2
 
-    def _left_at_a_call_s_end(
+    def _left_when_known(
         self, tried: np.ndarray, steps: np.ndarray, alive: np.ndarray, held: np.ndarray
     ) -> np.ndarray:
         """Samples that are left when it is known that at most `tried` are."""

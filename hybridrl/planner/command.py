@@ -37,7 +37,7 @@ Replays response lengths under every schedule, in virtual time.
 OnProgress = Callable[[int, int], None]
 Printed = tuple[list[tuple[str, ...]], list[str], dict[str, Any]]
 
-# Option -> least value; the first seven are whole numbers.
+# Option -> least value; all but `_FRACTIONS` are whole numbers.
 _NUMBERS: dict[str, float] = {
     "prompts": 1,
     "group_size": 1,
@@ -48,7 +48,7 @@ _NUMBERS: dict[str, float] = {
     "max_held": 1,
     "decode_steps": 1,
     "chunk_tokens": 1,
-    "max_staleness": 0,
+    "max_staleness": 1,
     "over_provision": 1,
     "verifier_s": 0,
 }

@@ -43,8 +43,8 @@ class VirtualExecutor:
     `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
     together. `outputs_of` gives the fields that the engine and the roles make, by id and name, in
     place of drawn ones. `map` computes with them for real. With `cuts` a response ends at its
-    `max_new_tokens`, and `length_of` may change with `version`. `widths` are the
-    numbers of instances that may be one.
+    `max_new_tokens`, and `length_of` may change with `version`. `widths` are the numbers of
+    instances that may be one.
     """
 
     def __init__(
