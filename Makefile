@@ -209,4 +209,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-vllm
