@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from hybridrl.config import ConfigError
 from hybridrl.flow.costs import Costs
+from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, PassRates
 from hybridrl.planner.model_shape import ModelShape
 
 _BYTES = 2  # bfloat16 weights and cache
@@ -94,6 +95,39 @@ def roofline(
         train_token_s=sum(6 * model.parameters / train for model in trained.values()),
         switch_s=actor.parameters * _BYTES / send,
         round_trip_s=_CALL_S,
+    )
+
+
+def layer_roofline(accelerator: Accelerator, itemsize: int = 2) -> LayerCosts:
+    """What a layer costs on an accelerator, by the same shares as `roofline`.
+
+    The shares of floating-point operations contain what other kernels take. Training does six
+    operations a parameter and token at its share. Forward passes have their own, so a backward pass
+    takes the rest.
+    """
+    flop_s = 1 / (accelerator.flops * _FORWARD_SHARE)
+    train_s = 3 / (accelerator.flops * _TRAIN_SHARE)  # by operation of the forward pass
+    byte_s = 1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE)
+    forward = PassRates(flop_s=flop_s, pair_s=flop_s)
+    backward = PassRates(flop_s=train_s - flop_s, pair_s=train_s - flop_s)
+    return LayerCosts(
+        source="roofline",
+        forward=forward,
+        backward=backward,
+        head_forward=forward,
+        head_backward=backward,
+        decode=DecodeRates(
+            step_s=_STEP_S, weight_byte_s=byte_s, cached_byte_s=byte_s, flop_s=flop_s
+        ),
+        prefill=forward,
+        row_s=_STEP_S,
+        update_s=_CALL_S,
+        # AdamW reads four float32 of an element and writes three; weights are cast, gradients too.
+        gradient_element_s=(4 + 2 * itemsize + 4) * byte_s,
+        optimizer_element_s=7 * 4 * byte_s,
+        switch_byte_s=(4 + itemsize) / itemsize * byte_s,
+        round_trip_s=_CALL_S,
+        itemsize=itemsize,
     )
 
 

@@ -4,9 +4,11 @@ A mapping has pools of ranks, the roles of each pool, the training layout of eac
 layout of generation, and a schedule. These are plain data: `MappingCosts` has their seconds.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
@@ -16,16 +18,44 @@ from hybridrl.planner.model_shape import ModelShape
 ACTOR = "actor"
 
 
+class SampleLength(NamedTuple):
+    """Tokens of a sample."""
+
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        """Both."""
+        return self.prompt + self.response
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it attends to."""
+        return self.tokens * (self.tokens + 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Messages between two ranks: so many seconds each, and bytes a second in each direction."""
+    """A link between ranks: `message_s` for a message of any size, and bytes a second each way."""
 
     bytes_per_s: float
     message_s: float = 0.0
 
-    def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """Of `messages` that carry `nbytes` together, one after the other."""
-        return messages * self.message_s + nbytes / self.bytes_per_s
+    def send_s(self, nbytes: float) -> float:
+        """Of a message from one rank to another."""
+        return self.message_s + nbytes / self.bytes_per_s
+
+    def gather_s(self, nbytes: float, ranks: int) -> float:
+        """Of an all-gather or a reduce-scatter: `nbytes` are those of all ranks together."""
+        if ranks == 1:
+            return 0.0
+        steps = math.ceil(math.log2(ranks))
+        return steps * self.message_s + (ranks - 1) / ranks * nbytes / self.bytes_per_s
+
+    def all_reduce_s(self, nbytes: float, ranks: int) -> float:
+        """Of an all-reduce, which sends what a reduce-scatter and an all-gather send."""
+        return self.gather_s(2 * nbytes, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +72,26 @@ class ClusterShape:
     host: LinkSpeed
     """From an accelerator's memory to the host's, and back."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, which `from_json` takes back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "ClusterShape":
+        """Raises ValueError on a name that is unknown or missing, or no number above 0."""
+        try:
+            nodes, per_node = (int(values[name]) for name in ("nodes", "per_node"))
+            links = [LinkSpeed(**values[name]) for name in ("within", "between", "host")]
+            within, between, host = links
+            accelerator = Accelerator(**values["accelerator"])
+            cluster = cls(nodes, per_node, accelerator, within, between, host)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"a cluster of {', '.join(cls.__slots__)}: {error}") from None
+        numbers = [nodes, per_node, *(link.bytes_per_s for link in links)]
+        if not all(isinstance(n, int | float) and n > 0 for n in numbers):
+            raise ValueError(f"a cluster: numbers above 0, not {numbers}")
+        return cluster
+
     @property
     def ranks(self) -> int:
         """All of them."""
@@ -52,9 +102,17 @@ class ClusterShape:
         return rank // self.per_node
 
     def link(self, ranks: Sequence[int]) -> LinkSpeed:
-        """The slowest link that a collective of these ranks, or a message, crosses."""
-        first = self.node(ranks[0])
-        return self.within if all(self.node(r) == first for r in ranks) else self.between
+        """The slowest link that a collective of these ranks crosses, or a message between two.
+
+        Members of a collective on one node send to others through their shares of the network
+        together.
+        """
+        nodes = len({self.node(rank) for rank in ranks})
+        if nodes == 1:
+            return self.within
+        shares = self.between.bytes_per_s * max(1, len(ranks) // nodes)
+        bytes_per_s = min(self.within.bytes_per_s, shares)
+        return LinkSpeed(bytes_per_s, max(self.within.message_s, self.between.message_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +128,7 @@ class TrainLayout:
     tp: int = 1
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     activations: ActivationMode = ActivationMode.keep
+    sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
     """`trainer.max_tokens_per_micro_batch`."""
     chunk_layers: tuple[int, ...] = ()
@@ -108,9 +167,14 @@ class TrainLayout:
         """The pipeline stage that holds a chunk."""
         return rank_of_chunk(chunk, self.pp, self.zigzag)
 
-    def rank(self, stage: int = 0, replica: int = 0, shard: int = 0, part: int = 0) -> int:
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward pass has two halves."""
+        return self.zigzag
+
+    def rank(self, stage: int = 0, replica: int = 0, shard: int = 0, column: int = 0) -> int:
         """The number within the pool of a rank at a place of pp, replicas, fsdp and tp."""
-        return ((stage * self.replicas + replica) * self.fsdp + shard) * self.tp + part
+        return ((stage * self.replicas + replica) * self.fsdp + shard) * self.tp + column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,3 +242,23 @@ class DeviceMapping:
     def instances(self) -> int:
         """Rollout instances."""
         return len(self.ranks_of(ACTOR)) // self.gen.ranks
+
+
+_NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `accelerators.py`
+_MESSAGE_S = 5e-6  # of a small message; an all-reduce of eight takes three of them
+
+
+def cluster_of(accelerator: Accelerator, nodes: int, per_node: int) -> ClusterShape:
+    """A cluster by its accelerator's datasheet."""
+
+    def link(bytes_per_s: float) -> LinkSpeed:
+        return LinkSpeed(bytes_per_s * _NETWORK_SHARE, _MESSAGE_S)
+
+    return ClusterShape(
+        nodes,
+        per_node,
+        accelerator,
+        within=link(accelerator.node_bytes_per_s),
+        between=link(accelerator.network_bytes_per_s),
+        host=link(accelerator.host_bytes_per_s),
+    )

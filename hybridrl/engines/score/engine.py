@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
-from hybridrl.engines.train.balance import micro_batches
+from hybridrl.pipelines.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridrl.config import Attention
-from hybridrl.engines.train.balance import balance, micro_batches
+from hybridrl.pipelines.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
