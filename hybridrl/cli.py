@@ -226,6 +226,8 @@ def _plan(args: list[str]) -> None:
     """Plan a weight switch, memory or schedules, for machines that need not be present."""
     if args[:1] == ["schedule"]:
         return _plan_schedule(args[1:])
+    if args[:1] == ["auto"]:
+        return _plan_auto(args[1:])
     from rich.console import Console
     from rich.table import Table
 
@@ -247,7 +249,6 @@ def _plan(args: list[str]) -> None:
 def _plan_schedule(args: list[str]) -> None:
     """Replay response lengths under every schedule."""
     from rich.console import Console
-    from rich.table import Table
 
     from hybridrl.planner import command
 
@@ -258,6 +259,32 @@ def _plan_schedule(args: list[str]) -> None:
         lines, remarks, record = command.run(
             args, lambda done, of: status.update(f"replaying: {done} of {of}")
         )
+    _print_table(lines, remarks)
+    _print_json(record)
+
+
+def _plan_auto(args: list[str]) -> None:
+    """Search a mapping of a recipe's roles to a cluster."""
+    from rich.console import Console
+
+    from hybridrl.controller import mapping_command
+
+    if {"-h", "--help"} & set(args):
+        print(mapping_command.USAGE)
+        return
+    with Console(stderr=True).status("searching") as status:
+        report = mapping_command.run(
+            args, lambda done, of: status.update(f"replayed {done} of {of} candidates at most")
+        )
+    _print_table(report.table(), report.remarks())
+    _print_json(report.record())
+
+
+def _print_table(lines: Sequence[tuple[str, ...]], remarks: Sequence[str]) -> None:
+    """The first line is the header."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="")
     for name in lines[0]:
         table.add_column(name, no_wrap=True)
@@ -268,7 +295,6 @@ def _plan_schedule(args: list[str]) -> None:
     console.print(table)
     for remark in remarks:
         console.print(remark)
-    _print_json(record)
 
 
 def _report(args: list[str]) -> None:
