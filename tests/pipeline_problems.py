@@ -17,13 +17,14 @@ BACKWARD = (
 def random_model(
     rng: random.Random, name: str, ranks: Sequence[int], micro_batches: int
 ) -> PipelinedModel:
-    """Ragged costs; a model that trains whole or in halves, or scores."""
+    """Ragged costs, whole or of many digits; a model that trains whole or in halves, or scores."""
+    unit = rng.choice([1.0, 1.7e-9])
 
     def costs() -> PassCosts:
         return PassCosts(
-            forward_s=rng.randint(1, 5),
-            backward_s=rng.randint(1, 9),
-            weights_s=rng.randint(1, 5),
+            forward_s=rng.randint(1, 5) * unit,
+            backward_s=rng.randint(1, 9) * unit,
+            weights_s=rng.randint(1, 5) * unit,
             kept_bytes=rng.randint(1, 4),
         )
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 from hybridrl.pipelines.operations import Operations
 
-EPSILON = 1e-9
+EPSILON = 1e-12
+"""Of all passes' seconds: what rounding may do to a time."""
 
 
 class MutablePlan:
@@ -21,6 +22,7 @@ class MutablePlan:
 
     def __init__(self, operations: Operations, lists: Sequence[Sequence[int]]) -> None:
         self.operations = operations
+        self.epsilon = EPSILON * sum(operations.seconds)
         self.lists = [list(numbers) for numbers in lists]
         size = len(operations.actions)
         self._place = [0] * size
@@ -66,7 +68,7 @@ class MutablePlan:
         ops = self.operations
         if ops.queue[i] == ops.queue[j] or any(k == i for k, _ in ops.needs[j]):
             return False
-        if self.starts[i] + ops.seconds[i] < self.starts[j] - EPSILON:
+        if self.starts[i] + ops.seconds[i] < self.starts[j] - self.epsilon:
             return False
         kept = self._kept[i] + ops.takes[j]
         return kept <= ops.limit and kept - ops.frees[j] + ops.takes[i] <= ops.limit
@@ -133,18 +135,18 @@ class MutablePlan:
     def critical_pairs(self, rng: random.Random) -> list[tuple[int, int]]:
         """Neighbors on a critical path that may be swapped; of several paths one at random."""
         starts, seconds, needs = self.starts, self.operations.seconds, self.operations.needs
-        end = self.seconds - EPSILON
+        end = self.seconds - self.epsilon
         ends = [own[-1] for own in self.lists if own and starts[own[-1]] + seconds[own[-1]] >= end]
         k = rng.choice(ends)
         pairs: list[tuple[int, int]] = []
         while True:
             earlier = self.before[k]
             tight = []
-            if earlier >= 0 and starts[earlier] + seconds[earlier] >= starts[k] - EPSILON:
+            if earlier >= 0 and starts[earlier] + seconds[earlier] >= starts[k] - self.epsilon:
                 tight.append(earlier)
             for source, delay in needs[k]:
                 arrival = starts[source] + seconds[source] + delay
-                if source != earlier and arrival >= starts[k] - EPSILON:
+                if source != earlier and arrival >= starts[k] - self.epsilon:
                     tight.append(source)
             if not tight:
                 return pairs
@@ -182,7 +184,7 @@ def anneal(
     best = [list(own) for own in plan.lists], list(plan.starts)
     hot = 0.5 * sum(operations.seconds) / max(1, len(operations.seconds))
     for move in range(moves):
-        if shortest <= bound + EPSILON or (move % 256 == 0 and not go_on()):
+        if shortest <= bound + plan.epsilon or (move % 256 == 0 and not go_on()):
             break
         pairs = plan.critical_pairs(rng)
         pair = rng.choice(pairs) if pairs else plan.any_pair(rng)
@@ -195,7 +197,7 @@ def anneal(
             plan.undo(*pair, changed)
             continue
         now = new
-        if now < shortest - EPSILON:
+        if now < shortest - plan.epsilon:
             shortest = now
             best = [list(own) for own in plan.lists], list(plan.starts)
     return best

@@ -220,6 +220,6 @@ class Justifier:
         """Repeat while the schedule gets shorter."""
         while True:
             new = self.once(schedule.starts)
-            if new.seconds >= schedule.seconds - 1e-9:
+            if new.seconds >= schedule.seconds * (1 - 1e-9):
                 return schedule
             schedule = new

@@ -1,6 +1,7 @@
 """What a plan takes: seconds, bytes, and the least that any plan takes."""
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -135,11 +136,11 @@ def _one_rank(passes: list[tuple[float, float, float]]) -> float:
             heapq.heappush(waiting, (-tail, seconds))
             arrived += 1
         tail, seconds = heapq.heappop(waiting)
-        until = passes[arrived][0] if arrived < len(passes) else now + seconds
-        run = min(seconds, until - now)
-        now += run
-        if run < seconds:
-            heapq.heappush(waiting, (tail, seconds - run))
+        until = passes[arrived][0] if arrived < len(passes) else math.inf
+        if now + seconds > until:
+            heapq.heappush(waiting, (tail, now + seconds - until))
+            now = until  # not a sum, which rounding could keep below it for ever
         else:
+            now += seconds
             latest = max(latest, now - tail)
     return latest

@@ -115,7 +115,8 @@ class _Search:
 
     def _keep(self, schedule: Dispatched) -> None:
         self.tried += 1
-        if all(abs(schedule.seconds - other.seconds) > 1e-9 for other in self.elite):
+        least = 1e-9 * self.bound
+        if all(abs(schedule.seconds - other.seconds) > least for other in self.elite):
             self.elite.append(_Candidate(schedule.seconds, self.tried, schedule))
             self.elite.sort()
             del self.elite[ELITE:]

@@ -15,17 +15,17 @@ from hybridrl.pipelines.search import search
 
 
 def test_search_finds_the_best_of_all_plans() -> None:
-    """Two models on two ranks; in half of the problems memory or chance keeps the bound away."""
+    """Two models on two ranks; in a quarter of the problems no plan meets the bound."""
     rng = random.Random(1)
     above_bound = 0
     for _ in range(40):
         problem = small_problem(rng)
         best = shortest(problem)
         result = search(problem, rounds=1)
-        assert result.bound_s <= best + 1e-9
-        assert result.times.seconds == pytest.approx(best)
-        above_bound += best > result.bound_s + 1e-9
-    assert above_bound > 10  # else the bound would answer alone
+        assert result.bound_s <= best * (1 + 1e-9)
+        assert result.times.seconds == pytest.approx(best, rel=1e-9, abs=0)
+        above_bound += best > result.bound_s * (1 + 1e-9)
+    assert above_bound >= 8  # else the bound would answer alone
 
 
 def test_every_plan_of_a_policy_keeps_the_invariants() -> None:
@@ -44,7 +44,7 @@ def test_every_plan_of_a_policy_keeps_the_invariants() -> None:
         for _ in range(4):
             schedule = dispatcher.run(rules.rule(draw_policy(rng, len(rules.names))))
             times = evaluate(problem, operations.plan(schedule.lists))
-            assert rules.bound - 1e-9 <= times.seconds <= schedule.seconds + 1e-9
+            assert rules.bound * (1 - 1e-9) <= times.seconds <= schedule.seconds * (1 + 1e-9)
             better = justifier.improve(schedule)
             assert better.seconds <= schedule.seconds
             evaluate(problem, operations.plan(better.lists))
@@ -67,8 +67,10 @@ def test_annealing_mends_starts_as_the_evaluator_computes_them() -> None:
             assert MutablePlan(operations, plan.lists).starts == before
         lists, starts = anneal(operations, first.lists, bound=bound, moves=300, rng=rng)
         times = evaluate(problem, operations.plan(lists))
-        assert times.starts == pytest.approx(dict(zip(operations.actions, starts, strict=True)))
-        assert times.seconds <= first.seconds + 1e-9
+        assert times.starts == pytest.approx(
+            dict(zip(operations.actions, starts, strict=True)), abs=0
+        )
+        assert times.seconds <= first.seconds * (1 + 1e-9)
 
 
 def test_the_same_seed_and_rounds_give_the_same_plan() -> None:

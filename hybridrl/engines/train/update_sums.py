@@ -13,7 +13,7 @@ from hybridrl.engines.train.build import fsdp_modules
 from hybridrl.engines.train.comparison import compare_row
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, loss_inputs, scored_fields
-from hybridrl.engines.train.replica import MicroBatches
+from hybridrl.engines.train.replica import MicroBatches, UpdateTotals
 
 _LONGEST = 3  # of `UpdateTotals`: a maximum, the others are sums
 
@@ -47,6 +47,24 @@ class UpdateSums:
         rows = [row for batch in batches for row in batch.passes or (batch,)]
         self.real += sum(len(sequence.ids) for sequence in sequences)
         self.computed += sum(row.ids.numel() for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """An update whose rows are packed: what forward and backward read, and then the step.
+
+    `finish` gives the loss of a row by its number. The gradient and `sums` are to be multiplied by
+    `factor`.
+    """
+
+    sequences: Sequence[TrainSequence]
+    batches: Sequence[PackedBatch]
+    loss: Loss[torch.Tensor]
+    totals: UpdateTotals
+    compare: Mapping[str, str]
+    sums: UpdateSums
+    finish: Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    factor: float
 
 
 def row_loss(
