@@ -206,7 +206,7 @@ def _forward(root: nn.Module, update: PreparedUpdate) -> ChunkForward:
 
     def whole(x: torch.Tensor, number: int) -> torch.Tensor:
         batch: PackedBatch = update.batches[number]
-        return update.finish(number, *root(x, batch, True)).reshape(1)
+        return torch.stack([update.finish(number, *root(x, batch, True))])
 
     return whole
 

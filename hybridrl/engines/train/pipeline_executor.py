@@ -44,6 +44,8 @@ class LocalPipeline:
     chunks: Mapping[int, ChunkForward]
     modules: Mapping[int, nn.Module]
     """The module of each chunk, whose weights a backward pass in halves leaves gradients."""
+    trains: bool = True
+    """Else it only scores: no graph is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,11 @@ class PipelineExecutor:
         if chunk == 0:
             x = pipeline.ids[number]
         else:
-            x = self._take(_Message(model, True, chunk, number)).requires_grad_()
-        out = pipeline.chunks[chunk](x, number)
-        self._kept[model, chunk, number] = _Kept(x, out)
+            x = self._take(_Message(model, True, chunk, number)).requires_grad_(pipeline.trains)
+        with torch.set_grad_enabled(pipeline.trains):
+            out = pipeline.chunks[chunk](x, number)
+        if pipeline.trains:
+            self._kept[model, chunk, number] = _Kept(x, out)
         if chunk + 1 < len(pipeline.ranks):
             self._give(_Message(model, True, chunk + 1, number), out.detach())
 
