@@ -152,7 +152,7 @@ bench-judges: $(BIN)/.core  ## responses judged per second by an endpoint, again
 bench-speculate: $(BIN)/.core  ## tokens per second with guessed tokens against without, with few rows left
 	@$(BIN)/python scripts/bench/speculate.py $(ARGS)
 
-bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against each alone, on two ranks
+bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against one of them alone, on two ranks
 	@$(BIN)/python scripts/bench/wide_tail.py $(ARGS)
 
 bench-samples: $(BIN)/.core  ## the cost of telemetry.samples=all, on a run that has it: make bench-samples RUN=DIR
@@ -209,4 +209,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-vllm

@@ -99,9 +99,7 @@ def _eval(args: list[str]) -> None:
     options, rest = parser.parse_known_args(args)
     compose.register()
     run_dir = options.run
-    # Its settings would prevail over those that `cluster=NAME` brings.
-    replaced = ["cluster"] if any(text.startswith("cluster=") for text in rest) else []
-    stored = overrides_of(run_dir, replaced)
+    stored = overrides_of(run_dir, rest)
     checkpoints = checkpoints_of(run_dir, options.checkpoints)
     own_dir = run_dir / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
     settings = [

@@ -244,14 +244,14 @@ def step() -> str:
 TAIL_TITLES = {
     "serial": "schedule=serial",
     "fused": "schedule=fused: passes while the tail decodes, which moves to few instances",
-    "early": "the same, free instances train",
-    "all": "the same, guessing ahead, on joined instances; free ones train",
+    "early": "the same batch, free instances train",
+    "all": "the same batch: samples guess ahead, instances join for the last ones, free ones train",
 }
 TAIL_KINDS = {
     "switch": ("switch", "weight switch"),
     "generate": ("generate", "generate"),
     "verify": ("verify", "generate, guessing ahead"),
-    "wide decode": ("wide", "wide decode"),
+    "wide decode": ("wide", "on joined instances"),
     "reference_log_probs": ("reference", "reference"),
     "early backward": ("early", "early backward"),
     "update": ("train", "update"),
@@ -284,7 +284,7 @@ def tail() -> str:
     for color, words in [*shown, ("idle", "idle")]:
         drawn.append(flat(x, top - 20, 14, 12, COLORS[color]))
         drawn.append(text(x + 20, top - 10, words, 12, text_anchor="start", fill=SOFT))
-        x += 34 + 6.4 * len(words)
+        x += 30 + 6.1 * len(words)
     drawn.append(
         text(
             TAIL_LEFT,

@@ -95,7 +95,7 @@ def copy_tree(tracked_files: list[Path]) -> Callable[[Path], Path]:
     def copy(folder: Path) -> Path:
         for file in tracked_files:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / file, folder / file)
+            shutil.copy2(ROOT / file, folder / file, follow_symlinks=False)
         return folder
 
     return copy

@@ -20,7 +20,8 @@ WAYS = {
     "packed": ["schedule=packed"],
     "early": EARLY,
     "speculate": ["rollout.speculate=4"],
-    "tail": [*EARLY, "rollout.speculate=auto"],
+    "wide": ["schedule=fused", "rollout.tail_tp=2"],
+    "tail": [*EARLY, "rollout.speculate=auto", "rollout.tail_tp=2"],
     "vllm": ["rollout=vllm"],
 }
 # The long-tailed task of the benches: letters to copy, and a number to count down from.
@@ -33,11 +34,13 @@ TASKS = {
         'data.prompt_template="{question}:"',
         'data.answer_template="#{answer}>{steps}"',
         "data.max_prompt_tokens=16",
+        "data.eval_size=1024",
         'reward.extract="#([a-z]*)"',
         "rollout.max_new_tokens=320",
         "trainer.prompts_per_step=16",
     ],
 }
+GAIN = {"demo": 0.1, "longtail": 0.02}  # at least, in every run
 
 
 def accuracy(run_dir: Path, task: str, way: str, seed: int) -> tuple[float, float]:
@@ -62,8 +65,8 @@ def accuracy(run_dir: Path, task: str, way: str, seed: int) -> tuple[float, floa
 @pytest.mark.parametrize(
     ("task", "ways"),
     [
-        ("demo", ("fused", "partial", "packed", "early", "speculate", "tail")),
-        ("longtail", ("packed", "early", "speculate", "tail")),
+        ("demo", ("fused", "partial", "packed", "early", "speculate", "wide", "tail")),
+        ("longtail", ("packed", "tail")),
         pytest.param("demo", ("vllm",), marks=pytest.mark.vllm),
     ],
 )
@@ -78,7 +81,7 @@ def test_all_learn_as_serial_and_native_do(
     accuracies: dict[str, list[float]] = {}
     for way in ("serial", *ways):
         runs = [accuracy(tmp_path / f"{way}{seed}", task, way, seed) for seed in SEEDS]
-        assert all(after > before + 0.1 for before, after in runs), (way, runs)
+        assert all(after > before + GAIN[task] for before, after in runs), (way, runs)
         accuracies[way] = [after for _, after in runs]
     variances = [statistics.variance(values) for values in accuracies.values()]
     spread = max(0.016, statistics.fmean(variances) ** 0.5)

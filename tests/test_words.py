@@ -212,10 +212,6 @@ def test_sentences_of_docstrings_are_short() -> None:
     assert not long, "\n".join(long)
 
 
-# Pages whose longer sentences are still to be cut.
-NOT_YET = {"docs/planner.md", "docs/schedules.md"}
-
-
 def prose_of(page: str) -> str:
     """A page without code, comments, headings and the targets of links."""
     page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
@@ -230,7 +226,6 @@ def test_sentences_of_pages_are_short() -> None:
     long = [
         f"{page.relative_to(ROOT)}: {sentence}"
         for page in pages
-        if str(page.relative_to(ROOT)) not in NOT_YET
         for block in sentences(prose_of(page.read_text()))
         for sentence in re.split(r"(?<=[.!?]) +", block)
         if num_words(sentence) > MOST_WORDS

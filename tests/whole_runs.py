@@ -36,6 +36,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
+from hybridrl.system import signals
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, read_timeline
 from hybridrl.workers.base_worker import BaseWorker
@@ -399,6 +400,20 @@ def marked() -> Iterator[tuple[dict[str, str], Callable[[], list[psutil.Process]
 
     name, value = mark.split("=")
     yield os.environ | {name: value, "OMP_NUM_THREADS": "1"}, alive
+
+
+@pytest.fixture
+def command_line_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command line's handlers of signals, in this process, as if none had come."""
+    for name in ("_requested_at", "_graceful", "_installed"):
+        monkeypatch.setattr(signals, name, getattr(signals, name))
+    monkeypatch.setattr(signals, "_last", {"signal": signal.SIGINT, "time": float("-inf")})
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signals.install()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

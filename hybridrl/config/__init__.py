@@ -226,11 +226,12 @@ class Config:
         if self.strict and self.rollout.draft_length != 0:
             raise ConfigError("rollout.speculate", self.rollout.speculate, of_strict)
         if self.rollout.tail_tp != "off":
-            allowed = f"{of_strict}: sums over more ranks differ in their last bits"
             if not self.schedule.entry.migrates_tail:
                 tails = " or ".join(k.value for k, e in SCHEDULES.items() if e.migrates_tail)
                 allowed = f"off with schedule={self.schedule.kind.value}, or schedule={tails}"
-            if self.strict or not self.schedule.entry.migrates_tail:
+                raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
+            if self.strict:
+                allowed = f"{of_strict}: sums over more ranks differ in their last bits"
                 raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
         if not engine.exports_kv:
             self.schedule.check_kv_stays(using)

@@ -22,15 +22,13 @@ def settle_cluster(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
     if per_process % layout.ranks:
         allowed = f"0, or a multiple of rollout.layout's {layout.pp} x {layout.tp}"
         raise ConfigError("cluster.ranks_per_process", per_process, allowed)
-    if rollout.tail_tp not in ("off", "False", "auto") and rollout.tail_tp.isdecimal():
+    if rollout.tail_tp.isdecimal():
         wide = int(rollout.tail_tp) * layout.pp
         if wide and per_process % wide:
             allowed = f"0, or a multiple of rollout.tail_tp={rollout.tail_tp} x {layout.pp}"
             raise ConfigError("cluster.ranks_per_process", per_process, allowed)
     if rollout.engine is not Engine.native:
         raise ConfigError("rollout.engine", rollout.engine.value, f"native {WITHOUT_MODEL}")
-    if rollout.speculate != "off":
-        raise ConfigError("rollout.speculate", rollout.speculate, f"off {WITHOUT_MODEL}")
 
 
 def leave_out(

@@ -123,9 +123,12 @@ class RolloutConfig(SamplingConfig):
     """vLLM's own engine arguments (`EngineArgs`), less those that other keys set."""
 
     def resolve(self) -> None:
-        """Bring `speculate` into one form."""
-        if self.speculate == "False":  # YAML's `off`
+        """Bring `speculate` and `tail_tp` into one form."""
+        yaml_off = "False"
+        if self.speculate == yaml_off:
             self.speculate = "off"
+        if self.tail_tp == yaml_off:
+            self.tail_tp = "off"
 
     def check(self) -> None:
         """Raise ConfigError for an empty stop text, or what the engine cannot have."""
@@ -158,8 +161,6 @@ class RolloutConfig(SamplingConfig):
 
     def _check_tail_tp(self) -> None:
         """Raise ConfigError for a width of the tail that is none, or none of the engine's."""
-        if self.tail_tp == "False":  # YAML's `off`
-            self.tail_tp = "off"
         if self.tail_tp == "off":
             return
         if not self.features.widens:

@@ -1,6 +1,6 @@
 """The settings of an earlier run, as the start of another command's."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -12,14 +12,24 @@ from hybridrl.config.recipe_source import add_recipe
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 
 _NAME = "stored_run"
+GROUPS = {
+    "cluster", "cost", "cost_critic", "critic", "data", "model", "recipe", "reward",
+    "reward_model", "rollout", "schedule",
+}  # fmt: skip
+"""Groups of settings of which another is chosen by name."""
 
 
-def overrides_of(run_dir: Path, replaced: Collection[str] = ()) -> list[str]:
+def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     """Overrides that compose the settings of the run in `run_dir`; any that follow them prevail.
 
-    Those of the groups `replaced` are left out: `recipe=ppo` brings other settings. Raises
-    ConfigError where there are none.
+    So does a group that one of those in `following` chooses: `recipe=ppo` brings other settings,
+    and the run's own are left out. Raises ConfigError where there are none, and for an experiment,
+    whose settings those of the run would undo.
     """
+    keys = dict(override.lstrip("+~").partition("=")[::2] for override in following)
+    if "experiment" in keys:
+        raise ConfigError("experiment", "", "settings one by one: those of the run prevail")
+    replaced = [key for key, value in keys.items() if key in GROUPS and not value.startswith("{")]
     file = run_dir / ".hydra" / "config.yaml"
     if not file.is_file():
         raise ConfigError("run", run_dir, "a run directory (one that holds .hydra/config.yaml)")

@@ -8,12 +8,16 @@ from hybridrl.layout.parameters import context_mesh, expert_mesh
 
 
 def crossing_warnings(
-    config: Config, node_of: Sequence[str], ranks: Sequence[int], instances: Sequence[Sequence[int]]
+    config: Config,
+    node_of: Sequence[str],
+    ranks: Sequence[int],
+    instances: Sequence[Sequence[int]],
+    wide: Sequence[Sequence[int]] = (),
 ) -> list[str]:
     """A line for each layout whose tp, ep or cp groups span several nodes.
 
     `node_of` is by rank. `ranks` are the actor's, `instances` the ranks of each generation
-    instance, ascending.
+    instance, ascending. `wide` are those of wide instances, by instance rank.
     """
     train, gen = config.trainer.layout.tp, config.rollout.layout.tp
     groups = {"trainer.layout.tp": (train, [ranks]), "rollout.layout.tp": (gen, instances)}
@@ -21,6 +25,9 @@ def crossing_warnings(
     for key, (tp, blocks) in groups.items():
         split = [group for block in blocks for group in _pieces(block, tp)]
         lines += _warning(f"{key}={tp}", split, node_of, "tensor-parallel groups", "all-reduces")
+    pp, tail = config.rollout.layout.pp, f"rollout.tail_tp={config.rollout.tail_tp}"
+    split = [group for block in wide for group in _pieces(block, len(block) // pp)]
+    lines += _warning(tail, split, node_of, "tensor-parallel groups", "all-reduces")
     axes = TrainAxes.of(config.trainer.layout)
     # Experts go to the ranks that generate with them; so the ranks of an ep group are far apart.
     split = [[ranks[i] for i in group] for group in expert_mesh(axes).lines("ep")]

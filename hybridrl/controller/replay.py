@@ -48,10 +48,6 @@ TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 5e-2
 Measured in float32: 1.9e-4, of weights after four steps of AdamW at a learning rate of 1e-2.
 """
 
-_GROUPS = {
-    "cluster", "cost", "cost_critic", "critic", "data", "model", "recipe", "reward",
-    "reward_model", "rollout", "schedule",
-}  # fmt: skip
 _SAME_BITS = (
     "run.", "telemetry.", "log.", "eval.", "cluster.kind", "cluster.address", "cluster.requeue",
     "trainer.save_every", "trainer.keep_last", "trainer.resume", "schedule.", "rollout.max_running",
@@ -216,11 +212,9 @@ def compose_replay(
 ) -> Config:
     """The run's settings with `overrides`, as a run in the directory `own`."""
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    if "experiment" in keys:
-        raise ConfigError("experiment", "", "settings one by one: those of the run prevail")
     if "run.dir" in keys:
         raise ConfigError("run.dir", "", "--dir=DIR, the replay's own directory")
-    stored = overrides_of(request.run_dir, [key for key in keys if key in _GROUPS])
+    stored = overrides_of(request.run_dir, overrides)
     config = composed_run(
         [
             *stored,

@@ -16,11 +16,7 @@ from typing import NoReturn
 
 from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, KeptSamples
-from hybridrl.controller.checkpoints import (
-    Checkpoints,
-    DriverState,
-    Origin,
-)
+from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.controller.early_backward import early_settings
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.inputs import inputs_of

@@ -40,7 +40,11 @@ def make_schedule(
         executor=executor,
         prompts=prompts,
         settings=StepSettings(
-            sampling=sampling, decode_steps=rollout.decode_steps, prompts_per_step=prompts_per_step
+            sampling=sampling,
+            decode_steps=rollout.decode_steps,
+            prompts_per_step=prompts_per_step,
+            draft_tokens=rollout.draft_length,
+            pass_tokens=rollout.pass_tokens,
         ),
         max_held=config.samples_held,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,

@@ -204,8 +204,12 @@ class WorkerGroup:
         ]
         self.wide = {n: r for a in answers if a.actor for n, r in sorted(a.actor.wide.items())}
         node_of = [process.node for process in processes]
-        for line in crossing_warnings(self.config, node_of, self.home.ranks, self.instances):
+        instances = self.instances, [*self.wide.values()]
+        for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
             logger.warning("%s", line)
+        if self.config.rollout.tail_tp != "off" and not self.wide:
+            reason = "no instances that the model lets decode as one"
+            logger.warning("rollout.tail_tp=auto has no effect: there are %s", reason)
         return answers
 
     def nodes(self) -> list[NodeInfo]:

@@ -7,12 +7,18 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 UNLIMITED = 2**31 - 1
 """Rows of a batch whose size costs nothing."""
+
+LONGEST_DRAFT = 16
+"""Tokens of the longest draft, where as many are guessed as pay."""
+
+Numbers = float | np.ndarray
 
 _CALLS_KEPT = 512  # of each kind: a few steps, since the machine and the lengths change
 _ENOUGH_CALLS = 8
@@ -21,6 +27,74 @@ _WIDE = "wide "
 _REFIT_CALLS = 64
 _LONG_PREFILL = 64  # tokens a sample; shorter ones cost only their beginning
 _DOUBT = 1e-2  # of a cost per call: how alike calls must be for work to explain them alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafting:
+    """Guessing ahead (`rollout.speculate`), as a cost model knows it.
+
+    In each pass a row guesses `tokens` tokens; None: as many as give the most tokens a second, at
+    most `LONGEST_DRAFT`. Each is right with probability `accept` once those before it were. A pass
+    has at most `pass_tokens` tokens of all rows together, so of many rows some guess nothing.
+
+    Example: with `accept` 0.5 a draft of 2 gives 1 + 0.5 + 0.25 = 1.75 tokens a pass.
+    """
+
+    tokens: int | None
+    accept: float
+    pass_tokens: int = UNLIMITED
+
+    def expected(self, drafted: Numbers) -> Numbers:
+        """Tokens that a pass makes of a row which guesses `drafted` tokens."""
+        if self.accept >= 1:
+            return 1 + drafted
+        return (1 - self.accept ** (drafted + 1)) / (1 - self.accept)
+
+    def best_length(self, share: Numbers) -> Numbers:
+        """Guessed tokens a row that give the most tokens a second.
+
+        `share` is the time that one more token of every row takes, over that of a pass without
+        rows.
+        """
+        pays_below = _pays_below(self.accept)
+        return LONGEST_DRAFT - np.searchsorted(pays_below, share, side="right")
+
+    def of_row(self, rows: Numbers, share: Numbers) -> tuple[Numbers, Numbers]:
+        """Tokens that a row guesses in a pass of `rows`, and those that are right; on average."""
+        length = self.best_length(share) if self.tokens is None else float(self.tokens)
+        most = np.maximum(length * np.asarray(rows), 1e-9)
+        room = np.clip((self.pass_tokens - np.asarray(rows)) / most, 0.0, 1.0)
+        return room * length, room * (self.expected(length) - 1)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Drafting | None":
+        """Of a `Costs` as JSON; raises `ValueError`."""
+        if values is None:
+            return None
+        try:
+            drafting = cls(**values)
+            whole = [n for n in (drafting.tokens, drafting.pass_tokens) if n is not None]
+            if all(isinstance(n, int) and n >= 0 for n in whole) and 0 <= drafting.accept <= 1:
+                return drafting
+        except TypeError:
+            pass
+        allowed = "tokens (or null), accept between 0 and 1, and pass_tokens"
+        raise ValueError(f"costs.drafting: got {values!r}, wanted {allowed}")
+
+
+@cache
+def _pays_below(accept: float) -> np.ndarray:
+    """Ascending: the share of a token's time below which draft token 16, 15, ... 1 pays.
+
+    The next token of a draft of k pays where a^(k+1) / (1 + a + ... + a^k) is more than the time
+    that it adds, over that of the pass.
+    """
+    below, drafting = [], Drafting(tokens=None, accept=accept)
+    for length in range(LONGEST_DRAFT):
+        gain = accept ** (length + 1)
+        rest = float(drafting.expected(length)) - (length + 1) * gain
+        below.append(gain / rest if rest > 1e-12 else (np.inf if gain else 0.0))
+    return np.array(below[::-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +130,9 @@ class Costs:
     wide_step_s: Mapping[int, float] = field(default_factory=dict)
     """`step_s` of wide instances, by the number of instances that they consist of."""
 
+    drafting: Drafting | None = None
+    """How rows guess ahead; None where they do not. A guessed token costs what a row does."""
+
     def at_width(self, width: int) -> "Costs":
         """The costs of `width` instances as one: each rank has a part of its weights and heads.
 
@@ -73,8 +150,31 @@ class Costs:
             prefill_token_s=self.prefill_token_s / width,
         )
 
+    def drafts(self, rows: Numbers, held: Numbers = 0.0) -> tuple[Numbers, Numbers]:
+        """Tokens that a row of `rows` guesses in a pass, and those that are right; on average.
+
+        Each row holds `held` tokens.
+        """
+        if self.drafting is None:
+            return 0.0, 0.0
+        base = self.step_s + rows * self.cached_token_s * held
+        return self.drafting.of_row(rows, rows * self.row_s / np.maximum(base, 1e-12))
+
+    def pass_s(self, rows: Numbers, held: Numbers = 0.0) -> Numbers:
+        """Seconds of a decode step of `rows` rows that hold `held` tokens each, with guesses."""
+        drafted, _ = self.drafts(rows, held)
+        return self.step_s + rows * (self.row_s * (1 + drafted) + self.cached_token_s * held)
+
+    def pace(self, rows: Numbers, held: Numbers = 0.0) -> Numbers:
+        """Seconds in which each of `rows` rows, of `held` tokens each, makes a token."""
+        _, right = self.drafts(rows, held)
+        return self.pass_s(rows, held) / (1 + right)
+
     def decode(self, rows: float, steps: int, cached: float = 0.0) -> float:
-        """Seconds of `steps` decode steps of `rows` rows, which hold `cached` tokens on average."""
+        """Seconds of `steps` decode steps of `rows` rows, which hold `cached` tokens on average.
+
+        Nothing is guessed.
+        """
         return steps * (self.step_s + self.row_s * rows + self.cached_token_s * cached)
 
     def compute(self, stage: str, tokens: float) -> float:
@@ -112,6 +212,8 @@ class Costs:
         if not isinstance(values, Mapping) or not {"step_s"} <= set(values) <= known:
             got = sorted(values) if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(f"costs: got {got}, wanted step_s and any of {sorted(known)}")
+        drafting = Drafting.from_json(values.get("drafting"))
+        values = {name: value for name, value in values.items() if name != "drafting"}
         for name, value in values.items():
             nested = name in ("token_s", "stage_call_s", "wide_step_s")
             if nested and not isinstance(value, Mapping):
@@ -121,7 +223,7 @@ class Costs:
                 if not number or not 0 <= seconds < math.inf:
                     raise ValueError(f"costs.{name}: got {seconds!r}, wanted seconds, 0 or more")
         wide = {int(width): seconds for width, seconds in values.get("wide_step_s", {}).items()}
-        return cls(**{**values, "wide_step_s": wide})
+        return cls(**{**values, "wide_step_s": wide}, drafting=drafting)
 
 
 class CostMeter:
@@ -133,9 +235,12 @@ class CostMeter:
     Example: calls of 10 steps with 4 rows take 50 ms, of 10 steps with 8 rows 60 ms. Then a row of
     a step costs 0.25 ms. The other 4 ms are divided between step and call as far as calls of other
     lengths tell them apart.
+
+    `draft_tokens` and `pass_tokens` are those of `Drafting`: the share of right guesses is learned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draft_tokens: int | None = 0, pass_tokens: int = UNLIMITED) -> None:
+        self._draft_tokens, self._pass_tokens = draft_tokens, pass_tokens
         self._seen: dict[str, deque[list[float]]] = {}
         self._costs: Costs | None = None
         self._num_new = 0  # calls since the costs were fitted
@@ -161,6 +266,10 @@ class CostMeter:
         """
         work = (steps, rows_summed, cached_summed, prefill_tokens, admitted, 1)
         self._add(f"{_WIDE}{width}" if width > 1 else "advance", seconds, *work)
+
+    def saw_drafts(self, accepted: int, refused: int) -> None:
+        """So many guessed tokens of a call were right, and so many drafts had one that was not."""
+        self._add("drafts", accepted, refused)
 
     def saw_compute(self, stage: str, seconds: float, tokens: int) -> None:
         """A forward-only stage has run on samples of so many tokens together."""
@@ -219,6 +328,7 @@ class CostMeter:
             switch_s=self._fit("switch", 1)[0],
             train_switch_s=self._fit("train_switch", 1)[0],
             round_trip_s=self._fit("round_trip", 1)[0],
+            drafting=self._drafting(),
         )
         wide = [int(kind.removeprefix(_WIDE)) for kind in self._seen if kind.startswith(_WIDE)]
         steps = {width: self._wide_step(width, costs) for width in sorted(wide)}
@@ -236,6 +346,14 @@ class CostMeter:
         work = costs.row_s * rows + costs.cached_token_s * cached + costs.prefill_token_s * prefill
         left = seconds - costs.call_s - costs.admit_s * admitted - work / width
         return max(0.0, float(np.median(left / steps)))
+
+    def _drafting(self) -> Drafting | None:
+        """None where nothing is guessed, or nothing was yet."""
+        accepted, refused = np.array(self._seen.get("drafts") or [[0, 0]]).sum(axis=0)
+        if self._draft_tokens == 0 or accepted + refused == 0:
+            return None
+        accept = float(accepted / (accepted + refused))
+        return Drafting(tokens=self._draft_tokens, accept=accept, pass_tokens=self._pass_tokens)
 
     def _decoding(self) -> list[float]:
         """Costs of decode steps, rows, cached tokens, prefilled tokens, admissions and calls.

@@ -150,8 +150,9 @@ class Work:
 
     `admitted` samples began or resumed, `preempted` ones lost their KV cache. `rows` sums the
     samples over the decode steps, `cached` the tokens that they attended to. `drafted` tokens were
-    guessed, and count as rows; `accepted` of them were right. `kv_tokens` are those whose keys and
-    values were packed or unpacked, in `kv_seconds` of the whole. `kv_bytes` came from other ranks.
+    guessed, and count as rows; `accepted` of them were right, and `refused` drafts had one that was
+    not. `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
+    whole. `kv_bytes` came from other ranks.
     """
 
     seconds: float = 0.0
@@ -165,7 +166,21 @@ class Work:
     preempted: int = 0
     drafted: int = 0
     accepted: int = 0
+    refused: int = 0
     kv_bytes: int = 0
+
+    def name(self, wide: bool = False) -> str:
+        """What the call was, for the trace: with drafts, how many of them were right."""
+        if self.drafted:
+            return f"{'wide ' * wide}verify {self.accepted}/{self.drafted}"
+        return "wide decode" if wide else "generate"
+
+    @property
+    def tokens_of_row(self) -> float:
+        """Tokens that a row has made, on average over the rows."""
+        if not self.drafted:
+            return float(self.decode_steps)
+        return self.decode_steps * (1 + self.accepted / (self.rows - self.drafted))
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,11 +250,14 @@ class Forecast:
         Mean over the steps, place by place: the last one is the mean of their longest, for which a
         step waits.
         """
-        if not self._steps or num < 1:
-            return []
+        steps = self.steps(num)
+        return [round(length) for length in np.mean(steps, axis=0).tolist()] if steps else []
+
+    def steps(self, num: int) -> list[list[int]]:
+        """The same of each step alone, the oldest first."""
         places = np.arange(1, num + 1)
-        steps = [np.asarray(step)[-(-places * len(step) // num) - 1] for step in self._steps]
-        return [round(length) for length in np.mean(steps, axis=0).tolist()]
+        steps = [np.asarray(step)[-(-places * len(step) // num) - 1] for step in self._steps if num]
+        return [step.tolist() for step in steps]
 
     def state_dict(self) -> dict[str, Any]:
         """The lengths, in plain JSON types."""

@@ -1,12 +1,14 @@
-"""When the long tail migrates: the migration threshold from a small model of a step.
+"""What happens to the tail of a step: one choice among plans, by a small model of the step.
 
 RLHFuse (arXiv 2409.13221, section 4): once few samples are left they move to few instances. The
-freed ones run the forward-only stages of finished samples. Too soon and the gathered batch slows
-the longest; too late and the freed instances have no time left.
+freed ones run the forward-only stages of finished samples, or train on them. Too soon and the
+gathered batch slows the longest; too late and the freed instances have no time left. Or several
+instances decode the tail as one. All of these want the same ranks, so that a model compares them.
 """
 
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from hybridrl.flow.costs import Costs
 
 _EXACT = 64  # every threshold up to here is tried; above it 64 of each further factor of four
+_WORTH = 0.01  # of the step: what a plan has to save over the plainest, since a model says it
 
 
 class MigrationPlan(NamedTuple):
@@ -35,52 +38,275 @@ class MigrationPlan(NamedTuple):
 NO_MIGRATION = MigrationPlan(0, 0)
 
 
-def best_migration_plan(
-    lengths: Sequence[int],
-    num_instances: int,
-    costs: Costs,
-    inference_s_per_token: float,
-    max_held: int,
-    prompt_tokens: float = 0.0,
-    threshold: int | None = None,
-    wait_s: float = 0.0,
-    training: np.ndarray | None = None,
-    widths: Sequence[int] = (1,),
-    must_move: bool = False,
-) -> MigrationPlan:
-    """When and how densely the tail migrates, so that generation and inference end soonest.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepModel:
+    """A step as the choice of its plan sees it, with the lengths of one that was.
 
-    RLHFuse keeps a decode step flat (`Costs.flat_rows`): the smallest cap tried. The others are its
-    doublings up to `max_held` (samples that an instance has memory for). Where rows are not free, a
-    slower tail may still pay for a freed instance. It is (0, 0) when nothing is sooner than
-    inference after all samples are done. Of equal choices the smallest threshold, then the smallest
-    cap. With `threshold` only the cap is chosen. The other parameters as in `expected_seconds`.
+    `lengths` are response tokens, `prompt_tokens` those of a prompt on average. All forward-only
+    stages together take `inference_s_per_token` on an instance. Rows guess ahead as the costs say,
+    so a step may make more than a token of each.
 
-    `widths` are the numbers of instances that may become one; 1 leaves them as they are. Of equal
-    ones the first. With `must_move` some migration is chosen, however late it ends.
+    Calls have `call_steps` decode steps, and last `call_s`; 0 leaves out what they cost. How many
+    samples are left is known at their ends. One that moves waits for half a call, or for a whole
+    one until all members of a wide instance have ended theirs.
+
+    With `training` (`training_arrivals`) instances without samples do that, too. Each gives up its
+    generation weights and takes up its training shards before, in `switch_s`, and waits for half a
+    call.
+
+    With a `width` above 1 samples that move do so to wide instances of so many members, from their
+    members too. No instance trains before, since it could not join.
     """
-    widths = [width for width in widths if width <= num_instances]
-    if num_instances < 2 or len(lengths) < 2 or threshold == 0 or not widths:
-        return NO_MIGRATION
-    model = (num_instances, costs, inference_s_per_token)
-    least = serial_seconds(lengths, *model, prompt_tokens, training) * (1 - 1e-9)
-    blocks, best = _blocks(len(lengths)), NO_MIGRATION
+
+    lengths: Sequence[int]
+    num_instances: int
+    costs: Costs
+    inference_s_per_token: float = 0.0
+    prompt_tokens: float = 0.0
+    call_steps: int = 0
+    call_s: float = 0.0
+    training: np.ndarray | None = None
+    switch_s: float = 0.0
+    width: int = 1
+
+    def serial_seconds(self) -> float:
+        """Generation, then inference and training on all instances."""
+        done, steps, alive, held = _intervals(self.lengths, self.prompt_tokens)
+        rows = np.maximum(1.0, alive / self.num_instances)
+        decode = float((steps * self._pace(self.costs, rows, held)).sum())
+        work = self.inference_s_per_token * float((done + self.prompt_tokens).sum())
+        return decode + (work + self.training_s) / self.num_instances
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all training on one instance."""
+        return 0.0 if self.training is None else float(self.training.sum())
+
+    def expected_seconds(
+        self, thresholds: Sequence[int] | np.ndarray, caps: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """Seconds of generation, inference and training, for each threshold and its cap.
+
+        Thresholds are below the number of samples. The model: samples are spread evenly over the
+        instances and all decode from the start. When n are left they move to the fewest instances
+        that take them, at most `cap` each. A keeper waits for the samples that it is sent. An
+        instance without samples works on those that are done; when the last sample is done, all
+        share the rest. Let s be the steps between two ends, r the rows of an instance that decodes,
+        h the tokens a row. Decoding takes s (step_s + r (row_s + cached_token_s h)). The work left
+        when all are done is a maximum over all ends i: the work from i on less the capacity after.
+        It is infinite where wide instances have no room for all.
+        """
+        tried, most = np.asarray(thresholds, np.int64), np.asarray(caps, np.int64)
+        num, num_instances = len(self.lengths), self.num_instances
+        assert ((tried >= 1) & (tried < num)).all(), "a threshold that leaves no sample to wait for"
+        done, steps, alive, held = _intervals(self.lengths, self.prompt_tokens)
+        work = self.inference_s_per_token * (done + self.prompt_tokens)
+        work = work if self.training is None else work + self.training
+        reached = done[num - tried - 1]
+        # Several may end together, so fewer are left, or none.
+        tried = num - np.searchsorted(done, reached, side="right")
+        # So many may be left when they move, whatever the model expects of calls.
+        fits = (self.width == 1) | (-(-tried // most) <= num_instances // self.width)
+        if self.call_s:
+            tried = self._left_when_known(tried, steps, alive, held)
+            reached = done[num - tried - 1]
+        keepers = np.clip(-(-tried // most), 1, num_instances // self.width)
+        wide, free = self.costs.at_width(self.width), _FreeTime(self._way_to_training)
+        # What comes before the first gathering is the same for all: [1, before] and [tried, after].
+        start = num - max(1, int(tried.max()))
+        gathered = alive[start:] <= tried[:, None]
+        decoding = np.where(gathered, keepers[:, None], num_instances)
+        taken, left = np.zeros(len(tried)), np.zeros(len(tried))
+        for span, on, moved in (
+            (slice(start), np.full((1, start), num_instances), np.zeros((1, start), bool)),
+            (slice(start, num), decoding, gathered),
+        ):
+            rows = np.maximum(1.0, alive[span] / on)
+            pace = self._pace(self.costs, rows, held[span])
+            if self.width > 1:
+                pace = np.where(moved, self._pace(wide, rows, held[span]), pace)
+            seconds = steps[span] * pace
+            if span.start:
+                moving = self._moving(tried, keepers, self.prompt_tokens + reached, wide)
+                seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
+            busy = np.minimum(on, alive[span]) * np.where(moved, self.width, 1)
+            idle = num_instances - busy
+            if self.width > 1 and self.training is not None:  # who trains joins no more
+                idle = np.where(moved, idle, 0)
+            capacity = free.usable(seconds, seconds * idle)
+            left = _left(left, work[span], capacity)
+            taken = taken + seconds.sum(axis=1)
+        return np.where(fits, taken + left / num_instances, np.inf)
+
+    @property
+    def _way_to_training(self) -> float:
+        return 0.0 if self.training is None else self.switch_s + self.call_s / 2
+
+    def _left_when_known(
+        self, tried: np.ndarray, steps: np.ndarray, alive: np.ndarray, held: np.ndarray
+    ) -> np.ndarray:
+        """Samples that are left when it is known that at most `tried` are."""
+        num, rows = len(steps), np.maximum(1.0, alive / self.num_instances)
+        ends = (steps * self._pace(self.costs, rows, held)).cumsum()
+        known = np.ceil(ends[num - tried - 1] / self.call_s - 1e-9) * self.call_s
+        return np.minimum(num - np.searchsorted(ends, known * (1 - 1e-9)), num - 1)
+
+    def _pace(self, costs: Costs, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Seconds in which each of `rows` rows of an instance makes a token, with its calls."""
+        pace = np.asarray(costs.pace(rows, held))
+        if not self.call_steps:
+            return pace
+        _, right = costs.drafts(rows, held)
+        call_s = (costs.call_s + costs.round_trip_s) / self.call_steps
+        return pace + call_s / (1 + np.asarray(right))
+
+    def _moving(
+        self, tried: np.ndarray, keepers: np.ndarray, tokens: np.ndarray, costs: Costs
+    ) -> np.ndarray:
+        """Seconds that samples wait, at each threshold: for their keeper, and it for them.
+
+        `tokens` are those of a sample when it moves, `costs` its keeper's. Those of a wide
+        instance's members move, too.
+        """
+        staying = keepers * np.maximum(1.0, tried / self.num_instances) * (self.width == 1)
+        moved = np.maximum(0.0, tried - staying)
+        by_kv = costs.kv_call_s + costs.kv_token_s * tokens
+        each = np.minimum(by_kv, costs.prefill_token_s * tokens)
+        # Half a call until the keeper's own ends; the last of several members ends theirs later.
+        wait_s = self.call_s * (1.0 if self.width > 1 else 0.5)
+        return np.where(moved > 0, wait_s + costs.call_s + moved / keepers * each, 0.0)
+
+
+@dataclass(slots=True)
+class _FreeTime:
+    """The time of instances without samples, each of which needs its first `switch_s` otherwise.
+
+    So of all that there was until t, what there was until t - switch_s is of use. Intervals are
+    added span by span; `times` are their ends and `totals` the free time until then.
+    """
+
+    switch_s: float
+    times: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    totals: np.ndarray = field(default_factory=lambda: np.zeros(1))
+
+    def usable(self, seconds: np.ndarray, free: np.ndarray) -> np.ndarray:
+        """Of the `free` time in the next intervals [rows, intervals], what is of use.
+
+        A span of several rows is the last.
+        """
+        if not self.switch_s or not seconds.size:
+            return free
+        ends = self.times[-1] + seconds.cumsum(axis=1)
+        totals = self.totals[-1] + free.cumsum(axis=1)
+        usable = np.empty_like(free)
+        for row, (end, total) in enumerate(zip(ends, totals, strict=True)):
+            times = np.concatenate([self.times, end])
+            known = np.concatenate([self.totals, total])
+            at = np.concatenate([self.times[-1:], end]) - self.switch_s
+            usable[row] = np.diff(np.interp(at, times, known))
+        self.times = np.concatenate([self.times, ends[0]])
+        self.totals = np.concatenate([self.totals, totals[0]])
+        return usable
+
+
+def best_threshold(
+    models: Sequence[StepModel], max_held: int, threshold: int | None = None
+) -> tuple[float, MigrationPlan]:
+    """The mean seconds of steps that end soonest, and the threshold and cap with which they do.
+
+    `models` are of steps with equally many samples, two or more. RLHFuse keeps a decode step flat
+    (`Costs.flat_rows`): the smallest cap tried. The others are its doublings up to `max_held`
+    (samples that an instance has memory for). Where rows are not free, a slower tail may still pay
+    for a freed instance. Of equal choices the smallest threshold, then the smallest cap. With
+    `threshold` only the cap is chosen.
+    """
+    first, num = models[0], len(models[0].lengths)
+    longest = first.prompt_tokens + max(max(model.lengths) for model in models)
+    caps = _caps(first.costs.at_width(first.width), max_held, longest)
+    blocks, best, least = _blocks(num), NO_MIGRATION, np.inf
     if threshold is not None:
-        blocks = [np.array([min(threshold, len(lengths) - 1)])]
-    if threshold is not None or must_move:
-        least = np.inf
-    for width, tried in product(widths, blocks):
-        caps = _caps(costs.at_width(width), max_held, prompt_tokens + max(lengths))
+        blocks = [np.array([min(threshold, num - 1)])]
+    for tried in blocks:
         pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        seconds = expected_seconds(
-            lengths, *model, pairs[:, 0], pairs[:, 1], prompt_tokens, wait_s, training, width
-        )
-        first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
-        if seconds[first] < least:
-            num_left, cap = pairs[first].tolist()
-            best = MigrationPlan(num_left, cap, width)
-            least = seconds[first] * (1 - 1e-9)
-    return best if threshold is None else best._replace(threshold=threshold)
+        each = [model.expected_seconds(pairs[:, 0], pairs[:, 1]) for model in models]
+        seconds = np.mean(each, axis=0)
+        lowest = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
+        if seconds[lowest] < least * (1 - 1e-9):
+            least = float(seconds[lowest])
+            tried_threshold, cap = pairs[lowest].tolist()
+            best = MigrationPlan(tried_threshold, cap, first.width)
+    return least, best if threshold is None else best._replace(threshold=threshold)
+
+
+class TailPlan(NamedTuple):
+    """One choice for the tail of a step, and the seconds of the step by the model."""
+
+    name: str
+    seconds: float
+    migration: MigrationPlan = NO_MIGRATION
+    trains_early: bool = False
+
+
+def tail_plans(
+    models: Sequence[StepModel],
+    max_held: int,
+    *,
+    stay_call_steps: int,
+    threshold: int | None = None,
+    widths: Sequence[int] = (1,),
+) -> list[TailPlan]:
+    """The plans of a step, the plainest first, each with its best threshold.
+
+    | plan | what |
+    |---|---|
+    | `stay` | no sample moves; all train when all samples are there |
+    | `migrate` | freed instances run forward passes |
+    | `train early`, `migrate, train early` | free, or freed, instances train as well |
+    | `widen to K`, `widen to K, train early` | K instances decode the tail as one |
+
+    `models` are the last steps, over which the seconds are means. One step with an extraordinary
+    response would else decide for all. They have the short calls whose ends are awaited, and the
+    `training` that may be early, or None. Calls have `stay_call_steps` where nobody does anything
+    early. `threshold` is the user's own: then the tail migrates at it, at 0 never. `widths` without
+    1 want a wide tail.
+    """
+    late = [replace(model, training=None) for model in models]
+    alone = [replace(model, call_steps=stay_call_steps) for model in late]
+    first, plans = models[0], list[TailPlan]()
+    barrier_s = fmean(model.training_s for model in models) / first.num_instances
+    stay = TailPlan("stay", fmean(model.serial_seconds() for model in alone) + barrier_s)
+    if len(first.lengths) < 2 or first.num_instances < 2:
+        return [stay]
+
+    def add(name: str, width: int) -> None:
+        for early in (False, True)[: 1 + (first.training is not None)]:
+            tried = [replace(model, width=width) for model in (models if early else late)]
+            seconds, migration = best_threshold(tried, max_held, threshold)
+            seconds += 0.0 if early else barrier_s
+            if seconds < np.inf:
+                plans.append(TailPlan(name + ", train early" * early, seconds, migration, early))
+
+    widths = [width for width in widths if width <= first.num_instances]
+    passes = first.inference_s_per_token > 0
+    if not threshold and (1 in widths or threshold == 0 or not widths):
+        if passes:  # on instances that have no sample left, though none is freed
+            stay = stay._replace(seconds=best_threshold(alone, max_held, 1)[0] + barrier_s)
+        plans.append(stay)
+        if first.training is not None:
+            seconds, _ = best_threshold(models, max_held, 1)
+            plans.append(TailPlan("train early", seconds, NO_MIGRATION, True))
+    for width in widths if threshold != 0 else ():
+        if width > 1:
+            add(f"widen to {width}", width)
+        elif passes or threshold is not None or first.training is not None:
+            add("migrate", width)
+    return plans or [stay]
+
+
+def best_plan(plans: Sequence[TailPlan]) -> TailPlan:
+    """The plan with the least seconds; another than the first only where it saves a hundredth."""
+    best = min(plans, key=lambda plan: plan.seconds)
+    return best if best.seconds < (1 - _WORTH) * plans[0].seconds else plans[0]
 
 
 def _caps(costs: Costs, max_held: int, tail_tokens: float) -> list[int]:
@@ -99,23 +325,6 @@ def _blocks(num: int) -> list[np.ndarray]:
         blocks.append(np.unique(np.linspace(low, last, min(_EXACT, last - low + 1)).astype(int)))
         low, high = high + 1, 4 * high
     return blocks
-
-
-def serial_seconds(
-    lengths: Sequence[int],
-    num_instances: int,
-    costs: Costs,
-    inference_s_per_token: float,
-    prompt_tokens: float = 0.0,
-    training: np.ndarray | None = None,
-) -> float:
-    """Generation, then inference on all instances; parameters as in `expected_seconds`."""
-    done, steps, alive, held = _intervals(lengths, prompt_tokens)
-    rows = np.maximum(1.0, alive / num_instances)
-    decode = steps * (costs.step_s + rows * (costs.row_s + costs.cached_token_s * held))
-    inference = inference_s_per_token * float((done + prompt_tokens).sum())
-    inference += 0.0 if training is None else float(training.sum())
-    return float(decode.sum()) + inference / num_instances
 
 
 def training_arrivals(
@@ -137,74 +346,6 @@ def training_arrivals(
     return seconds
 
 
-def expected_seconds(
-    lengths: Sequence[int],
-    num_instances: int,
-    costs: Costs,
-    inference_s_per_token: float,
-    thresholds: Sequence[int] | np.ndarray,
-    caps: Sequence[int] | np.ndarray,
-    prompt_tokens: float = 0.0,
-    wait_s: float = 0.0,
-    training: np.ndarray | None = None,
-    width: int = 1,
-) -> np.ndarray:
-    """Seconds of generation and inference together, for each threshold and its cap.
-
-    `lengths` are response tokens, `prompt_tokens` those of a prompt on average; inference is all
-    forward-only stages together, per token. Thresholds are below the number of samples. A sample
-    that moves waits `wait_s` for the end of its keeper's call.
-
-    With `training` (`training_arrivals`) instances without samples do that, too. With a `width`
-    above 1 the samples move to wide instances of so many members, from their members too. It is
-    infinite where these have no room for all.
-
-    The model: samples are spread evenly over the instances and all decode from the start. When n
-    are left they move to the fewest instances that take them, at most `cap` each. A keeper waits
-    for the samples that it is sent. An instance without samples runs inference on those that are
-    done; when the last sample is done, all share the rest. Let s be the steps between two ends, r
-    the rows of an instance that decodes, h the tokens a row. Decoding takes
-    s (step_s + r (row_s + cached_token_s h)). The inference left when all are done is a maximum
-    over all ends i: the work from i on less the capacity after i.
-    """
-    tried, most = np.asarray(thresholds, np.int64), np.asarray(caps, np.int64)
-    num = len(lengths)
-    assert ((tried >= 1) & (tried < num)).all(), "a threshold that leaves no sample to wait for"
-    done, steps, alive, held = _intervals(lengths, prompt_tokens)
-    reached = done[num - tried - 1]
-    # Several may end together, so fewer are left, or none.
-    tried = num - np.searchsorted(done, reached, side="right")
-    keepers = np.clip(-(-tried // most), 1, num_instances // width)
-    wide = costs.at_width(width)
-    tokens = prompt_tokens + reached  # of each sample when it moves
-    # What comes before the first gathering is the same for all: [1, before] and [tried, after].
-    start = num - max(1, int(tried.max()))
-    gathered = alive[start:] <= tried[:, None]
-    decoding = np.where(gathered, keepers[:, None], num_instances)
-    taken, left = np.zeros(len(tried)), np.zeros(len(tried))
-    for span, on, moved in (
-        (slice(start), np.full((1, start), num_instances), np.zeros((1, start), bool)),
-        (slice(start, num), decoding, gathered),
-    ):
-        rows = np.maximum(1.0, alive[span] / on)
-        seconds = steps[span] * np.where(
-            moved,
-            wide.step_s + rows * (wide.row_s + wide.cached_token_s * held[span]),
-            costs.step_s + rows * (costs.row_s + costs.cached_token_s * held[span]),
-        )
-        if span.start:
-            moving = _moving(tried, keepers, tokens, num_instances, wide, wait_s, width)
-            seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
-        busy = np.minimum(on, alive[span]) * np.where(moved, width, 1)
-        capacity = seconds * (num_instances - busy)
-        work = inference_s_per_token * (done[span] + prompt_tokens)
-        work = work if training is None else work + training[span]
-        left = _left(left, work, capacity)
-        taken = taken + seconds.sum(axis=1)
-    fits = (width == 1) | (-(-tried // most) <= num_instances // width)
-    return np.where(fits, taken + left / num_instances, np.inf)
-
-
 def _left(backlog: np.ndarray, work: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """The rest of `backlog` [rows] and of work that arrives at the end of each interval."""
     work_from = np.cumsum(work[::-1])[::-1]
@@ -221,23 +362,3 @@ def _intervals(
     before = np.concatenate([[0.0], done[:-1]])
     alive = np.arange(len(done), 0, -1)
     return done, done - before, alive, prompt_tokens + (done + before) / 2
-
-
-def _moving(
-    tried: np.ndarray,
-    keepers: np.ndarray,
-    tokens: np.ndarray,
-    num_instances: int,
-    costs: Costs,
-    wait_s: float,
-    width: int,
-) -> np.ndarray:
-    """Seconds that samples wait, at each threshold: for their keeper, and it for them.
-
-    Those of a wide instance's members move, too.
-    """
-    staying = keepers * np.maximum(1.0, tried / num_instances) * (width == 1)
-    moved = np.maximum(0.0, tried - staying)
-    by_kv = costs.kv_call_s + costs.kv_token_s * tokens
-    each = np.minimum(by_kv, costs.prefill_token_s * tokens)
-    return np.where(moved > 0, wait_s + costs.call_s + moved / keepers * each, 0.0)

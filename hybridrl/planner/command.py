@@ -4,12 +4,12 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from hybridrl.config import ConfigError, ScheduleConfig
+from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import read_roofline, samples_held
@@ -27,6 +27,7 @@ Replays response lengths under every schedule, in virtual time.
                      (default: those of the run; else gpu:model=8b)
   the step           --prompts, --group-size, --steps, --prompt-tokens, --max-tokens
   the machines       --instances, --max-held, --decode-steps, --chunk-tokens, --verifier-s
+  speculation        --speculate=auto or a number of tokens; accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
   --paper            RLHFuse's setting instead, with its published figures
 
@@ -36,7 +37,7 @@ Replays response lengths under every schedule, in virtual time.
 OnProgress = Callable[[int, int], None]
 Printed = tuple[list[tuple[str, ...]], list[str], dict[str, Any]]
 
-# Option -> least value; the first seven are whole numbers.
+# Option -> least value; all but `_FRACTIONS` are whole numbers.
 _NUMBERS: dict[str, float] = {
     "prompts": 1,
     "group_size": 1,
@@ -47,10 +48,11 @@ _NUMBERS: dict[str, float] = {
     "max_held": 1,
     "decode_steps": 1,
     "chunk_tokens": 1,
-    "max_staleness": 0,
+    "max_staleness": 1,
     "over_provision": 1,
     "verifier_s": 0,
 }
+_TEXTS = ("lengths", "costs", "speculate")
 _FRACTIONS = ("over_provision", "verifier_s")
 _MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens", "verifier_s")
 _SCHEDULE = ("over_provision", "max_staleness")  # settings of whichever schedule has them
@@ -93,11 +95,11 @@ def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
 def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     """The setting of the arguments, and measurements of the run they name. Raises `ConfigError`."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in ("lengths", "costs", *_NUMBERS):
+    for name in (*_TEXTS, *_NUMBERS):
         parser.add_argument(_option(name))
     known, unknown = parser.parse_known_args(list(args))
     if unknown:
-        allowed = ", ".join(map(_option, ("lengths", "costs", *_NUMBERS)))
+        allowed = ", ".join(map(_option, (*_TEXTS, *_NUMBERS)))
         raise ConfigError("option", unknown[0], f"one of {allowed}")
     # numbers
     texts = vars(known)
@@ -123,8 +125,24 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     group_size = options["group_size"] or workload.group_size
     settings = {name: options[name] for name in _SCHEDULE if options[name] is not None}
     schedules = tuple(_schedule(entry.settings, settings) for entry in SCHEDULES.values())
-    setting = Setting(**facts, schedules=schedules, workload=workload, group_size=group_size)
-    return setting, _measured(run)
+    setting = Setting(
+        **facts,
+        schedules=schedules,
+        workload=workload,
+        group_size=group_size,
+        draft_tokens=_draft_tokens(texts["speculate"]),
+    )
+    pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound
+    return replace(setting, pass_tokens=pass_tokens), _measured(run)
+
+
+def _draft_tokens(text: str | None) -> int | None:
+    """Guessed tokens a row and pass; None: as many as pay. Raises `ConfigError`."""
+    if text is None or text == "auto":
+        return None
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ConfigError("--speculate", text, "auto, or a number of tokens, 1 or more")
+    return int(text)
 
 
 def _schedule(kind: type[ScheduleConfig], settings: dict[str, Any]) -> ScheduleConfig:
@@ -159,19 +177,27 @@ def _number(name: str, text: str | None) -> float | None:
 
 
 def _facts(text: str | None, run: Path, workload: Workload) -> dict[str, Any]:
-    """Costs and machines: those named, those of the run, or a roofline's."""
-    if text is None and (run / "costs.json").is_file():
-        return read_costs(run)
+    """Costs and machines: those named, those of the run, or a roofline's.
+
+    Widths of the tail are those that a run has measured, of a roofline the doublings that divide
+    the actor's heads.
+    """
+    own = text is None and (run / "costs.json").is_file()
     text = text or "gpu:model=8b"
-    if not text.startswith("gpu:"):
-        return read_costs(Path(text))
-    costs, num_instances, actor, accelerator, gpus = read_roofline(text)
+    if own or not text.startswith("gpu:"):
+        facts = read_costs(run if own else Path(text))
+        return facts | {"widths": tuple(sorted(facts["costs"].wide_step_s))}
+    _, num_instances, actor, _, gpus = read_roofline(text)
+    doublings = [2**n for n in range(1, num_instances.bit_length()) if 2**n <= num_instances]
+    widths = tuple(width for width in doublings if actor.heads % (width * gpus) == 0)
+    costs, num_instances, actor, accelerator, gpus = read_roofline(text, widths=widths)
     longest = max(g.prompt_tokens + max(g.lengths) for g in workload.groups)
     held = samples_held(actor, accelerator, gpus, longest)
     if held < 1:
         allowed = f"accelerators that hold the weights and {longest} tokens of cache"
         raise ConfigError("--costs", text, allowed)
-    return {"costs": costs, "num_instances": num_instances, "max_held": min(256, held)}
+    facts = {"costs": costs, "num_instances": num_instances, "max_held": min(256, held)}
+    return facts | {"widths": widths}
 
 
 def _measured(run: Path) -> Measured | None:
@@ -187,23 +213,29 @@ def _measured(run: Path) -> Measured | None:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """A header and a line a schedule; the first outcome is the baseline of the others."""
-    head = ("schedule", "threshold", "step s", "front s", "of serial")
-    lines: list[tuple[str, ...]] = [(*head, "bubbles", "migrated", "off-policy")]
+    """A header and a line for each outcome: its step beside those of the plain schedules."""
+    head = ("schedule", "step s", "x serial", "x fused", "front s", "idle", "off-policy")
+    lines: list[tuple[str, ...]] = [head]
+    serial = outcomes[0].step_s
+    fused = next((o.step_s for o in outcomes if o.schedule == "fused" and not o.mechanisms), serial)
     for one in outcomes:
         lines.append(
             (
-                one.schedule,
-                "" if one.threshold is None else str(one.threshold),
+                one.schedule + f" + {one.mechanisms}" * bool(one.mechanisms),
                 f"{one.step_s:.4g}",
+                f"{serial / one.step_s:.2f}",
+                f"{fused / one.step_s:.2f}",
                 f"{one.front_s:.4g}",
-                f"{one.front_s / outcomes[0].front_s:.3f}",
                 f"{one.bubbles:.1%}",
-                f"{one.migrated:.4g}",
                 f"{one.off_policy:.1%}",
             )
         )
     return lines
+
+
+def _bound(setting: Setting) -> float:
+    """Of the front, in seconds, without guesses."""
+    return lower_bound(replace(setting, costs=replace(setting.costs, drafting=None)))
 
 
 def remarks(setting: Setting, measured: Measured | None) -> list[str]:
@@ -214,8 +246,19 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         f"{setting.workload.prompts_per_step} prompts x {setting.group_size} samples a step on "
         f"{setting.num_instances} instances; response tokens p50 / p90 / p99 / max = "
         f"{' / '.join(map(str, (*percentiles, lengths[-1])))}",
-        f"front: generation and inference; it takes at least {lower_bound(setting):.4g} s",
+        f"front: generation and inference; it takes at least {_bound(setting):.4g} s where nothing"
+        " is guessed and no tail is wide",
+        "x serial, x fused: how many times as fast a step is",
     ]
+    if setting.drafting is None:
+        lines.append("speculation: not shown; accept=P in --lengths is the share of right guesses")
+    else:
+        tokens = setting.drafting.tokens
+        each = "as many tokens as pay" if tokens is None else f"{tokens} tokens"
+        right = f"{setting.drafting.accept:.3g} of them right"
+        lines.append(f"speculation: {each} a row and pass, {right}")
+    if not setting.widths:
+        lines.append("wide tail: not shown; no run of these costs has decoded a tail on several")
     if measured:
         lines.append(
             f"the run took {measured.step_s:.4g} s a step, the median of {measured.num_steps}"
@@ -238,7 +281,7 @@ def record(
         "group_size": setting.group_size,
         "num_steps": setting.workload.num_steps,
         "costs": setting.costs.to_json(),
-        "bound_s": lower_bound(setting),
+        "bound_s": _bound(setting),
         "best_threshold": best.threshold,
         "schedules": [asdict(outcome) for outcome in outcomes],
         "measured": asdict(measured) if measured else None,

@@ -1,13 +1,13 @@
 """The costs and lengths of an emulated device, by the texts of `hybridrl plan schedule`."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, MapStage, Stage, StageMethod
 from hybridrl.planner.accelerators import read_roofline
 from hybridrl.planner.schedule import read_costs
@@ -17,10 +17,32 @@ Read = TypeVar("Read")
 
 
 def emulated_costs(config: Config) -> Costs:
-    """`cluster.costs` in real seconds; raises `ConfigError`.
+    """`cluster.costs` in real seconds, with `rollout.speculate`; raises `ConfigError`.
 
     A roofline is of an instance's ranks, and of all of them, unless its text says otherwise.
     """
+    costs = _costs(config)
+    return replace(costs, drafting=_drafting(config, costs))
+
+
+def _drafting(config: Config, costs: Costs) -> Drafting | None:
+    """How rows guess ahead: the share of right guesses is that of the lengths, else of the costs.
+
+    Raises `ConfigError` where neither says it.
+    """
+    rollout = config.rollout
+    if rollout.draft_length == 0:
+        return None
+    accept = emulated_workload(config, 1).accept
+    if accept is None and costs.drafting is not None:
+        accept = costs.drafting.accept
+    if accept is None:
+        allowed = f"lengths with accept=P, for rollout.speculate={rollout.speculate}"
+        raise ConfigError("cluster.lengths", config.cluster.lengths, allowed)
+    return Drafting(tokens=rollout.draft_length, accept=accept, pass_tokens=rollout.pass_tokens)
+
+
+def _costs(config: Config) -> Costs:
     text = config.cluster.costs or ""
     if not text.startswith("gpu:"):
         facts: dict[str, Any] = _of_key("cluster.costs", lambda: read_costs(Path(text)))
@@ -133,9 +155,10 @@ def scaled(costs: Costs, factor: float) -> Costs:
         name: {x: seconds * factor for x, seconds in value.items()}
         if isinstance(value, dict)
         else value * factor
-        for name, value in asdict(costs).items()
+        for name, value in asdict(replace(costs, drafting=None)).items()
+        if name != "drafting"
     }
-    return Costs(**values)
+    return Costs(**values, drafting=costs.drafting)
 
 
 def _of_key(key: str, read: Callable[[], Read]) -> Read:

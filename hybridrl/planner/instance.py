@@ -3,18 +3,23 @@
 The planner gives it virtual time (`simulate.py`), an emulated rank wall time (`workers/`).
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import UNLIMITED, Costs
 from hybridrl.flow.executor import Command, Park, Parked, Resume, Submit, Work
 from hybridrl.flow.sample import SampleId, TokenSpan
 
 
 @dataclass(slots=True)
 class ModeledRow:
-    """A response: `left` tokens to decode after `prefill` or `restore` tokens."""
+    """A response: `left` tokens to decode after `prefill` or `restore` tokens.
+
+    `ahead` is what its passes have made beyond whole tokens, below 1. Of a guess that may be right
+    only the mean is known.
+    """
 
     id: SampleId
     prompt: int
@@ -23,6 +28,7 @@ class ModeledRow:
     prefill: int = 0
     restore: int = 0
     spans: list[TokenSpan] = field(default_factory=list)
+    ahead: float = 0.0
 
     @property
     def num_generated(self) -> int:
@@ -33,6 +39,17 @@ class ModeledRow:
     def tokens(self) -> int:
         """Tokens of prompt and response so far."""
         return self.prompt + self.num_generated
+
+    def passes(self, tokens: int, each: float) -> int:
+        """Passes of `each` tokens on average until so many more tokens are there."""
+        return max(1, math.ceil((tokens - self.ahead) / each - 1e-9))
+
+    def run(self, passes: int, each: float, most: int) -> int:
+        """The tokens of so many passes of `each` on average, at most `most`; not added yet."""
+        total = self.ahead + passes * each
+        tokens = min(most, int(total + 1e-9))
+        self.ahead = total - tokens if tokens < most else 0.0
+        return tokens
 
     def decode(self, steps: int, version: int) -> None:
         """Add `steps` tokens, by weights of `version`."""
@@ -47,8 +64,9 @@ class _Tally:
     """The work of one call, added up."""
 
     def __init__(self) -> None:
-        self.steps = self.rows = self.cached = self.prefill = self.admitted = 0
+        self.steps = self.prefill = self.admitted = self.accepted = 0
         self.kv = self.kv_calls = 0
+        self.rows = self.cached = self.drafted = 0.0  # means, where rows guess ahead
 
     def work(self, costs: Costs) -> Work:
         """The call's work, and its seconds; of keys and values only one end of two counts."""
@@ -59,13 +77,21 @@ class _Tally:
         return Work(
             costs.call_s + decode + cached + begun + kv,
             self.steps,
-            self.rows,
-            self.cached,
+            round(self.rows),
+            round(self.cached),
             self.prefill,
             self.kv,
             kv,
             self.admitted,
+            drafted=round(self.drafted),
+            accepted=self.accepted,
+            refused=self._refused(costs),
         )
+
+    def _refused(self, costs: Costs) -> int:
+        """Drafts with a wrong guess, so that the right ones have the share that the costs say."""
+        accept = 1.0 if costs.drafting is None else costs.drafting.accept
+        return round(self.accepted * (1 / accept - 1) if accept else self.drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +110,10 @@ class ModeledInstance:
     position. The state of `Parked` and `Resume` is a dict by id of a row, and whether its keys and
     values are with it.
 
+    Where the costs have `drafting`, a pass makes the mean number of tokens of a row. With
+    `counts_tokens` a row makes at most a call's steps of tokens, as in the engine (`Speculation`).
+    Then nothing is guessed in calls that begin with samples that wait.
+
     Invariant: a sample's response has its known length, whether it was parked or moved or not.
 
     Example: samples of 3 and 5 tokens, in calls of 4 steps. The first call finishes the first of
@@ -96,8 +126,9 @@ class ModeledInstance:
         length_of: Callable[[SampleId], int],
         prompt_tokens_of: Callable[[int], int],
         max_running: int,
+        counts_tokens: bool = False,
     ) -> None:
-        self.costs, self.max_running = costs, max_running
+        self.costs, self.max_running, self.counts_tokens = costs, max_running, counts_tokens
         self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
         self.running: dict[SampleId, ModeledRow] = {}
         self.waiting: deque[ModeledRow] = deque()
@@ -115,9 +146,23 @@ class ModeledInstance:
         tally = _Tally()
         parked = [p for c in commands if (p := self._obey(c, version, tally)) is not None]
         finished: list[ModeledRow] = []
+        drafts, ends = self.costs.drafting is not None, {}
+        if drafts and self.counts_tokens:
+            self._admit(tally)
+            drafts = not self.waiting
+            if drafts:
+                ends = {id: r.num_generated + num_decode_steps for id, r in self.running.items()}
         while tally.steps < num_decode_steps and self.unfinished:
             self._admit(tally)
-            finished += self._decode(num_decode_steps - tally.steps, version, tally)
+            rows = {
+                id: min(row.left, ends.get(id, UNLIMITED) - row.num_generated)
+                for id, row in self.running.items()
+            }
+            rows = {id: most for id, most in rows.items() if most}
+            if not rows:  # all have made the call's tokens
+                break
+            most = num_decode_steps - tally.steps
+            finished += self._decode(rows, drafts, most, version, tally)
         return Advance(tuple(finished), tuple(parked), tally.work(self.costs))
 
     def _obey(self, command: Command, version: int, tally: _Tally) -> Parked | None:
@@ -170,17 +215,30 @@ class ModeledInstance:
             self.running[row.id] = row
         tally.kv_calls += restored
 
-    def _decode(self, most: int, version: int, tally: _Tally) -> list[ModeledRow]:
-        """Decode until a row ends, at most `most` steps; returns the finished rows."""
-        rows = self.running.values()
-        steps = min(most, min(row.left for row in rows))
+    def _decode(
+        self, rooms: dict[SampleId, int], drafts: bool, most: int, version: int, tally: _Tally
+    ) -> list[ModeledRow]:
+        """Decode until a row has all of its tokens in `rooms`, at most `most` steps.
+
+        Returns the finished rows.
+        """
+        rows, num = [self.running[id] for id in rooms], len(rooms)
+        drafted, right = 0.0, 0.0
+        if drafts:
+            held = sum(row.tokens for row in rows) / num
+            drafted, right = map(float, self.costs.drafts(num, held))
+        each = 1 + right
+        steps = min(row.passes(room, each) for row, room in zip(rows, rooms.values(), strict=True))
+        steps = min(most, steps)
         tally.steps += steps
-        tally.rows += steps * len(rows)
-        tally.cached += steps * sum(row.tokens for row in rows)
-        tally.cached += len(rows) * steps * (steps - 1) // 2
-        for row in rows:
-            row.decode(steps, version)
-        ended = [row for row in rows if not row.left]
-        for row in ended:
-            del self.running[row.id]
+        tally.rows += steps * num * (1 + drafted)
+        tally.drafted += steps * num * drafted
+        ended = []
+        for row, room in zip(rows, rooms.values(), strict=True):
+            before, tokens = row.tokens, row.run(steps, each, room)
+            tally.cached += steps * before + tokens * (steps - 1) / 2
+            tally.accepted += tokens - steps
+            row.decode(tokens, version)
+            if not row.left:
+                ended.append(self.running.pop(row.id))
         return ended

@@ -3,16 +3,16 @@
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import ConfigError, ScheduleConfig
+from hybridrl.config import ConfigError, EarlyBackward, FusedScheduleConfig, ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -57,6 +57,10 @@ class Setting:
     group_size: int
     widths: tuple[int, ...] = ()
     """Numbers of instances that may decode the tail as one."""
+    draft_tokens: int | None = None
+    """Tokens that rows guess where speculation is compared; None: as many as pay."""
+    pass_tokens: int = UNLIMITED
+    """The most tokens of such a pass."""
 
     @property
     def scope_of(self) -> dict[str, Scope]:
@@ -79,6 +83,16 @@ class Setting:
         return sum(self.costs.compute(name, chunk) / chunk for name in stages)
 
     @property
+    def drafting(self) -> Drafting | None:
+        """Guessing ahead; None where it is not known how many guesses are right."""
+        accept = self.workload.accept
+        if accept is None and self.costs.drafting is not None:
+            accept = self.costs.drafting.accept
+        if accept is None:
+            return None
+        return Drafting(tokens=self.draft_tokens, accept=accept, pass_tokens=self.pass_tokens)
+
+    @property
     def num_samples(self) -> int:
         """Samples that a step trains on."""
         return self.workload.prompts_per_step * self.group_size
@@ -88,10 +102,13 @@ class Setting:
 class Outcome:
     """A schedule's mean step, in seconds, without the first step if there are more.
 
-    `front` is generation and inference: from the weights' arrival to the update.
+    `front` is generation and inference, and what is trained early: from the weights' arrival to the
+    barrier.
     """
 
     schedule: str
+    mechanisms: str
+    """What it does besides; empty for the schedule as it comes."""
     threshold: int | None
     """The migration threshold, in unfinished samples; None for schedules without one."""
     step_s: float
@@ -100,50 +117,87 @@ class Outcome:
     """Share of the instances' time before the update in which they are idle."""
     migrated: float
     """Samples that changed instance, a step."""
+    trained_early: float
+    """Samples that were trained before the barrier, a step."""
+    widened: float
+    """Samples that decoded on a wide instance, a step."""
     off_policy: float
     """Share of trained tokens that older weights generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A line of the comparison: a schedule with mechanisms, and the setting that has them."""
+
+    mechanisms: str
+    setting: Setting
+    config: ScheduleConfig
+
+
+def variants(setting: Setting) -> list[Variant]:
+    """Each schedule as it comes, then with each mechanism that it allows, and with all of them.
+
+    The baseline comes first. Early backward and a wide tail are for schedules that migrate it, the
+    latter where it is known how long its steps take (`Setting.widths`). Every schedule may guess
+    ahead, where it is known how many guesses are right.
+    """
+    plain = replace(setting, costs=replace(setting.costs, drafting=None), widths=())
+    guesses = replace(plain, costs=replace(plain.costs, drafting=setting.drafting))
+    lines: list[Variant] = []
+    for config in setting.schedules:
+        if config.entry.migrates_tail and config.fixed_threshold is None:
+            (never,) = config.at_thresholds([0])
+            lines.append(Variant("no migration", plain, never))
+        lines.append(Variant("", plain, config))
+        every, names = Variant("all", plain, config), 0
+        if isinstance(config, FusedScheduleConfig):
+            early = replace(config, early_backward=EarlyBackward.auto)
+            lines.append(Variant("early backward", plain, early))
+            every, names = replace(every, config=early), names + 1
+        if config.entry.migrates_tail and setting.widths:
+            lines.append(Variant("wide tail", replace(plain, widths=setting.widths), config))
+            every, names = replace(every, setting=lines[-1].setting), names + 1
+        if setting.drafting is not None:
+            lines.append(Variant("speculation", guesses, config))
+            costs = guesses.costs
+            every, names = replace(every, setting=replace(every.setting, costs=costs)), names + 1
+        if names > 1:
+            lines.append(every)
+    return lines
 
 
 def what_if(
     setting: Setting, on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[Outcome]:
-    """Every schedule; one that migrates the tail without, at the modeled and the best threshold.
+    """Every schedule alone and with its mechanisms; one that migrates also at the best threshold.
 
-    The best is searched among powers of two, halves between them, and the modeled threshold.
+    That is searched among powers of two, halves between them, and the modeled threshold.
     `on_progress` gets the replays done and their total.
     """
-    # as they are
-    alone = [(config, replay(setting, config)) for config in setting.schedules]
-    # at every threshold
-    searches = {
-        outcome.schedule: config.at_thresholds(
-            sorted({0, *_thresholds(setting.num_samples), outcome.threshold or 0})
-        )
-        for config, outcome in alone
-        if config.entry.migrates_tail
-    }
-    total = len(alone) + sum(map(len, searches.values()))
-    logger.debug("replaying %d thresholds of %s", total - len(alone), ", ".join(searches))
-    done, outcomes = 0, []
-    for _, outcome in alone:
-        tried = []
-        for config in searches.get(outcome.schedule, ()):
-            done += 1
-            on_progress(done, total)
-            tried.append(replay(setting, config))
-        outcomes += _summary(outcome, tried) if tried else [outcome]
+    lines = variants(setting)
+    num_searches = sum(len(_thresholds(setting.num_samples)) + 1 for v in lines if _searched(v))
+    done, total, outcomes = 0, len(lines) + num_searches, []
+    logger.debug("replaying %d thresholds", num_searches)
+    for line in lines:
+        outcome = replay(line.setting, line.config)
+        done += 1
+        on_progress(done, total)
+        outcomes.append(replace(outcome, mechanisms=line.mechanisms))
+        if _searched(line):
+            tried = []
+            thresholds = {*_thresholds(setting.num_samples), outcome.threshold or 0} - {0}
+            for config in line.config.at_thresholds(sorted(thresholds)):
+                tried.append(replay(line.setting, config))
+                done += 1
+                on_progress(min(done, total), total)
+            best = min(tried, key=lambda one: one.front_s)
+            outcomes.append(replace(best, mechanisms=f"best of {len(tried)} thresholds"))
     return outcomes
 
 
-def _summary(modeled: Outcome, tried: Sequence[Outcome]) -> list[Outcome]:
-    """Without migration (the first that was tried), at the modeled and at the best threshold."""
-    name = modeled.schedule
-    best = min(tried, key=lambda outcome: outcome.front_s)
-    return [
-        _named(tried[0], f"{name}, not gathered"),
-        _named(modeled, f"{name}, as modeled"),
-        _named(best, f"{name}, best of {len(tried)}"),
-    ]
+def _searched(line: Variant) -> bool:
+    """Whether thresholds are tried one by one."""
+    return line.config.entry.migrates_tail and not line.mechanisms
 
 
 def lower_bound(setting: Setting) -> float:
@@ -154,6 +208,9 @@ def lower_bound(setting: Setting) -> float:
     without a gap. Mean over the steps.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
+    drafting = costs.drafting
+    # tokens of a row and pass, at most
+    most = 1.0 if drafting is None else float(drafting.expected(drafting.tokens or LONGEST_DRAFT))
     bounds = []
     for step in range(work.num_steps):
         positions = range(step * work.prompts_per_step, (step + 1) * work.prompts_per_step)
@@ -167,14 +224,16 @@ def lower_bound(setting: Setting) -> float:
         inference = sum(per_token * (prompt + length) for prompt, length in samples)
         prefill = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
         rows = sum(
-            length * (costs.row_s + costs.cached_token_s * (prompt + length / 2))
+            length * (costs.row_s + costs.cached_token_s * (prompt + length / 2) / most)
             for prompt, length in samples
         )
         # Each decode step has at most `max_held` rows.
-        steps = sum(length for _, length in samples) / setting.max_held * costs.step_s
+        steps = sum(length for _, length in samples) / setting.max_held * costs.step_s / most
         spread = (inference + prefill + rows + steps) / setting.num_instances
         prompt, longest = max(samples, key=lambda sample: sample[1])
-        alone = costs.decode(1, longest, prompt + longest / 2) + per_token * (prompt + longest)
+        # A pace is concave in the tokens held: no less than the mean of its ends.
+        pace = float(costs.pace(1, prompt) + costs.pace(1, prompt + longest)) / 2
+        alone = longest * pace + per_token * (prompt + longest)
         pool = setting.pool_s_per_token * sum(prompt + length for prompt, length in samples)
         bounds.append(max(spread, alone, pool))
     return fmean(bounds)
@@ -194,6 +253,7 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
         scopes=setting.scope_of,
         verifier_s=setting.verifier_s,
         widths=setting.widths,
+        counts_tokens=config.entry.counts_tokens,
     )
     schedule = schedule_class(config).build(_parts(setting, executor), config)
     steps = []
@@ -210,7 +270,7 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
             chosen = round(fmean(step["threshold"] for step in steady))
     logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
-    return Outcome(schedule=config.kind.value, threshold=chosen, **means)
+    return Outcome(schedule=config.kind.value, mechanisms="", threshold=chosen, **means)
 
 
 def _measure(
@@ -227,13 +287,15 @@ def _measure(
         "front_s": ended - begun,
         "bubbles": 1 - busy / window if window else 0.0,
         "migrated": result.metrics.get("samples/migrated", 0.0),
+        "trained_early": result.metrics.get("samples/trained_early", 0.0),
+        "widened": result.metrics.get("samples/widened", 0.0),
         "off_policy": old / max(1, sum(s.stop - s.start for s in spans)),
         "threshold": result.metrics.get("samples/migration_threshold", 0.0),
     }
 
 
 def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
-    tokens_of = setting.workload.prompt_tokens_of
+    tokens_of, drafting = setting.workload.prompt_tokens_of, setting.costs.drafting
     return ScheduleParts(
         graph=simulated_graph(setting.costs, setting.group_size),
         executor=executor,
@@ -242,6 +304,8 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
             sampling=Sampling(max_new_tokens=_UNBOUNDED),
             decode_steps=setting.decode_steps,
             prompts_per_step=setting.workload.prompts_per_step,
+            draft_tokens=0 if drafting is None else drafting.tokens,
+            pass_tokens=UNLIMITED if drafting is None else drafting.pass_tokens,
         ),
         max_held=setting.max_held,
         chunk_tokens=setting.chunk_tokens,
@@ -314,10 +378,6 @@ def _thresholds(num_samples: int) -> list[int]:
         thresholds += [step, step * 3 // 2]
         step *= 2
     return [n for n in thresholds if n < num_samples]
-
-
-def _named(outcome: Outcome, name: str) -> Outcome:
-    return Outcome(**{**asdict(outcome), "schedule": name})
 
 
 def read_costs(path: Path) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class SimulatedExecutor:
     among the instances. One of scope POOL runs in a separate pool, also one call at a time. One of
     scope DRIVER judges any number of samples at a time, each alone, and keeps no instance busy:
     `max_in_flight` is not modeled. An instance decodes at most `max_running` samples at a time, the
-    others wait. `widths` are the numbers of instances that may become one (`layout.wide`).
+    others wait. `widths` are the numbers of instances that may become one (`layout.wide`). With
+    `counts_tokens` a call bounds tokens where rows guess ahead.
 
     Invariants: the clock never decreases; `slices` of an instance do not overlap. A sample's
     response has its known length, whether it was parked or moved or not.
@@ -70,6 +71,7 @@ class SimulatedExecutor:
         scopes: Mapping[str, Scope],
         verifier_s: float = 0.0,
         widths: Sequence[int] = (),
+        counts_tokens: bool = False,
     ) -> None:
         self._clock = VirtualClock()
         self.clock: Clock = self._clock
@@ -85,10 +87,9 @@ class SimulatedExecutor:
         self._training: set[int] = set()  # instances that have left GENERATE
         self.wide: Mapping[int, tuple[int, ...]] = wide_instances(num_instances, widths)
         ones = {number: (number,) for number in range(num_instances)}
+        instance = (self._length, prompt_tokens_of, max_running, counts_tokens)
         self._servers = {
-            number: ModeledInstance(
-                costs.at_width(len(members)), self._length, prompt_tokens_of, max_running
-            )
+            number: ModeledInstance(costs.at_width(len(members)), *instance)
             for number, members in {**ones, **self.wide}.items()
         }
         self._free_at = [0.0] * num_instances
@@ -136,15 +137,16 @@ class SimulatedExecutor:
             for row in advance.finished
         )
         event = Advanced(instance, server.unfinished, done, advance.parked, (), advance.work)
+        name = advance.work.name(wide=bool(members))
         if not members:
-            self._serve(instance, "generate", advance.work.seconds, event)
+            self._serve(instance, name, advance.work.seconds, event)
             return
         for member in members:
             self._free_at[member] = max(self._free_at[i] for i in members)
         *others, last = members
         for member in others:
-            self._serve(member, "wide decode", advance.work.seconds)
-        self._serve(last, "wide decode", advance.work.seconds, event)
+            self._serve(member, name, advance.work.seconds)
+        self._serve(last, name, advance.work.seconds, event)
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]

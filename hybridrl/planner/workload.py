@@ -13,7 +13,7 @@ from hybridrl.flow.sample import SampleId
 
 LENGTHS = (
     "a run's directory, FILE.jsonl with {lengths: [...]} a line, lmsys, or "
-    "lognormal:median=M,sigma=S[,max=N][,alike=A][,seed=K] (p99=N in place of sigma)"
+    "lognormal:median=M,sigma=S[,max=N][,alike=A][,seed=K][,accept=P] (p99=N in place of sigma)"
 )
 
 
@@ -29,12 +29,14 @@ class Group:
 class Workload:
     """Groups in the order of the prompt stream, which repeats after the last one.
 
-    `prompts_per_step` and `num_steps` are those of the recorded run.
+    `prompts_per_step` and `num_steps` are those of the recorded run. A guessed token is right with
+    probability `accept`, once those before it were; None where the lengths do not say.
     """
 
     groups: tuple[Group, ...]
     prompts_per_step: int
     num_steps: int
+    accept: float | None = None
 
     @property
     def group_size(self) -> int:
@@ -54,7 +56,7 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class LogNormal:
     """Lengths whose logarithm is normal: `sigma` is its standard deviation; p99 / p50 is
-    exp(2.33 sigma). Cut off at `max` tokens.
+    exp(2.33 sigma). Cut off at `max` tokens. `accept` is that of the `Workload`.
 
     `alike` is the share of the logarithm's variance that a prompt's samples have in common. At 0
     they are independent, at 1 they have one length.
@@ -65,6 +67,7 @@ class LogNormal:
     max: int = 2**31
     seed: int = 0
     alike: float = 0.0
+    accept: float | None = None
 
     def draw(self, num_groups: int, group_size: int, prompt_tokens: int) -> Iterator[Group]:
         """Groups of independent lengths, the same ones for the same seed."""
@@ -143,6 +146,7 @@ def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
             max=int(parameters.pop("max", 2**31)),
             seed=int(parameters.pop("seed", seed)),
             alike=float(parameters.pop("alike", 0)),
+            accept=float(parameters.pop("accept")) if "accept" in parameters else None,
         )
     except (KeyError, ValueError, ZeroDivisionError):
         raise ConfigError("--lengths", text, LENGTHS) from None
@@ -152,6 +156,8 @@ def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
         raise ConfigError("--lengths", text, "median above 0, sigma from 0 to 10, max 1 or more")
     if not 0 <= drawn.alike <= 1:
         raise ConfigError("--lengths", text, "alike from 0 to 1")
+    if drawn.accept is not None and not 0 <= drawn.accept <= 1:
+        raise ConfigError("--lengths", text, "accept between 0 and 1")
     return drawn
 
 
@@ -171,7 +177,8 @@ def _drawn(lengths: LogNormal, shape: Shape) -> Workload:
         shape.of(shape.group_size, "group"),
         shape.of(shape.prompt_tokens, "prompt_tokens"),
     )
-    return Workload(tuple(_cut(group, shape) for group in drawn), prompts, steps)
+    groups = tuple(_cut(group, shape) for group in drawn)
+    return Workload(groups, prompts, steps, lengths.accept)
 
 
 def _rows(text: str, file: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Timelines, switches, samples and events of a run as the report shows them."""
 
+import re
 import statistics
 from typing import Any
 
@@ -123,7 +124,7 @@ def _timeline(label: str, key: StepKey, spans: list[TraceSpan]) -> dict[str, Any
         "label": label,
         "step": key.step,
         "seconds": end - start,
-        "stages": list(dict.fromkeys(span.name for span in ordered)),
+        "stages": list(dict.fromkeys(_stage_of(span.name) for span in ordered)),
         "lanes": [
             {
                 "name": lane,
@@ -133,6 +134,11 @@ def _timeline(label: str, key: StepKey, spans: list[TraceSpan]) -> dict[str, Any
             for lane in lanes
         ],
     }
+
+
+def _stage_of(name: str) -> str:
+    """The name without its counts: `verify 5/8` is one of many slices that verify."""
+    return re.sub(r" \d+/\d+$", "", name)
 
 
 def _slice(span: TraceSpan, start: float) -> dict[str, Any]:

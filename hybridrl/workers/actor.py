@@ -330,6 +330,7 @@ class Actor:
             preempted=after.num_preempted - before.num_preempted,
             drafted=after.drafted_tokens - before.drafted_tokens,
             accepted=after.accepted_tokens - before.accepted_tokens,
+            refused=after.refused_drafts - before.refused_drafts,
         )
         return finished, parked, work
 

@@ -33,7 +33,7 @@ from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.actor import Actor, ParkedSample
 from hybridrl.workers.answers import EnteredPhase, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
-from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.data_plane import DataPlane, with_parked
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.digests import digests_of_samples, load_tensors, save_tensors
 from hybridrl.workers.dispatch import Dispatch, dispatch
@@ -181,6 +181,8 @@ class ActorWorker(BaseWorker):
         fetch_s = time.perf_counter() - start
         with self._span("wide decode" if is_wide else "generate"):
             finished, parked, work = self.actor.advance(commands, num_decode_steps)
+        if work.drafted:
+            self._name_last_span(work.name(is_wide))
         start = time.perf_counter()
         exported = [replace(event, state=self._export_parked(event)) for event in parked]
         put_s = time.perf_counter() - start
@@ -215,13 +217,8 @@ class ActorWorker(BaseWorker):
 
     def _import_parked(self, command: Resume) -> Resume:
         """The command with the parked samples themselves in place of their references."""
-        share = command.parked.state[self.actor.instance_rank]
-        references = [share[sample] for sample in command.ids]
-        distinct = {id(reference): reference for reference in references}
         with self._span("fetch", len(command.ids)):
-            exports = self.data_plane.get(list(distinct.values()))
-        state = {key: sample for samples in exports for key, sample in samples.items()}
-        return replace(command, parked=replace(command.parked, state=state))
+            return with_parked(command, self.actor.instance_rank, self.data_plane)
 
     def _kv_bytes(self, command: Command) -> int:
         """Bytes of keys and values that a command has brought from other ranks."""

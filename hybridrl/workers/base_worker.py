@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -344,7 +344,7 @@ class BaseWorker:
     def _span(self, name: str, num_samples: int | None = None) -> Iterator[None]:
         """Time one piece of a call and log its start; the launcher logs the call's ends.
 
-        `num_samples` is None where it is not about samples.
+        `num_samples` is None where it is not about samples. `_name_last_span` can name it anew.
         """
         logger.debug("%s%s", name, "" if num_samples is None else f", samples: {num_samples}")
         start = time.time()
@@ -352,6 +352,10 @@ class BaseWorker:
             yield
         finally:
             self._spans.append(TimeSpan(name, start, time.time()))
+
+    def _name_last_span(self, name: str) -> None:
+        """Give the span that has ended last the name that its work turned out to have."""
+        self._spans[-1] = replace(self._spans[-1], name=name)
 
     def _on_reading(self, reading: MemoryReading) -> None:
         self._memory.append(reading)

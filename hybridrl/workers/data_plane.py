@@ -1,6 +1,9 @@
 """The object store through which tensors go from rank to rank; the controller hands it in."""
 
+from dataclasses import replace
 from typing import Any, Protocol
+
+from hybridrl.flow.executor import Resume
 
 
 class DataPlane(Protocol):
@@ -25,3 +28,17 @@ class LocalDataPlane:
     def get(self, references: list[Any]) -> list[Any]:
         """The values themselves."""
         return references
+
+
+def with_parked(command: Resume, instance_rank: int, data_plane: DataPlane) -> Resume:
+    """The command with the parked samples themselves in place of their references.
+
+    They are the share of the rank that is `instance_rank` in its instance. Samples that were put
+    together are fetched once.
+    """
+    share = command.parked.state[instance_rank]
+    references = [share[sample] for sample in command.ids]
+    distinct = {id(reference): reference for reference in references}
+    exports = data_plane.get(list(distinct.values()))
+    state = {key: sample for samples in exports for key, sample in samples.items()}
+    return replace(command, parked=replace(command.parked, state=state))

@@ -49,7 +49,7 @@ from hybridrl.workers.answers import (
     RankDescription,
 )
 from hybridrl.workers.base_worker import Published
-from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.data_plane import DataPlane, with_parked
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.training import Training, UpdateShare
@@ -204,6 +204,7 @@ class EmulatedWorker:
             workload.length_of,
             workload.prompt_tokens_of,
             self.config.samples_held,
+            self.config.schedule.entry.counts_tokens,
         )
 
     @dispatch(Dispatch.SAME)
@@ -250,7 +251,8 @@ class EmulatedWorker:
 
         def run(rows: ModeledInstance) -> Advance:
             fetched = [
-                self._import_parked(place, c) if isinstance(c, Resume) else c for c in commands
+                with_parked(c, place, self.data_plane) if isinstance(c, Resume) else c
+                for c in commands
             ]
             return rows.advance(fetched, num_decode_steps, version)
 
@@ -269,7 +271,7 @@ class EmulatedWorker:
         event = Advanced(instance, shared.rows.unfinished, finished, parked, work=outcome.work)
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
-        span = "generate" if shared is self.instance else "wide decode"
+        span = outcome.work.name(wide=shared is not self.instance)
         return _taking(outcome.work.seconds, value, span)
 
     def _finished(self, row: ModeledRow) -> Finished:
@@ -289,14 +291,6 @@ class EmulatedWorker:
             references = dict.fromkeys(rows, self.data_plane.put(rows)) if rows else {}
         places = range(place * event.width, (place + 1) * event.width)
         return replace(event, state=dict.fromkeys(places, references))
-
-    def _import_parked(self, place: int, command: Resume) -> Resume:
-        """The command with the rows in place of their references."""
-        share = command.parked.state[place]
-        distinct = {id(share[sample]): share[sample] for sample in command.ids}
-        exports = self.data_plane.get(list(distinct.values()))
-        state = {key: row for rows in exports for key, row in rows.items()}
-        return replace(command, parked=replace(command.parked, state=state))
 
     # -- per-sample stages -------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from hybridrl.planner.emulation import emulated_widths
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.data_plane import DataPlane
-from hybridrl.workers.dispatch import runs_concurrently
+from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
 from hybridrl.workers.emulated import EmulatedInstance, EmulatedWorker, Task
 
 Done = Callable[[Reply[Any] | None, Exception | None], None]
@@ -27,10 +27,7 @@ Done = Callable[[Reply[Any] | None, Exception | None], None]
 _OF_INSTANCE = {"advance", "infer", "train_early"}
 _OF_POOL = {"compute", "update"}
 _CONCURRENT = {
-    name
-    for name in vars(EmulatedWorker)
-    if hasattr(getattr(EmulatedWorker, name), "hybridrl_dispatch")
-    and runs_concurrently(EmulatedWorker, name)
+    name for name in dispatched_methods(EmulatedWorker) if runs_concurrently(EmulatedWorker, name)
 }
 
 

@@ -15,7 +15,13 @@ from hybridrl.controller.checkpoints import Origin
 from hybridrl.controller.preflight import prepare
 from hybridrl.controller.run import Run
 from hybridrl.controller.train import running
-from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
+from hybridrl.flow.executor import Scope
+from hybridrl.planner.emulation import (
+    emulated_costs,
+    emulated_widths,
+    emulated_workload,
+    scaled,
+)
 from hybridrl.planner.schedule import Setting, replay
 
 QUIET = ("telemetry.progress=false", "telemetry.report=false", "telemetry.loggers=[]")
@@ -67,7 +73,7 @@ def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None
     costs = replace(costs, token_s=kept, stage_call_s=calls)
     if round_trip_s is not None:
         costs = replace(costs, round_trip_s=round_trip_s)
-    group_size = int(config.recipe["group_size"])
+    group_size = int(config.recipe.get("group_size") or config.recipe["num_samples"])
     return Setting(
         costs=costs,
         num_instances=config.cluster.ranks // config.rollout.layout.ranks,
@@ -76,6 +82,8 @@ def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
         workload=emulated_workload(config, group_size),
         group_size=group_size,
+        widths=emulated_widths(config),
+        scopes={"critic": Scope.WORLD},  # values need the critic's training shards
     )
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from emulated_steps import config_of, measure, setting_of
 from lines import show
 from tail_bounds import Machine, bounds, pass_tokens
-from tail_cases import ACCEPT, CASES, CYCLE, DRAFT, RECIPES, SIDES, WIDTH, Case
+from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import LONGEST_DRAFT, Costs
 from hybridrl.planner.accelerators import read_roofline
+from hybridrl.planner.emulation import scaled
 from hybridrl.planner.schedule import Setting, replay
 
-UNSEEN_CYCLES = 2  # that the prediction has at least
 SEEN, UNSEEN = 0, 1  # run.seed of the emulated runs, and of a prediction without their lengths
 
 
@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    by_name = {case.name: case for case in (*CASES, *MORE_CASES)}
+    parser.add_argument(
+        "--cases", default=",".join(case.name for case in CASES), help=", ".join(by_name)
+    )
     parser.add_argument("--sides", help="instead of each case's own")
     parser.add_argument("--recipes", help="instead of each case's own")
     parser.add_argument("--cycles", type=int, help=f"of {CYCLE} steps; one more warms up")
@@ -49,17 +52,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--per-process", type=int, default=0, help="ranks; 0: without Ray")
     parser.add_argument("--planned", action="store_true", help="only in virtual time")
     args = parser.parse_args(argv)
-    by_name = {case.name: case for case in CASES}
     for name in args.cases.split(","):
         case = by_name[name]
+        recipes = args.recipes.split(",") if args.recipes else [*case.sides]
+        own = tuple(args.sides.split(",")) if args.sides else None
         case = replace(
             case,
-            sides=tuple(args.sides.split(",")) if args.sides else case.sides,
-            recipes=tuple(args.recipes.split(",")) if args.recipes else case.recipes,
+            sides={recipe: own or case.sides[recipe] for recipe in recipes},
             cycles=args.cycles or case.cycles,
             wall_s=args.wall_s or case.wall_s,
         )
-        for recipe in case.recipes:
+        for recipe in recipes:
             with tempfile.TemporaryDirectory() as folder:
                 compare(case, recipe, Path(folder), args.per_process, args.planned)
 
@@ -90,15 +93,16 @@ class CaseRuns:
         return config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}{seed}")
 
     def planned(self, side: str, seed: int = SEEN, steps: int | None = None) -> Setting:
-        """The same for the planner, in device seconds."""
-        config = self.config(side, seed, steps)
-        config.cluster.time_scale = 1.0
-        return setting_of(config, self.stages)
+        """The same for the planner, in the wall time of the run.
+
+        A schedule has constants in seconds, such as the length of a call that others wait for.
+        """
+        return setting_of(self.config(side, seed, steps), self.stages)
 
     def planned_s(self, side: str, seed: int = SEEN, steps: int | None = None) -> float:
         """Device seconds of a step in virtual time."""
         schedule = self.config(side, seed).schedule
-        return replay(self.planned(side, seed, steps), schedule, CYCLE).step_s
+        return replay(self.planned(side, seed, steps), schedule, CYCLE).step_s / self.scale
 
     def emulated_s(self, side: str) -> float:
         """Device seconds of a step in wall time."""
@@ -113,11 +117,11 @@ def compare(case: Case, recipe: str, folder: Path, per_process: int, planned: bo
     """The bounds and all sides of one recipe."""
     started = time.perf_counter()
     runs = CaseRuns(case, recipe, folder, case.wall_s, per_process)
-    least = show_bounds(case, recipe, runs.planned("serial"))
+    least = show_bounds(runs)
     rows = {}
-    for side in case.sides:
+    for side in case.sides[recipe]:
         same = runs.planned_s(side)
-        other = runs.planned_s(side, UNSEEN, max(case.cycles, UNSEEN_CYCLES) * CYCLE)
+        other = runs.planned_s(side, UNSEEN, case.cycles * CYCLE)
         rows[side] = Row(same if planned else runs.emulated_s(side), same, other)
     for side in rows:
         show(line_of(runs, side, rows, least[side], planned))
@@ -135,19 +139,21 @@ def settings_of(case: Case, recipe: str) -> list[str]:
         f"rollout.max_new_tokens={case.limit}",
         f"rollout.decode_steps={case.decode_steps}",
         f"trainer.prompts_per_step={case.prompts}",
-        f"recipe.group_size={case.group}",
-        "recipe.skip_equal_groups=false",
+        f"{RECIPES[recipe].group_key}={case.group}",
     ]
 
 
 def case_costs(case: Case, stages: Sequence[str]) -> Costs:
-    """The roofline's; a critic, of which only its reward model is used, where the recipe has one.
+    """The roofline's; without a critic of its own a reward model is of the actor's size.
 
-    Its training is left out: GRPO has no critic.
+    A roofline has that with a critic alone. Then the critic's training is left out.
     """
+    if "critic=" in case.costs:
+        costs, *_ = read_roofline(case.costs, case.instance, case.ranks, case.widths)
+        return costs
     model = case.costs.removeprefix("gpu:").split(",")[0].removeprefix("model=")
     text = f"{case.costs},critic={model}" if "reward" in stages else case.costs
-    with_critic, *_ = read_roofline(text, case.instance, case.ranks)
+    with_critic, *_ = read_roofline(text, case.instance, case.ranks, case.widths)
     alone, *_ = read_roofline(case.costs, case.instance, case.ranks)
     return replace(with_critic, train_token_s=alone.train_token_s)
 
@@ -168,26 +174,27 @@ def at_shares(setting: Setting, shares: tuple[float, float, float]) -> Costs:
     )
 
 
-def show_bounds(case: Case, recipe: str, serial: Setting) -> dict[str, float]:
+def show_bounds(runs: CaseRuns) -> dict[str, float]:
     """What each side may reach at most, before anything is run."""
-    widest, *_ = read_roofline(case.costs, case.instance * WIDTH, case.ranks * WIDTH)
+    case, setting = runs.case, runs.planned("serial")
+    costs = scaled(setting.costs, 1 / runs.scale)
     machine = Machine(
-        costs=serial.costs,
+        costs=costs,
         instances=case.instances,
-        max_held=serial.max_held,
-        wide_step_s=widest.step_s,
-        pass_tokens=pass_tokens(DRAFT, ACCEPT),
+        max_held=setting.max_held,
+        wide_step_s=min([costs.step_s, *costs.wide_step_s.values()]),
+        pass_tokens=pass_tokens(LONGEST_DRAFT, ACCEPT),
     )
-    work = serial.workload
+    work = setting.workload
     first = CYCLE * work.prompts_per_step
     steps = [
         work.groups[i : i + work.prompts_per_step]
         for i in range(first, work.num_steps * work.prompts_per_step, work.prompts_per_step)
     ]
-    least = bounds(steps, machine, CYCLE, case.sides)
+    least = bounds(steps, machine, CYCLE, case.sides[runs.recipe])
     show(
         {
-            "name": f"tail_{case.name}_{recipe}_bounds",
+            "name": f"tail_{case.name}_{runs.recipe}_bounds",
             "at_least_s": {side: round(seconds, 2) for side, seconds in least.items()},
             "fused_over": {side: round(least["fused"] / s, 3) for side, s in least.items()},
         }

@@ -12,10 +12,10 @@ A step ends when its longest response has, and when all work is done. Let, for a
 | serial | max(A, W) + I + T + S |
 | fused | max(A + g's passes, W + I) + T + S |
 | early | max(A + g, W + I + T) + S |
-| wide | as early, A at the decode step of an instance as wide as is asked for |
-| speculate | as early, A over the tokens that a pass makes |
+| wide | as fused, A at the decode step of an instance as wide as is asked for |
+| speculate | as fused, A over the tokens that a pass makes |
 | packed | as serial, A that of the cycle: the prompts in the order of their longest responses |
-| ..._wide, ..._speculate | both |
+| all, or several names | each of them |
 
 Example: 42 s for the longest response alone, 3 s of other decoding, 2 s of training. Serial takes
 44 s at least, early 42 s. On instances of twice the width a decode step takes 0.77 of it: 32 s.
@@ -45,7 +45,7 @@ class Machine:
     def alone(self, group: Group, wide: bool, speculate: bool) -> float:
         """Seconds of the group's longest response, alone on an instance."""
         length, costs = max(group.lengths), self.costs
-        step_s = min(costs.step_s, self.wide_step_s) if wide else costs.step_s
+        step_s = self.wide_step_s if wide else costs.step_s
         passes = length / (self.pass_tokens if speculate else 1.0)
         row_s = costs.row_s + costs.cached_token_s * (group.prompt_tokens + length / 2)
         return passes * (step_s + row_s)
@@ -96,7 +96,7 @@ def _bound(groups: Sequence[Group], machine: Machine, names: Sequence[str]) -> f
     switch = machine.costs.switch_s + machine.costs.train_switch_s
     if names[0] in ("serial", "packed"):
         return max(alone, work) + passes + training + switch
-    if names[0] == "fused":
+    if "early" not in names and not together:
         return max(alone + machine.passes(own), work + passes) + training + switch
     last = machine.passes(own) + machine.training(own)
     return max(alone + last, work + passes + training) + switch

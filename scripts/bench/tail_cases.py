@@ -1,10 +1,11 @@
 """The settings of `make bench-tail`: devices, models, lengths and recipes; and the columns."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 CYCLE = 4  # steps of `schedule=packed`'s cycle: its default max_wait_steps, and one
-WIDTH = 2  # instances that join for the tail
-DRAFT, ACCEPT = 4, 0.6  # guessed tokens, and the chance of each to be accepted: assumed
+NODE = 8  # GPUs of a node: instances join for the tail within one
+ACCEPT = 0.6  # the share of right guesses: assumed
 
 # RollPacker (arXiv 2509.21009, figure 2 and section 2.2: 14B, at most 16k tokens, math, code and a
 # judge): 75 % of the responses have at most 755 to 1,100 tokens, the longest ones 25 to 32 times
@@ -19,7 +20,8 @@ PUBLISHED_SHARES = (0.70, 0.08, 0.22)
 
 def long_tailed(limit: int, alike: float) -> str:
     """RollPacker's lengths under another limit; `alike` as in `--lengths`."""
-    return f"lognormal:median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+    shape = f"median={limit // TAIL},sigma={SIGMA},max={limit},alike={alike}"
+    return f"lognormal:{shape},accept={ACCEPT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +30,55 @@ class RecipeCase:
 
     settings: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
+    group_key: str = "recipe.group_size"
 
 
+_MODEL = ("reward=model", "reward.model=emulated")
+_ALL = "recipe.skip_equal_groups=false"
 RECIPES = {
-    "verifier": RecipeCase(),
-    "reference": RecipeCase(("recipe.kl_coef=0.01",), ("reference",)),
+    "verifier": RecipeCase((_ALL,)),
+    "reference": RecipeCase((_ALL, "recipe.kl_coef=0.01"), ("reference",)),
     "reference_and_reward_model": RecipeCase(
-        ("recipe.kl_coef=0.01", "reward=model", "reward.model=emulated"), ("reward", "reference")
+        (_ALL, "recipe.kl_coef=0.01", *_MODEL), ("reward", "reference")
+    ),
+    "ppo": RecipeCase(
+        ("recipe=ppo", *_MODEL), ("reward", "reference", "critic"), "recipe.num_samples"
     ),
 }
 
 # A side is a column of the table: the settings of a run.
+EARLY = ("schedule.early_backward=auto", "trainer.layout.replicas={instances}")
+WIDE = (f"rollout.tail_tp={NODE}",)
+SPECULATE = ("rollout.speculate=auto",)
 SIDES: dict[str, tuple[str, ...]] = {
     "serial": ("schedule=serial",),
     "fused": ("schedule=fused",),
-    "early": (
-        "schedule=fused",
-        "schedule.early_backward=auto",
-        "trainer.layout.replicas={instances}",
-    ),
+    "early": ("schedule=fused", *EARLY),
+    "wide": ("schedule=fused", *WIDE),
+    "speculate": ("schedule=fused", *SPECULATE),
     "packed": ("schedule=packed",),
+    "early_wide": ("schedule=fused", *EARLY, *WIDE),
+    "early_speculate": ("schedule=fused", *EARLY, *SPECULATE),
+    "all": ("schedule=fused", *EARLY, *WIDE, *SPECULATE),
+    "packed_speculate": ("schedule=packed", *SPECULATE),
     "partial": ("schedule=partial",),
 }
-DEFAULT_SIDES = tuple(name for name in SIDES if name != "partial")
-FEW_SIDES = ("serial", "fused", "early")
+EACH = ("serial", "fused", "early", "wide", "speculate", "packed", "early_wide", "all")
+FEW = ("serial", "fused", "early_wide", "all")
+FEW_OF_NODES = ("serial", "fused", "early_speculate")  # an instance is a whole node: none is wider
+
+
+Sides = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A device, a model and what a step generates.
 
-    `costs` is a roofline's text. `wall_s` is what a step of `serial` shall take in wall time:
-    `cluster.time_scale` follows. `published_shares` are generation, inference and training of a
-    serial step where they are published: the costs of inference and training are scaled to them.
+    `costs` is a roofline's text, `sides` are those of each recipe. `wall_s` is what a step of
+    `serial` shall take in wall time: `cluster.time_scale` follows. `published_shares` are
+    generation, inference and training of a serial step where they are published. The costs of
+    inference and training are scaled to them.
     """
 
     name: str
@@ -72,10 +90,9 @@ class Case:
     limit: int
     lengths: str
     prompt_tokens: int = 256
-    recipes: tuple[str, ...] = ("verifier",)
-    sides: tuple[str, ...] = DEFAULT_SIDES
-    wall_s: float
-    cycles: int = 2
+    sides: Mapping[str, Sides]
+    wall_s: float = 3.0
+    cycles: int = 1
     published_shares: tuple[float, float, float] | None = None
 
     @property
@@ -84,91 +101,81 @@ class Case:
         return self.ranks // self.instance
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of instances that may join for the tail."""
+        return (NODE // self.instance,) if self.instance < NODE else ()
+
+    @property
     def decode_steps(self) -> int:
         """Of a call: at least 32 calls until the longest response has ended."""
         return max(16, self.limit // 32)
 
 
-def _rollpacker(name: str, size: str, ranks: int, tp: int, limit: int, shares: bool) -> Case:
+def _rollpacker(size: str, ranks: int, tp: int, limit: int, shares: bool) -> Case:
     """Section 6: 128 prompts x 8, a reference of the actor's size, GPUs and tp by model."""
     return Case(
-        name=name,
+        name=f"rollpacker_{size}_shares" if shares else f"rollpacker_{size}",
         costs=f"gpu:model=qwen2.5-{size},gpu=h800",
         ranks=ranks,
         instance=tp,
         prompts=128,
         limit=limit,
         lengths=long_tailed(limit, 0.5),
-        recipes=("reference",),
-        wall_s=1.5,
+        sides={"reference": FEW},
         published_shares=PUBLISHED_SHARES if shares else None,
     )
 
 
+def _long(name: str, model: str, ranks: int, instance: int, alike: float, **sides: Sides) -> Case:
+    """Eight samples a rank or more, of at most 16k tokens."""
+    return Case(
+        name=name,
+        costs=f"gpu:model={model}",
+        ranks=ranks,
+        instance=instance,
+        prompts=max(64, ranks),
+        limit=16_384,
+        lengths=long_tailed(16_384, alike),
+        sides=sides,
+    )
+
+
 CASES = (
-    Case(
-        name="7b_32",
-        costs="gpu:model=qwen2.5-7b",
-        ranks=32,
-        instance=4,
-        prompts=64,
-        limit=16_384,
-        lengths=long_tailed(16_384, 0.5),
-        recipes=("verifier", "reference_and_reward_model"),
-        wall_s=1.5,
+    _long(
+        "7b_32", "qwen2.5-7b", 32, 4, 0.5,
+        verifier=EACH, reference_and_reward_model=("serial", "fused", "early", "all"),
     ),
+    _long(
+        "32b_256", "qwen2.5-32b", 256, 8, 0.5,
+        verifier=("serial", "fused", "packed", "early_speculate"),
+        reference_and_reward_model=FEW_OF_NODES,
+    ),
+    _rollpacker("32b", 64, 2, 32_768, True),
+    # RLHFuse's setting (arXiv 2409.13221, section 7), as `hybridrl plan schedule --paper` has it.
     Case(
-        name="32b_256",
-        costs="gpu:model=qwen2.5-32b",
+        name="rlhfuse_65b_33b",
+        costs="gpu:model=65b,critic=33b,gpu=hopper-200g",
         ranks=256,
         instance=8,
-        prompts=256,
-        limit=16_384,
-        lengths=long_tailed(16_384, 0.5),
-        recipes=("verifier", "reference_and_reward_model"),
-        wall_s=3.0,
-        cycles=1,
+        prompts=512,
+        group=1,
+        limit=1_024,
+        lengths="lmsys",
+        prompt_tokens=150,
+        sides={"ppo": ("serial", "fused")},
     ),
-    Case(
-        name="32b_32",
-        costs="gpu:model=qwen2.5-32b",
-        ranks=32,
-        instance=4,
-        prompts=64,
-        limit=16_384,
-        lengths=long_tailed(16_384, 0.5),
-        sides=FEW_SIDES,
-        wall_s=1.5,
-        cycles=1,
-    ),
-    Case(
-        name="7b_256",
-        costs="gpu:model=qwen2.5-7b",
-        ranks=256,
-        instance=8,
-        prompts=256,
-        limit=16_384,
-        lengths=long_tailed(16_384, 0.5),
-        sides=FEW_SIDES,
-        wall_s=3.0,
-        cycles=1,
-    ),
+    _long("32b_32", "qwen2.5-32b", 32, 4, 0.5, verifier=("serial", "fused", "all")),
+    _long("7b_256", "qwen2.5-7b", 256, 8, 0.5, verifier=FEW_OF_NODES),
+)  # fmt: skip
+
+# By name alone: they would take the bench past 20 minutes.
+MORE_CASES = (
     # Lengths that are independent within a prompt: the hardest for `packed`.
-    Case(
-        name="7b_32_independent",
-        costs="gpu:model=qwen2.5-7b",
-        ranks=32,
-        instance=4,
-        prompts=64,
-        limit=16_384,
-        lengths=long_tailed(16_384, 0),
-        wall_s=1.5,
-    ),
-    _rollpacker("rollpacker_7b", "7b", 16, 1, 8_192, False),
-    _rollpacker("rollpacker_14b", "14b", 32, 2, 16_384, False),
-    _rollpacker("rollpacker_32b", "32b", 64, 2, 32_768, False),
-    _rollpacker("rollpacker_14b_shares", "14b", 32, 2, 16_384, True),
-    _rollpacker("rollpacker_32b_shares", "32b", 64, 2, 32_768, True),
+    _long("7b_32_independent", "qwen2.5-7b", 32, 4, 0.0, verifier=("serial", "fused", "packed")),
+    _rollpacker("32b", 64, 2, 32_768, False),
+    _rollpacker("14b", 32, 2, 16_384, True),
+    _rollpacker("14b", 32, 2, 16_384, False),
+    _rollpacker("7b", 16, 1, 8_192, False),
 )
 
 # The timeline of the README: eight instances, a training that one can see.
@@ -180,7 +187,6 @@ PICTURE = Case(
     prompts=32,
     limit=16_384,
     lengths=long_tailed(16_384, 0.5),
-    recipes=("reference",),
-    wall_s=12.0,
+    sides={"reference": ("serial", "fused", "all")},
     published_shares=PUBLISHED_SHARES,
 )

@@ -19,14 +19,19 @@ from lines import line, show
 
 HERE = Path(__file__).parent
 CYCLE = 4  # of schedule=packed: a block has whole cycles
-EARLY = ("schedule.early_backward=auto",)
+EARLY, WIDE, SPECULATE = (
+    ("schedule.early_backward=auto",),
+    ("rollout.tail_tp=2",),
+    ("rollout.speculate=auto",),
+)
 SIDES: dict[str, tuple[str, ...]] = {
     "serial": ("schedule=serial",),
     "fused": ("schedule=fused",),
     "early": ("schedule=fused", *EARLY),
-    "speculate": ("schedule=fused", "rollout.speculate=auto"),
+    "wide": ("schedule=fused", *WIDE),
+    "speculate": ("schedule=fused", *SPECULATE),
     "packed": ("schedule=packed",),
-    "all": ("schedule=fused", *EARLY, "rollout.speculate=auto"),
+    "all": ("schedule=fused", *EARLY, *WIDE, *SPECULATE),
 }
 # Every side has it, since early backward needs whole replicas.
 COMMON = ("trainer.layout.replicas=2",)

@@ -16,7 +16,6 @@ from tail_cases import CYCLE, PICTURE
 
 Slice = tuple[str, float, float]  # name, start and end in device seconds
 
-SIDES_DRAWN = ("serial", "fused", "all")
 FILE = Path(__file__).parents[2] / "docs/images/tail.json"
 _SHORT = 0.001  # of a step: what nobody would see, such as a verifier's call
 _GAP = 0.004  # of a step: calls that follow each other so closely are drawn as one slice
@@ -27,11 +26,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wall-s", type=float, default=12.0, help="wall time of a serial step")
     parser.add_argument("--step", type=int, default=CYCLE + 1)
-    parser.add_argument("--sides", default=",".join(SIDES_DRAWN))
+    (recipe, sides), *_ = PICTURE.sides.items()
+    parser.add_argument("--sides", default=",".join(sides))
     args = parser.parse_args()
     drawn: dict[str, list[list[Slice]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        runs = CaseRuns(PICTURE, PICTURE.recipes[0], Path(folder), args.wall_s)
+        runs = CaseRuns(PICTURE, recipe, Path(folder), args.wall_s)
         for side in args.sides.split(","):
             config = runs.config(side)
             config.trainer.steps = args.step
@@ -72,10 +72,11 @@ def lanes_of(run: Path, step: int, ranks: int, scale: float) -> list[list[Slice]
 
 
 def joined(slices: Sequence[tuple[int, int, str]], gap: float) -> list[tuple[int, int, str]]:
-    """Neighbors of one name in one slice: `verify 5/8` is a generation with guesses."""
+    """Neighbors of one name in one slice, whatever share of the guesses was right."""
     whole: list[tuple[int, int, str]] = []
     for begin, end, name in slices:
         name = "verify" if name.startswith("verify ") else name
+        name = "wide decode" if name.startswith("wide ") else name
         if whole and whole[-1][2] == name and begin - whole[-1][1] <= gap:
             whole[-1] = (whole[-1][0], max(end, whole[-1][1]), name)
         else:

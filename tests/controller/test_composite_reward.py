@@ -15,7 +15,7 @@ from hybridrl.telemetry.records import read_lines
 def parts(user_rewards: Path, model: str) -> list[str]:
     exact = "exact: {kind: exact, weight: 0}"
     shape = (
-        f"shape: {{kind: function, function: '{user_rewards}:troubled', timeout_s: 0.5, weight: 2}}"
+        f"shape: {{kind: function, function: '{user_rewards}:troubled', timeout_s: 1.5, weight: 2}}"
     )
     liked = f"liked: {{kind: model, model: '{model}', weight: -0.5}}"
     return ["reward=sum", f"+reward.parts={{{exact}, {shape}, {liked}}}"]

@@ -1,6 +1,8 @@
 """On real ranks: instances train on whole groups while others decode, and learn as serial does."""
 
 import functools
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
@@ -8,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,11 +18,14 @@ from safetensors.torch import load_file
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.controller.early_backward import early_settings, layout_obstacle
 from hybridrl.controller.ray_executor import RayExecutor
+from hybridrl.controller.run import Interrupted
 from hybridrl.flow.executor import Phase
 from hybridrl.flow.sample import SampleId
+from hybridrl.flow.schedules import fused
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.system import signals
 
 EARLY = ["schedule=fused", "schedule.early_backward=auto"]
 REPLICAS = ["trainer.layout.replicas=2"]
@@ -36,22 +42,30 @@ def tail(long_tail: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run_of(
-    train_here: Train, tail: list[str], user_rewards: Path, tmp_path_factory: Any
+    train_here: Train, settings_of: Callable[..., list[str]], tmp_path_factory: Any
 ) -> Callable[..., Any]:
-    """Three steps of a recipe on two ranks, serial or with early backward.
-
-    Whatever it costs: on a loaded machine the driver might find it too dear.
-    """
+    """Three steps of a recipe on two ranks, serial or with early backward."""
 
     @functools.cache
     def run(name: str, *overrides: str) -> Any:
-        reward = ["reward=function", f"reward.function={user_rewards}:score"]
-        settings = [*tail, *reward, "reward.extract=null", *overrides]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
-            return train_here(tmp_path_factory.mktemp(name), *settings)
+            whatever_it_costs(patch)
+            return train_here(tmp_path_factory.mktemp(name), *settings_of(*overrides))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def settings_of(tail: list[str], user_rewards: Path) -> Callable[..., list[str]]:
+    """The settings of a run of `tail`, with these."""
+    reward = ["reward=function", f"reward.function={user_rewards}:score", "reward.extract=null"]
+    return lambda *overrides: [*tail, *reward, *overrides]
+
+
+def whatever_it_costs(patch: pytest.MonkeyPatch) -> None:
+    """Train early wherever it is possible: on a loaded machine it might be too dear."""
+    patch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
+    patch.setattr(fused, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
 
 
 def check_same(serial: Any, early: Any) -> None:
@@ -227,3 +241,64 @@ def test_other_settings(
     config = make_config("run.dir=x", "cluster.ranks=2", override, *lora)
     make_tiny_model(tmp_path, TinyModelConfig(), seed=0)
     assert reason in (early_settings(config, [[0, 1]], str(tmp_path)).obstacle or "")
+
+
+@pytest.mark.layouts
+@pytest.mark.usefixtures("command_line_signals")
+def test_sigterm_while_an_instance_trains_early(
+    run_of: Callable[..., Any],
+    settings_of: Callable[..., list[str]],
+    train_here: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step is given up, the one before saved. The rest is as if nothing had happened."""
+    settings = ["recipe=grpo", "recipe.group_size=2", *EARLY]
+    whole = run_of("early", *settings)
+    train_early, sent = RayExecutor.train_early, []
+
+    def interrupted(self: RayExecutor, *call: Any) -> None:
+        train_early(self, *call)
+        if self.version == 1 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    monkeypatch.setattr(RayExecutor, "train_early", interrupted)
+    whatever_it_costs(monkeypatch)
+    again = [*settings_of(*settings), "trainer.resume=auto"]
+    processes = set(psutil.Process().children(recursive=True))
+    with pytest.raises(Interrupted, match="stopped after step 1;"):
+        train_here(tmp_path, *again)
+    assert sent
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000001"]
+    left = set(psutil.Process().children(recursive=True)) - processes
+    _, alive = psutil.wait_procs(left, timeout=10)
+    # A verifier of the driver's own ends with it, which is this process.
+    assert not [process.cmdline() for process in alive if process.ppid() != os.getpid()]
+    monkeypatch.setattr(signals, "_requested_at", None)
+    rest = train_here(tmp_path, *again)
+    assert len(rest.steps) == 2
+    assert sum(line["trained_early"] for line in rest.metrics) > 0
+    for name, weights in load_file(whole.dir / "final" / "model.safetensors").items():
+        other = load_file(tmp_path / "final" / "model.safetensors")[name]
+        torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (("recipe=ppo", "recipe.num_samples=2"), "update_actor shares its ranks with the update"),
+        (("recipe=dapo", "recipe.group_size=2"), "take may leave groups out"),
+    ],
+    ids=["ppo", "dapo"],
+)
+def test_what_needs_the_whole_batch_is_trained_late(
+    run_of: Callable[..., Any], recipe: tuple[str, ...], reason: str
+) -> None:
+    """A critic on the same ranks, and groups that may be left out: three steps as serial has."""
+    serial, early = run_of("serial", *recipe), run_of("early", *recipe, *EARLY)
+    check_same(serial, early)
+    assert not early_spans(early)
+    assert not any(line.get("trained_early") for line in early.metrics)
+    log = (early.dir / "logs" / "driver.log").read_text()
+    assert f"schedule.early_backward has no effect: {reason}" in log

@@ -18,6 +18,9 @@ from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
 from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.rundata import load
+from hybridrl.telemetry.tables import timelines
+from hybridrl.telemetry.trace import read_timeline
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import LocalDataPlane
@@ -88,6 +91,31 @@ def test_fused_has_the_batch_of_serial(
     assert len(rewards(serial)) == 3
 
 
+GUESSES = ("rollout.speculate=auto", 'cluster.lengths="lognormal:median=200,p99=2000,accept=0.6"')
+
+
+@pytest.mark.parametrize("schedule", ["serial", "fused", "packed"])
+def test_guesses_change_no_batch(trained: Callable[..., Path], schedule: str) -> None:
+    """Their calls are named by what they verified, and as many are right as the lengths say."""
+    without = trained(f"schedule={schedule}", *GRPO, GUESSES[1])
+    run = trained(f"schedule={schedule}", *GRPO, *GUESSES)
+    assert lengths_by_prompt(run) == lengths_by_prompt(without)
+    assert rewards(run) == rewards(without)
+    spans, _ = read_timeline(run / "trace.json")
+    names = {span.name for span in spans if span.name.startswith("verify ")}
+    assert names
+    assert not {s.name for s in read_timeline(without / "trace.json")[0]} & names
+    lines = read_lines(run / "metrics.jsonl")
+    counts = [[int(n) for n in name.removeprefix("verify ").split("/")] for name in names]
+    assert all(0 <= right <= drafted for right, drafted in counts)
+    assert sum(line["samples/accepted_tokens"] for line in lines) > 0
+    costs = json.loads((run / "costs.json").read_text())["costs"]
+    assert costs["drafting"]["accept"] == pytest.approx(0.6, rel=0.02)
+    legend = timelines(load(run))[0]["stages"]
+    assert "verify" in legend
+    assert not names & set(legend)
+
+
 def test_lengths_are_those_of_the_workload(trained: Callable[..., Path]) -> None:
     workload = emulated_workload(configured(*GRPO), 4)
     for prompt, tokens in lengths_by_prompt(trained("schedule=serial", *GRPO)).items():
@@ -152,7 +180,6 @@ def test_ranks_share_processes_of_ray(tmp_path: Path) -> None:
         ("telemetry.digests=true", "telemetry.digests=true: wanted false"),
         ("telemetry.profile.steps=[1]", "telemetry.profile.steps=[1]: wanted none"),
         ("rollout=vllm", "rollout.engine=vllm: wanted native"),
-        ("rollout.speculate=4", "rollout.speculate=4: wanted off"),
         ("telemetry.samples=all", "telemetry.samples=all: wanted first"),
         ("cluster.device=cuda", "cluster.device=cuda: wanted auto or cpu"),
         ("reward=http", "reward"),
@@ -174,6 +201,7 @@ def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
         ("cluster.lengths=nowhere", "cluster.lengths=nowhere"),
         ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
         ("recipe=ppo", "costs of stage values, or of its role critic"),
+        ("rollout.speculate=4", "wanted lengths with accept=P, for rollout.speculate=4"),
     ],
 )
 def test_costs_and_lengths_are_read_before_ranks_start(

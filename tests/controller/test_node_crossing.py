@@ -8,6 +8,7 @@ from hybridrl.config import (
     ClusterConfig,
     ClusterKind,
     Config,
+    FusedScheduleConfig,
     RolloutConfig,
     TrainerConfig,
     TrainLayoutConfig,
@@ -36,6 +37,19 @@ def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[str]) -> N
     lines = crossing_warnings(config, nodes, range(4), instances)
     assert len(lines) == len(keys)
     assert all(line.startswith(key) for line, key in zip(lines, keys, strict=True))
+
+
+def test_a_wide_tail_across_nodes() -> None:
+    """Stages of four ranks each, of which the second is on two nodes."""
+    layout = RolloutLayoutConfig(pp=2)
+    config = Config(
+        cluster=ClusterConfig(ranks=8),
+        rollout=RolloutConfig(layout=layout, tail_tp="4"),
+        schedule=FusedScheduleConfig(),
+    )
+    instances, wide = [[i, i + 1] for i in range(0, 8, 2)], [[0, 2, 4, 6, 1, 3, 5, 7]]
+    (line,) = crossing_warnings(config, "abababac", range(8), instances, wide)
+    assert line.startswith("rollout.tail_tp=4: ranks 1, 3, 5, 7 are on several nodes, as 1 of 2")
 
 
 @pytest.mark.parametrize(

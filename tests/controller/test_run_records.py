@@ -44,7 +44,7 @@ KINDS = {
 
 EMULATED = (
     "cluster=emulated cluster.ranks=4 cluster.ranks_per_process=0 cluster.time_scale=0.001"
-    " schedule=fused schedule.early_backward=auto trainer.layout.replicas=4"
+    " schedule=fused schedule.early_backward=auto trainer.layout.replicas=4 rollout.tail_tp=2"
     " trainer.steps=1 trainer.prompts_per_step=6 rollout.max_new_tokens=2000"
     " telemetry.progress=false telemetry.loggers=[] telemetry.report=false"
 )
@@ -239,7 +239,7 @@ def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -
         ("driver DEBUG", f"{room}.ray_executor: ended: stage update_actor"),
         ("driver INFO", f"{room}.run: step 2 ended after"),
         ("driver INFO", f"{room}.checkpoints: wrote {runs['fused'] / 'final'} after step 4"),
-        ("driver INFO", f"{room}.run: the run has finished"),
+        ("driver INFO", f"{room}.train: the run has finished"),
     ]:
         assert re.search(rf"^[\d-]{{10}} [\d:,]{{12}} {who} {re.escape(line)}", driver, re.M), line
     for calls in (driver.replace(" rank 0 ", " rank 1 "), rank):

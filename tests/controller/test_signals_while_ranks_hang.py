@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -38,20 +37,7 @@ class HangingLauncher:
         return []
 
 
-@pytest.fixture
-def _signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_requested_at", "_graceful", "_installed"):
-        monkeypatch.setattr(signals, name, getattr(signals, name))
-    monkeypatch.setattr(signals, "_last", {"signal": signal.SIGINT, "time": float("-inf")})
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    signals.install()
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals")
+@pytest.mark.usefixtures("command_line_signals")
 @pytest.mark.parametrize(("can_resume", "raised"), [(True, Abandoned), (False, KeyboardInterrupt)])
 def test_a_hanging_switch_is_abandoned(can_resume: bool, raised: type[BaseException]) -> None:
     config, launcher = Config(), HangingLauncher()

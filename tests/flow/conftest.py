@@ -43,8 +43,8 @@ class VirtualExecutor:
     `wait` to the instance that dies then. A sample whose reward `hangs` takes as long as all else
     together. `outputs_of` gives the fields that the engine and the roles make, by id and name, in
     place of drawn ones. `map` computes with them for real. With `cuts` a response ends at its
-    `max_new_tokens`, and `length_of` may change with `version`. `widths` are the
-    numbers of instances that may be one.
+    `max_new_tokens`, and `length_of` may change with `version`. `widths` are the numbers of
+    instances that may be one.
     """
 
     def __init__(
@@ -341,9 +341,12 @@ class VirtualExecutor:
             match event:
                 case Advanced(instance=who):
                     gone = who in gone_with_it
-                    if gone:  # what it parked in that call has reached nobody
+                    if gone:  # what it parked and finished in that call has reached nobody
                         for parked in event.parked:
                             self.parked -= set(parked.ids)
+                        for finished in event.finished:
+                            self._where.pop(finished.id, None)
+                            self.tensors.pop(finished.id, None)
                 case EarlyTrained():
                     gone = event.instance == instance
                 case Computed(ids=ids) if event.instance is None:

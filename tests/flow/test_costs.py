@@ -2,13 +2,14 @@
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.flow.costs import UNLIMITED, CostMeter, Costs
+from hybridrl.flow.costs import LONGEST_DRAFT, UNLIMITED, CostMeter, Costs, Drafting
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn
@@ -40,10 +41,12 @@ def calls(
     return steps, rows, draw.integers(0, 2, num) * draw.integers(0, 400, num), rows * 60
 
 
-def watched(noise: float = 0.03, outliers: float = 0.0, num: int = 300) -> CostMeter:
+def watched(
+    noise: float = 0.03, outliers: float = 0.0, num: int = 300, meter: CostMeter | None = None
+) -> CostMeter:
     """A meter that has seen calls which cost `TRUE`, more or less."""
     draw = np.random.default_rng(0)
-    meter = CostMeter()
+    meter = meter or CostMeter()
 
     def seen(seconds: float) -> float:
         slow = draw.uniform(3, 20) if draw.random() < outliers else 1.0
@@ -86,10 +89,56 @@ def test_known_costs_are_found_again(outliers: float) -> None:
     assert learned.stage_call_s["reward"] < 5e-4
 
 
+@given(
+    accept=st.floats(0, 1),
+    share=st.floats(0, 10),
+    pass_tokens=st.sampled_from([1, 64, 10**6]),
+    rows=st.integers(1, 100),
+)
+def test_a_draft_is_as_long_as_pays(
+    accept: float, share: float, pass_tokens: int, rows: int
+) -> None:
+    """Of all lengths it gives the most tokens a second; a pass has no more than its bound."""
+    drafting = Drafting(tokens=None, accept=accept, pass_tokens=pass_tokens)
+    rates = [
+        sum(accept**i for i in range(length + 1)) / (1 + share * (1 + length))
+        for length in range(LONGEST_DRAFT + 1)
+    ]
+    length = int(drafting.best_length(share))
+    assert rates[length] == pytest.approx(max(rates), rel=1e-9)
+    drafted, right = drafting.of_row(rows, share)
+    assert rows * (1 + drafted) <= max(rows, pass_tokens) * (1 + 1e-9)
+    assert 0 <= right <= drafted
+
+
+def test_how_many_guesses_are_right_is_learned() -> None:
+    """Three drafts of 4: all right, 2 right, none. Six were right, and two drafts had one wrong."""
+    meter = watched(noise=0.0, meter=CostMeter(draft_tokens=4, pass_tokens=64))
+    assert (costs := meter.costs()) is not None
+    assert costs.drafting is None
+    meter.saw_drafts(6, 2)
+    again = CostMeter(draft_tokens=4, pass_tokens=64)
+    again.load_state_dict(meter.state_dict())
+    assert (costs := again.costs()) is not None
+    assert costs.drafting == Drafting(tokens=4, accept=0.75, pass_tokens=64)
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, {"tokens": -1, "accept": 0.5}, {"tokens": 2, "accept": 2}, {}]
+)
+def test_wrong_drafting_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"costs\.drafting: got"):
+        Costs.from_json({"step_s": 1.0, "drafting": wrong})
+
+
 def test_exact_calls_give_exact_costs() -> None:
     learned = watched(noise=0.0).costs()
     assert learned is not None
+    assert learned.drafting is TRUE.drafting is None
     for name, wanted in TRUE.to_json().items():
+        if name == "drafting":
+            continue
         # A cost per call is held to be the work's, as far as the calls are alike.
         rel = 0.1 if "call_s" in name else 5e-3
         assert getattr(learned, name) == pytest.approx(wanted, rel=rel, abs=1e-5), name

@@ -2,19 +2,50 @@
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.migration import (
     MigrationPlan,
-    best_migration_plan,
-    expected_seconds,
-    serial_seconds,
+    StepModel,
+    TailPlan,
+    best_plan,
+    best_threshold,
+    tail_plans,
     training_arrivals,
 )
+
+
+def model_of(
+    lengths: list[int],
+    num_instances: int,
+    costs: Costs,
+    per_token: float,
+    prompt: float = 0.0,
+    **more: Any,
+) -> StepModel:
+    return StepModel(
+        lengths=lengths,
+        num_instances=num_instances,
+        costs=costs,
+        inference_s_per_token=per_token,
+        prompt_tokens=prompt,
+        **more,
+    )
+
+
+def plans_of(model: StepModel, max_held: int, **more: Any) -> dict[str, TailPlan]:
+    plans = tail_plans([model], max_held, stay_call_steps=0, **more)
+    return {plan.name: plan for plan in plans}
+
+
+def chosen(model: StepModel, max_held: int, **more: Any) -> TailPlan:
+    return best_plan([*plans_of(model, max_held, **more).values()])
 
 
 def simulate(
@@ -89,29 +120,29 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     max_held: int,
     prompt: int,
 ) -> None:
-    model = (num_instances, costs, per_token)
+    args = (lengths, num_instances, costs, per_token)
     caps = [min(max_held, costs.flat_rows(cached_per_row=prompt + max(lengths)))]
     while caps[-1] < max_held:
         caps.append(min(max_held, 2 * caps[-1]))
     thresholds = range(1, len(lengths))
-    simulated = {
-        (n, cap): simulate(lengths, *model, n, cap, prompt) for n in thresholds for cap in caps
-    }
-    expected = expected_seconds(lengths, *model, *zip(*simulated, strict=True), prompt)
+    simulated = {(n, cap): simulate(*args, n, cap, prompt) for n in thresholds for cap in caps}
+    model = model_of(*args, prompt)
+    expected = model.expected_seconds(*zip(*simulated, strict=True))
     assert expected.tolist() == pytest.approx([*simulated.values()], rel=1e-6)
-    best = best_migration_plan(lengths, *model, max_held, prompt)
-    serial = serial_seconds(lengths, *model, prompt)
-    least = min(simulated.values())
-    if best.threshold:
-        assert simulated[best[:2]] <= least * (1 + 1e-6)
-        assert least < serial
-    else:
-        assert best == NEVER
-        assert least >= serial * (1 - 1e-6)
+    seconds, best = best_threshold([model], max_held)
+    assert seconds == pytest.approx(min(simulated.values()), rel=1e-6)
+    assert simulated[best[:2]] == pytest.approx(seconds, rel=1e-6)
     for n in thresholds:
-        fixed = best_migration_plan(lengths, *model, max_held, prompt, threshold=n)
+        _, fixed = best_threshold([model], max_held, n)
         assert fixed.threshold == n
         assert simulated[fixed[:2]] <= min(simulated[n, cap] for cap in caps) * (1 + 1e-6)
+    plans = plans_of(model, max_held)
+    if per_token:
+        assert plans["stay"].seconds == pytest.approx(min(simulated[1, cap] for cap in caps))
+        assert plans["migrate"] == TailPlan("migrate", seconds, best)
+    else:
+        assert [*plans] == ["stay"]
+        assert plans["stay"].seconds == model.serial_seconds()
 
 
 @settings(max_examples=80)
@@ -121,46 +152,42 @@ def test_a_width_is_chosen_by_the_simulation(
     per_token: float, max_held: int, prompt: int,
 ) -> None:  # fmt: skip
     """As narrow instances, or as wide ones; else the tail stays where it is."""
-    model = (num_instances, costs, per_token)
-    simulated: dict[MigrationPlan, float] = {}
+    args = (lengths, num_instances, costs, per_token)
+    least: dict[int, float] = {}
     for tried in (1, width) if width <= num_instances else (1,):
         tail = costs.at_width(tried)
         caps = [min(max_held, tail.flat_rows(cached_per_row=prompt + max(lengths)))]
         while caps[-1] < max_held:
             caps.append(min(max_held, 2 * caps[-1]))
         plans = [(n, cap) for n in range(1, len(lengths)) for cap in caps]
-        took = [simulate(lengths, *model, *plan, prompt, tried) for plan in plans]
-        thresholds, most = zip(*plans, strict=True)
-        expected = expected_seconds(lengths, *model, thresholds, most, prompt, width=tried)
+        took = [simulate(*args, *plan, prompt, tried) for plan in plans]
+        expected = model_of(*args, prompt, width=tried).expected_seconds(*zip(*plans, strict=True))
         assert expected.tolist() == pytest.approx(took, rel=1e-6)
-        simulated |= {MigrationPlan(*p, tried): s for p, s in zip(plans, took, strict=True)}
-    widths = (width,) if must_move else (1, width)
-    plan = best_migration_plan(
-        lengths, *model, max_held, prompt, widths=widths, must_move=must_move
+        least[tried] = min(took)
+    candidates = plans_of(
+        model_of(*args, prompt), max_held, widths=(width,) * must_move or (1, width)
     )
-    allowed = {p: s for p, s in simulated.items() if p.width in widths}
-    serial = serial_seconds(lengths, *model, prompt)
-    if plan.threshold:
-        assert plan.width in widths
-        assert simulated[plan] <= min(allowed.values()) * (1 + 1e-6)
-        assert must_move or simulated[plan] < serial
+    wide = candidates.get(f"widen to {width}")
+    if least.get(width, math.inf) == math.inf:  # too few instances, or no room
+        assert wide is None
     else:
-        assert plan == NEVER
-        least = min(allowed.values(), default=math.inf)
-        assert least == math.inf if must_move else least >= serial * (1 - 1e-6)
+        assert wide is not None
+        assert wide.seconds == pytest.approx(least[width], rel=1e-6)
+        assert wide.migration.width == width
+        assert ("stay" in candidates) == (not must_move)
 
 
 def test_fewer_weights_a_rank_end_the_tail_sooner() -> None:
     """Also without inference. Rows are free here, but a step is not."""
     costs = Costs(step_s=0.01, wide_step_s={2: 0.006})
     lengths = [100] * 6 + [1000, 2000]
-    plan = best_migration_plan(lengths, 2, costs, 0.0, 16, widths=(1, 2))
+    plan = chosen(model_of(lengths, 2, costs, 0.0), 16, widths=(1, 2)).migration
     assert plan.width == 2
     # The six end together, so a larger threshold would be no sooner.
     assert plan.threshold == 2
-    slow = Costs(step_s=0.01, wide_step_s={2: 0.01})
-    assert best_migration_plan(lengths, 2, slow, 0.0, 16, widths=(1, 2)) == NEVER
-    forced = best_migration_plan(lengths, 2, slow, 0.0, 16, widths=(2,), must_move=True)
+    slow = model_of(lengths, 2, Costs(step_s=0.01, wide_step_s={2: 0.01}), 0.0)
+    assert chosen(slow, 16, widths=(1, 2)).migration == NEVER
+    forced = chosen(slow, 16, widths=(2,)).migration
     assert forced.width == 2
     assert forced.moves
 
@@ -171,82 +198,153 @@ NEVER = MigrationPlan(0, 0)
 
 @given(num=st.integers(0, 40), length=st.integers(0, 50), num_instances=st.integers(1, 8))
 def test_equal_lengths_leave_nothing_to_gather(num: int, length: int, num_instances: int) -> None:
-    assert best_migration_plan([length] * num, num_instances, COSTS, 1e-3, 8, 10) == NEVER
+    model = model_of([length] * num, num_instances, COSTS, 1e-3, 10)
+    assert chosen(model, 8).migration == NEVER
 
 
 @given(lengths=st.lists(st.integers(0, 500), max_size=40))
 def test_one_instance_gathers_nothing(lengths: list[int]) -> None:
-    assert best_migration_plan(lengths, 1, COSTS, 1e-3, 64, 10) == NEVER
-
-
-@given(num=st.integers(2, 100), num_instances=st.integers(2, 8), times=st.integers(2, 100))
-def test_one_long_response_is_gathered(num: int, num_instances: int, times: int) -> None:
-    lengths = [20] * (num - 1) + [20 * times]
-    assert best_migration_plan(lengths, num_instances, COSTS, 1e-4, 64, 10).threshold >= 1
+    assert chosen(model_of(lengths, 1, COSTS, 1e-3, 10), 64).name == "stay"
 
 
 def test_without_inference_there_is_nothing_to_gain() -> None:
-    assert best_migration_plan([1, 2, 3, 400], 4, COSTS, 0.0, 64, 10) == NEVER
+    assert chosen(model_of([1, 2, 3, 400], 4, COSTS, 0.0, 10), 64).migration == NEVER
 
 
 def test_a_batch_is_as_dense_as_it_pays() -> None:
     """Sixteen long ones on four instances: flat rows first, denser where inference is worth it."""
     lengths = [5] * 200 + [100] * 16
-    cheap = Costs(step_s=0.01, row_s=1e-5)
-    assert best_migration_plan(lengths, 4, cheap, 2e-3, 64) == MigrationPlan(16, 64), (
-        "as many as ride along for free"
-    )
-    dear = Costs(step_s=0.01, row_s=3e-3)
-    assert dear.flat_rows() == 2
-    assert best_migration_plan(lengths, 4, dear, 1e-6, 64) == NEVER, "spread they are soonest done"
-    gathered = best_migration_plan(lengths, 4, dear, 1e-2, 64)
-    assert (gathered.threshold, gathered.cap) == (16, 8), "slower steps, but two instances freed"
+    cheap = model_of(lengths, 4, Costs(step_s=0.01, row_s=1e-5), 2e-3)
+    assert chosen(cheap, 64).migration == (16, 64, 1), "as many as ride along for free"
+    costs = Costs(step_s=0.01, row_s=3e-3)
+    assert costs.flat_rows() == 2
+    spread = chosen(model_of(lengths, 4, costs, 1e-6), 64)
+    assert spread.migration == NEVER, "spread they are soonest done"
+    gathered = chosen(model_of(lengths, 4, costs, 1e-2), 64).migration
+    assert gathered.threshold >= 16
+    assert gathered.cap > 2
 
 
 def test_two_instances_with_dear_rows_still_free_one() -> None:
     """On a CPU a decode step of four rows costs twice one row's, and still an instance is freed."""
     costs = Costs(step_s=2e-3, row_s=6e-4, prefill_token_s=1e-4, call_s=3e-3)
     assert costs.flat_rows() < 4
-    lengths = [20] * 56 + [300] * 8
-    best = best_migration_plan(lengths, 2, costs, 1e-3, 256, 10)
+    best = chosen(model_of([20] * 56 + [300] * 8, 2, costs, 1e-3, 10), 256).migration
     assert best.threshold == 8
     assert best.cap >= 8
 
 
 def test_memory_bounds_what_an_instance_keeps() -> None:
-    lengths = [5] * 200 + [100] * 16
-    assert best_migration_plan(lengths, 4, Costs(step_s=0.01), 2e-3, 16) == MigrationPlan(16, 16)
-    assert best_migration_plan(lengths, 4, Costs(step_s=0.01), 2e-3, 4).cap <= 4
+    model = model_of([5] * 200 + [100] * 16, 4, Costs(step_s=0.01), 2e-3)
+    assert chosen(model, 16).migration == (16, 16, 1)
+    assert chosen(model, 4).migration.cap <= 4
 
 
 def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
     draw = random.Random(0)
     lengths = [round(draw.lognormvariate(5, 1)) + 1 for _ in range(1024)]
-    best = best_migration_plan(lengths, 64, COSTS, 1e-3, 256, 100)
+    model = model_of(lengths, 64, COSTS, 1e-3, 100)
+    seconds, best = best_threshold([model], 256)
     assert 0 < best.threshold < 1024
-    model = (64, COSTS, 1e-3)
     every = [
-        expected_seconds(lengths, *model, range(1, 1024), [cap] * 1023, 100).min()
-        for cap in range(16, 257, 16)
+        model.expected_seconds(range(1, 1024), [cap] * 1023).min() for cap in range(16, 257, 16)
     ]
-    chosen = expected_seconds(lengths, *model, [best.threshold], [best.cap], 100)
-    assert chosen <= min(every) * 1.01
+    assert seconds <= min(every) * 1.01
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def two_groups() -> StepModel:
+    """Two groups of two on two instances; a decode step takes 1 s, training 10 s in all."""
+    lengths = [2, 2, 4, 40]
+    training = training_arrivals(lengths, [2, 40], 10 / 48, 0.0)
+    assert training.tolist() == [5.0, 0.0, 0.0, 5.0]
+    return model_of(lengths, 2, Costs(step_s=1.0), 0.0, training=training)
 
 
 def test_training_of_whole_groups_is_something_to_do() -> None:
-    """Two groups of two on two instances; a decode step takes 1 s, training 10 s in all."""
-    lengths, costs = [2, 2, 4, 40], Costs(step_s=1.0)
-    training = training_arrivals(lengths, [2, 40], 10 / 48, 0.0)
-    assert training.tolist() == [5.0, 0.0, 0.0, 5.0]
-    assert serial_seconds(lengths, 2, costs, 0.0, training=training) == 40 + 5
+    model = two_groups()
+    assert model.serial_seconds() == 40 + 5
     # From 2 to 40 one instance is free: the first group's 5 s are gone by then.
-    seconds = expected_seconds(lengths, 2, costs, 0.0, [2], [2], training=training)
-    assert seconds.tolist() == [40 + 2.5]
-    assert best_migration_plan(lengths, 2, costs, 0.0, 8) == NEVER
-    plan = best_migration_plan(lengths, 2, costs, 0.0, 8, training=training)
-    assert plan.threshold > 0
+    assert model.expected_seconds([2], [2]).tolist() == [40 + 2.5]
+    plans = plans_of(model, 8)
+    assert [*plans] == ["stay", "train early", "migrate", "migrate, train early"]
+    assert plans["stay"].seconds == 40 + 5
+    assert plans["train early"].seconds == 40 + 2.5
+    assert chosen(model, 8).trains_early
+
+
+@pytest.mark.parametrize(("switch_s", "left_s"), [(10.0, 0.0), (34.0, 3.0), (50.0, 5.0)])
+def test_a_freed_instance_s_way_to_training_takes_its_time(switch_s: float, left_s: float) -> None:
+    """It is free from 4 to 40, without a migration: its training begins `switch_s` later."""
+    model = replace(two_groups(), switch_s=switch_s)
+    assert best_threshold([model], 8, 1)[0] == 40 + (left_s + 5) / 2
+    assert chosen(model, 8).trains_early == (switch_s < 40)
 
 
 def test_training_waits_for_the_longest_of_its_group() -> None:
     assert training_arrivals([1, 2, 3], [3, 9], 1.0, 1.0).tolist() == [0.0, 0.0, 9.0]
     assert training_arrivals([1, 2, 3], [], 1.0, 1.0).tolist() == [0.0, 0.0, 0.0]
+
+
+# -- the choice ----------------------------------------------------------------------------------
+
+
+def test_one_extraordinary_step_does_not_decide_for_all() -> None:
+    """Moving takes 4 s. In three steps of four it saves 1 s, in the other one 14 s."""
+    costs = Costs(step_s=1.0, wide_step_s={2: 0.5}, kv_call_s=4.0, prefill_token_s=1.0)
+    usual, other = model_of([10, 20], 2, costs, 0.0), model_of([10, 46], 2, costs, 0.0)
+    names = {}
+    for models in ([usual] * 3 + [other], [usual], [other]):
+        plans = tail_plans(models, 8, stay_call_steps=0, widths=(1, 2))
+        names[len(models), models[0] is usual] = {plan.name: plan.seconds for plan in plans}
+    assert names[1, True] == {"stay": 20.0, "widen to 2": 10 + 4 + 5.0}
+    assert names[1, False] == {"stay": 46.0, "widen to 2": 10 + 4 + 18.0}
+    assert names[4, True] == {"stay": 26.5, "widen to 2": (3 * 19 + 32) / 4}
+
+
+def test_a_plan_has_to_save_a_hundredth() -> None:
+    stay, other = TailPlan("stay", 10.0), TailPlan("train early", 9.95, NEVER, True)
+    assert best_plan([stay, other]) is stay
+    assert best_plan([stay, other._replace(seconds=9.8)]).name == "train early"
+
+
+def test_calls_that_end_sooner_cost_something() -> None:
+    """Waiting for ends costs calls: 2.2 s of them, more than the 2.1 s that can be trained."""
+    costs = Costs(step_s=1.0, call_s=0.3, round_trip_s=0.2)
+    training = training_arrivals([2, 2, 4, 40], [2, 40], 4.2 / 48, 0.0)
+    model = model_of([2, 2, 4, 40], 2, costs, 0.0, training=training, call_steps=8)
+    plans = {p.name: p for p in tail_plans([model], 8, stay_call_steps=64)}
+    assert plans["stay"].seconds == pytest.approx(40 + 40 * 0.5 / 64 + 2.1)
+    assert plans["train early"].seconds == pytest.approx(40 + 40 * 0.5 / 8 + 1.05)
+    assert not best_plan([*plans.values()]).trains_early
+
+
+def test_a_wide_instance_has_room_for_all_that_may_be_left() -> None:
+    """A call may end when only two of six are left, or all six: one wide instance has to do."""
+    costs = Costs(step_s=1.0, row_s=1.0, wide_step_s={2: 0.5})
+    model = model_of([1] * 4 + [10, 11, 12, 13, 20, 21], 2, costs, 0.0, call_steps=60, call_s=60.0)
+    plans = {
+        p.name: p for p in tail_plans([model], 8, stay_call_steps=60, threshold=6, widths=(2,))
+    }
+    assert plans["widen to 2"].migration.threshold == 6
+    assert plans["widen to 2"].migration.cap >= 6
+
+
+def test_guesses_make_the_tail_shorter() -> None:
+    """Drafts of two, each right half of the time: 1.75 tokens a step, of which each costs a row."""
+    drafting = Drafting(tokens=2, accept=0.5)
+    costs = Costs(step_s=1.0, row_s=0.1, drafting=drafting)
+    model = model_of([7, 7], 2, costs, 0.0)
+    assert model.serial_seconds() == pytest.approx(7 * (1 + 3 * 0.1) / 1.75)
+
+
+def test_a_threshold_of_the_user_is_kept() -> None:
+    model = two_groups()
+    assert [*plans_of(model, 8, threshold=0)] == ["stay", "train early"]
+    plans = plans_of(model, 8, threshold=3)
+    assert [*plans] == ["migrate", "migrate, train early"]
+    assert {plan.migration.threshold for plan in plans.values()} == {3}
+    assert [*plans_of(model, 8, widths=(2,))] == ["widen to 2", "widen to 2, train early"]
+    assert [*plans_of(model, 8, widths=(4,))] == ["stay", "train early"]

@@ -22,7 +22,7 @@ from hybridrl.config import (
     ScheduleConfig,
     SerialScheduleConfig,
 )
-from hybridrl.flow.costs import Costs
+from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
@@ -39,6 +39,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.schedules.fused import FusedSchedule
+from hybridrl.flow.schedules.packed import PackedSchedule
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
 from hybridrl.planner.command import read_setting, run
@@ -48,6 +49,7 @@ from hybridrl.planner.schedule import (
     read_costs,
     replay,
     simulated_graph,
+    variants,
     what_if,
 )
 from hybridrl.planner.simulate import SimulatedExecutor
@@ -113,6 +115,39 @@ def test_a_call_takes_what_its_work_costs() -> None:
     event = advanced(simulated)
     assert event.work.decode_steps == 1
     assert event.finished[0].spans == (TokenSpan(0, 5, 0),)
+
+
+def test_a_pass_verifies_guesses_at_the_cost_of_rows() -> None:
+    """Drafts of two, half of them right: 1 + 1/2 + 1/4 tokens of a row and pass, on average."""
+    drafting = Drafting(tokens=2, accept=0.5)
+    costs = Costs(step_s=1.0, row_s=0.1, cached_token_s=1e-3, drafting=drafting)
+    simulated = executor(costs)
+    simulated.length_of = lambda id: 7
+    simulated.advance(0, [submit(A)], 100)
+    event = advanced(simulated)
+    # 1.75, 3.5, 5.25, 7: four passes of three tokens each
+    work = event.work
+    assert (work.decode_steps, work.rows, work.drafted, work.accepted) == (4, 12, 8, 3)
+    assert work.accepted / (work.accepted + work.refused) == drafting.accept
+    # Each pass reads what is cached once: 10 tokens, and 1.75 more each time.
+    cached = 10 * 4 + 7 * 3 / 2
+    assert work.seconds == pytest.approx(4 * (1 + 0.3) + 1e-3 * cached)
+    assert work.name() == simulated.slices[-1].name == "verify 3/8"
+    assert event.finished[0].response_tokens == 7
+
+
+def test_a_call_may_bound_tokens_in_place_of_passes() -> None:
+    """Then nothing is guessed while samples wait for room."""
+    costs = Costs(step_s=1.0, drafting=Drafting(tokens=3, accept=1.0))
+    simulated = executor(costs, counts_tokens=True, max_running=2)
+    simulated.length_of = {A: 8, B: 20, C: 20}.__getitem__
+    simulated.advance(0, [submit(A), submit(B)], 8)
+    event = advanced(simulated)
+    assert ([f.id for f in event.finished], event.work.decode_steps) == ([A], 2)
+    simulated.advance(0, [submit(C)], 8)
+    assert advanced(simulated).work.decode_steps == 2
+    simulated.advance(0, [submit(A)], 3)  # waits
+    assert advanced(simulated).work.drafted == 0
 
 
 def test_those_that_find_no_place_wait() -> None:
@@ -272,6 +307,19 @@ def setting(
     return Setting(costs=costs, workload=workload, **values)
 
 
+def executor_of(case: Setting, counts_tokens: bool = False) -> SimulatedExecutor:
+    """Of its two instances."""
+    return SimulatedExecutor(
+        case.costs,
+        2,
+        case.workload.length_of,
+        case.workload.prompt_tokens_of,
+        max_running=256,
+        scopes=case.scope_of,
+        counts_tokens=counts_tokens,
+    )
+
+
 def test_serial_takes_the_sum_of_its_parts() -> None:
     """All of one length, no overhead: prefill, decoding, two passes, the update."""
     costs = Costs(
@@ -380,6 +428,30 @@ def test_early_backward_shortens_a_step_with_a_tail() -> None:
     assert early.off_policy == 0
 
 
+def test_guesses_shorten_a_tail_whose_rows_are_nearly_free() -> None:
+    """A pass of one row takes 1 s, and 0.01 s for each guess; packed counts tokens."""
+    costs = Costs(step_s=1.0, row_s=0.01)
+    case = setting(LogNormal(40, 0.9, 600), costs, steps=4)
+    guessing = replace(case, costs=replace(costs, drafting=Drafting(tokens=None, accept=0.6)))
+    for config in (SerialScheduleConfig(), FusedScheduleConfig(), PackedScheduleConfig()):
+        off, on = replay(case, config), replay(guessing, config)
+        assert 1.5 < off.front_s / on.front_s < 1 / (1 - 0.6)
+
+
+def test_guesses_change_no_batch_of_a_schedule_that_counts_tokens() -> None:
+    from hybridrl.planner.schedule import _parts
+
+    def prompts_of(drafting: Drafting | None) -> list[list[int]]:
+        case = setting(LogNormal(40, 0.9, 600), replace(COSTS, drafting=drafting), steps=6)
+        simulated = executor_of(case, counts_tokens=True)
+        schedule = PackedSchedule.build(_parts(case, simulated), PackedScheduleConfig())
+        return [[s.id.prompt for s in schedule.run_step(step).samples] for step in range(6)]
+
+    batches = prompts_of(None)
+    assert batches == prompts_of(Drafting(tokens=3, accept=0.6))
+    assert batches != sorted(batches)
+
+
 def test_packed_steps_are_shorter_and_on_policy() -> None:
     """Where a decode step costs as much for few samples as for many, and prompts differ."""
     drawn = LogNormal(40, 1.2, 2000, alike=0.5).draw(48 * 14, 4, 8)
@@ -392,19 +464,13 @@ def test_packed_steps_are_shorter_and_on_policy() -> None:
     assert packed.off_policy == 0
 
 
-def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
+@pytest.mark.parametrize("drafting", [None, Drafting(tokens=None, accept=0.6)], ids=["", "guess"])
+def test_a_simulated_run_teaches_the_costs_that_it_has(drafting: Drafting | None) -> None:
     """So simulating with measured costs is simulating with those that were there."""
     from hybridrl.planner.schedule import _parts
 
-    case = setting(steps=4)
-    simulated = SimulatedExecutor(
-        COSTS,
-        2,
-        case.workload.length_of,
-        case.workload.prompt_tokens_of,
-        max_running=256,
-        scopes=case.scope_of,
-    )
+    case = setting(costs=replace(COSTS, drafting=drafting), steps=4)
+    simulated = executor_of(case)
     config = FusedScheduleConfig(migration_threshold=16)
     schedule = FusedSchedule.build(_parts(case, simulated), config)
     for step in range(4):
@@ -418,22 +484,64 @@ def test_a_simulated_run_teaches_the_costs_that_it_has() -> None:
     for name in ("row_s", "train_token_s", "switch_s"):
         assert getattr(learned, name) == pytest.approx(getattr(COSTS, name), rel=0.02), name
     assert learned.token_s == pytest.approx(dict(COSTS.token_s), rel=0.02)
+    assert (learned.drafting is None) == (drafting is None)
+    if learned.drafting is not None and drafting is not None:
+        assert learned.drafting.accept == pytest.approx(drafting.accept, rel=0.02)
 
 
 def test_what_if_tries_every_schedule(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "hybridrl.planner")
     progress: list[tuple[int, int]] = []
     outcomes = what_if(setting(), lambda done, of: progress.append((done, of)))
-    assert [outcome.schedule.split(",")[0] for outcome in outcomes] == ["serial"] + [
-        "fused"
-    ] * 3 + ["partial", "packed"]
-    never, chosen, best = outcomes[1:4]
+    assert [(outcome.schedule, outcome.mechanisms) for outcome in outcomes] == [
+        ("serial", ""),
+        ("fused", "no migration"),
+        ("fused", ""),
+        ("fused", "best of 11 thresholds"),
+        ("fused", "early backward"),
+        ("partial", ""),
+        ("packed", ""),
+    ]
+    never, chosen, best, early = outcomes[1:5]
     assert best.front_s <= min(never.front_s, outcomes[0].front_s) + 1e-9
     assert never.threshold == 0
     assert chosen.threshold is not None
+    assert early.step_s <= 1.01 * chosen.step_s
     assert progress[0][0] == 1
-    assert progress[-1][0] < progress[-1][1]
-    assert f"replaying {progress[-1][0]} thresholds of fused" in caplog.messages
+    assert progress[-1][0] <= progress[-1][1]
+    assert "replaying 12 thresholds" in caplog.messages
+
+
+def test_each_mechanism_alone_and_together_where_the_schedule_allows_it() -> None:
+    case = setting(
+        schedules=(SerialScheduleConfig(), FusedScheduleConfig(), PackedScheduleConfig())
+    )
+    case = replace(case, widths=(2,), workload=replace(case.workload, accept=0.5))
+    lines = {(v.config.kind.value, v.mechanisms): v for v in variants(case)}
+    assert [*lines] == [
+        ("serial", ""),
+        ("serial", "speculation"),
+        ("fused", "no migration"),
+        ("fused", ""),
+        ("fused", "early backward"),
+        ("fused", "wide tail"),
+        ("fused", "speculation"),
+        ("fused", "all"),
+        ("packed", ""),
+        ("packed", "speculation"),
+    ]
+    for (_, mechanisms), line in lines.items():
+        assert bool(line.setting.widths) == (mechanisms in ("wide tail", "all"))
+        drafting = line.setting.costs.drafting
+        assert (drafting is not None) == (mechanisms in ("speculation", "all"))
+        assert line.config.trains_early == (mechanisms in ("early backward", "all"))
+        assert drafting is None or (drafting.tokens, drafting.accept) == (None, 0.5)
+    # Costs of a run that guessed: they say how often it was right.
+    recorded = replace(COSTS, drafting=Drafting(tokens=4, accept=0.7))
+    lines = {(v.config.kind.value, v.mechanisms): v for v in variants(setting(costs=recorded))}
+    assert lines["serial", ""].setting.costs.drafting is None
+    drafting = lines["serial", "speculation"].setting.costs.drafting
+    assert drafting == Drafting(tokens=None, accept=0.7)
 
 
 def test_a_verifier_stands_in_where_no_model_judges() -> None:
@@ -505,6 +613,14 @@ def test_a_seed_of_the_shape_counts_where_the_text_has_none() -> None:
         for own, seed in (("", 3), ("", 4), (",seed=3", 4))
     ]
     assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_lengths_may_say_how_many_guesses_are_right() -> None:
+    shape = Shape(num_steps=1)
+    assert read_workload("lognormal:median=200,sigma=1,accept=0.6", shape).accept == 0.6
+    assert read_workload("lognormal:median=200,sigma=1", shape).accept is None
+    with pytest.raises(ConfigError, match="accept between 0 and 1"):
+        read_workload("lognormal:median=200,sigma=1,accept=1.5", shape)
 
 
 def test_an_attempt_that_draws_anew_has_other_lengths() -> None:
@@ -669,8 +785,18 @@ def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
     measured = [{"step": s, "phase": "rl", "step_s": 1.0 + (s == 1)} for s in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, measured)))
     lines, remarks, record = run([f"--lengths={tmp_path}"], lambda done, of: None)
-    assert len(lines) == 7
-    assert len({len(line) for line in lines}) == 1
+    assert [line[0] for line in lines] == [
+        "schedule",
+        "serial",
+        "fused + no migration",
+        "fused",
+        "fused + best of 3 thresholds",
+        "fused + early backward",
+        "partial",
+        "packed",
+    ]
+    assert {len(line) for line in lines} == {7}
+    assert lines[1][2] == lines[3][3] == "1.00"
     assert "2 prompts x 2 samples a step on 2 instances" in remarks[0]
     assert remarks[-1] == "the run took 1 s a step, the median of 3"
     assert json.loads(json.dumps(record))["measured"] == {
@@ -679,6 +805,18 @@ def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
         "has_costs": True,
     }
     assert record["bound_s"] <= min(o["front_s"] for o in record["schedules"][:4])
+
+
+def test_a_roofline_has_the_widths_that_divide_the_heads() -> None:
+    """Eight instances of four GPUs; 8b has 32 heads."""
+    args = "--lengths=lognormal:median=60,sigma=0.5,accept=0.5 --prompts=4 --steps=1"
+    lines, remarks, record = run(
+        [*args.split(), "--costs=gpu:model=8b,gpus=4,total=32", "--speculate=3"], lambda *_: None
+    )
+    names = [line[0] for line in lines]
+    assert {"fused + wide tail", "serial + speculation", "fused + all"} < set(names)
+    assert set(record["costs"]["wide_step_s"]) == {2, 4, 8}
+    assert "speculation: 3 tokens a row and pass, 0.5 of them right" in remarks
 
 
 def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
@@ -695,6 +833,7 @@ def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
     [
         ("", "--lengths=: wanted a run's directory"),
         ("--lengths=lmsys --x=3", "option=--x=3: wanted one of --lengths"),
+        ("--lengths=lmsys --speculate=0", "--speculate=0: wanted auto, or a number of tokens"),
         ("--lengths=lmsys --steps=x", "--steps=x: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --instances=0", "--instances=0: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --verifier-s=-1", "--verifier-s=-1: wanted a number, 0 or more"),

@@ -44,13 +44,14 @@ def test_the_bounds_by_hand(load) -> None:
         costs=costs, instances=2, max_held=4, wide_step_s=0.5, pass_tokens=tail.pass_tokens(2, 0.5)
     )
     long, middle = Group(1, (10, 2)), Group(1, (4, 4))
-    sides = ("serial", "fused", "early", "early_wide", "early_speculate", "all")
+    sides = ("serial", "fused", "early", "wide", "early_wide", "early_speculate", "all")
     first = tail.bounds([[long, middle]], machine, 1, sides)
     # 24 tokens: 1.2 s of passes on two instances, 12 s of training, 1 s of the switch. Alone: 10 s.
     assert first["serial"] == pytest.approx(10 + 1.2 + 12 + 1)
     # The long one's group has 14 tokens: passes of 0.7 s, training of 7 s.
     assert first["fused"] == pytest.approx(10 + 0.7 + 12 + 1)
     assert first["early"] == pytest.approx(10 + 0.7 + 7 + 1)
+    assert first["wide"] == pytest.approx(5 + 0.7 + 12 + 1)
     # All work is 20 tokens in batches of four on two instances, 2.5 s, and 13.2 s: more than what
     # is left of the long one on a wide instance, 5 + 7.7 s, or with guesses, 10 / 1.75 + 7.7 s.
     for side in ("early_wide", "early_speculate", "all"):
@@ -69,15 +70,16 @@ def test_a_tiny_case(load, capsys, tmp_path: Path) -> None:
     tail, cases = load("tail"), load("tail_cases")
     (case, *_) = cases.CASES
     case = replace(
-        case, ranks=4, instance=2, prompts=4, group=2, limit=64, cycles=1, wall_s=0.05,
-        sides=("serial", "fused"), lengths=cases.long_tailed(64, 0.5),
+        case, ranks=8, instance=4, prompts=4, group=2, limit=64, cycles=1, wall_s=0.05,
+        sides={"reference_and_reward_model": ("serial", "fused", "all")},
+        lengths=cases.long_tailed(64, 0.5),
     )  # fmt: skip
     tail.compare(case, "reference_and_reward_model", tmp_path, 0, planned=False)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     by_side = {line["name"].rpartition("model_")[2]: line for line in lines}
-    assert {*case.sides, "bounds", "took"} == set(by_side)
+    assert {"serial", "fused", "all", "bounds", "took"} == set(by_side)
     assert by_side["serial"]["serial_over_step"] == 1.0
-    for side in case.sides:
+    for side in ("serial", "fused", "all"):
         line = by_side[side]
         assert line["emulated"] is True
         assert line["planned_s"] >= by_side["bounds"]["at_least_s"][side] * 0.99
@@ -91,7 +93,7 @@ def test_published_shares_are_those_of_a_serial_step(load, tmp_path: Path) -> No
     )
     runs = tail.CaseRuns(case, "reference", tmp_path, wall_s=1.0)
     setting = runs.planned("serial")
-    whole = runs.planned_s("serial")
+    whole = runs.planned_s("serial") * runs.scale
     bare = replace(setting, costs=replace(setting.costs, token_s={}, train_token_s=0.0))
     generated = tail.replay(bare, tail.SerialScheduleConfig(), cases.CYCLE).step_s
     assert generated / whole == pytest.approx(case.published_shares[0], abs=0.01)
@@ -107,3 +109,5 @@ def test_neighbors_of_one_name_are_one_slice(load) -> None:
     ]
     assert joined(slices, gap=2) == [(0, 9, "generate"), (30, 50, "verify")]
     assert len(joined(slices, gap=0)) == 4
+    wide = [(0, 5, "wide decode"), (5, 9, "wide verify 3/8")]
+    assert joined(wide, gap=0) == [(0, 9, "wide decode")]

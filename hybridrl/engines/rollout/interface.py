@@ -142,10 +142,10 @@ class Stats:
     `running` counts finished requests that no step has returned yet. For a cost model:
     `decode_tokens` are the tokens that were fed (rows and drafts summed over `decode_steps`),
     `cached_tokens` those that rows attended to, summed likewise. `drafted_tokens` were guessed, of
-    which `accepted_tokens` were drawn. `prefill_tokens` were computed in `prefill_calls`
-    forward passes, `replayed_tokens` by decode passes without sampling (deterministic engines
-    only), `restored_tokens` were copied from a `Request.kv`; `kv_bytes_per_token` is this rank's.
-    `has_cache` is False asleep and after `release_cache`.
+    which `accepted_tokens` were drawn; `refused_drafts` had one that was not. `prefill_tokens` were
+    computed in `prefill_calls` forward passes, `replayed_tokens` by decode passes without sampling
+    (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
+    `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after `release_cache`.
     """
 
     running: int
@@ -165,6 +165,7 @@ class Stats:
     has_cache: bool
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    refused_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

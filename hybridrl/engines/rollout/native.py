@@ -590,6 +590,7 @@ class NativeEngine:
             has_cache=self._pool is not None,
             drafted_tokens=0 if self._speculation is None else self._speculation.num_drafted,
             accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
+            refused_drafts=0 if self._speculation is None else self._speculation.num_refused,
         )
 
 

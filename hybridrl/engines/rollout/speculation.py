@@ -42,7 +42,7 @@ class Speculation:
 
     def __init__(self, source: DraftSource, lengths: DraftLengths) -> None:
         self.source, self.lengths = source, lengths
-        self.num_drafted = self.num_accepted = 0
+        self.num_drafted = self.num_accepted = self.num_refused = 0
         self._limit: int | None = None
         self._ends: dict[object, int] | None = None  # response tokens that a request may have
         self._begins = self._holds = False
@@ -137,6 +137,7 @@ class Speculation:
         if guess.tokens:
             self.num_drafted += len(guess.tokens)
             self.num_accepted += accepted
+            self.num_refused += guessed is not None and token != guessed
             # A response that has ended says nothing of the rest of a draft.
             known = len(guess.tokens) if finish is None else accepted
             self.lengths.saw_draft(_group(request), known, accepted)

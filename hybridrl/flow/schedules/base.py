@@ -11,7 +11,7 @@ from typing import Any, Self, final
 
 from hybridrl.config import ScheduleConfig
 from hybridrl.flow.barriers import run_barrier
-from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.costs import UNLIMITED, CostMeter
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import (
     Advanced,
@@ -61,12 +61,15 @@ Batch = dict[str, list[Sample]]  # the samples that have left each stage, in tra
 class StepSettings:
     """Settings of a step: the sampling (where a stage has no other) and how many prompts.
 
-    `decode_steps` bound one call of an instance.
+    `decode_steps` bound one call of an instance. Its rows guess `draft_tokens` tokens ahead (0:
+    none, None: as many as pay), and a pass has at most `pass_tokens`.
     """
 
     sampling: Sampling
     decode_steps: int
     prompts_per_step: int
+    draft_tokens: int | None = 0
+    pass_tokens: int = UNLIMITED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +135,7 @@ class Schedule(ABC):
         graph.check()
         self.graph, self.executor, self.prompts = graph, executor, prompts
         self.settings = settings
-        self.meter = CostMeter()
+        self.meter = CostMeter(settings.draft_tokens, settings.pass_tokens)
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
         self._ledger = Ledger()
@@ -480,6 +483,8 @@ def learn(
     meter.num_preempted += work.preempted
     meter.num_drafted += work.drafted
     meter.num_accepted += work.accepted
+    if work.drafted:
+        meter.saw_drafts(work.accepted, work.refused)
     meter.saw_advance(
         max(0.0, work.seconds - work.kv_seconds),
         work.decode_steps,

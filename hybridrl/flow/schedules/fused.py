@@ -5,9 +5,13 @@ RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Self
 
+import numpy as np
+
 from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
+from hybridrl.flow.costs import Costs
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Executor, Scope
 from hybridrl.flow.graph import Graph, SourceStage, Stage, UpdateStage
@@ -16,7 +20,10 @@ from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import (
     NO_MIGRATION,
     MigrationPlan,
-    best_migration_plan,
+    StepModel,
+    TailPlan,
+    best_plan,
+    tail_plans,
     training_arrivals,
 )
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
@@ -33,12 +40,13 @@ class FusedSchedule(StreamingSchedule):
     A round makes all samples of its prompts (`StreamingSchedule`). When at most
     `migration_threshold` of them are unfinished, they migrate to the fewest instances that hold
     them, and the others are free for waiting work. Threshold 0 leaves every sample on its instance.
-    None takes the best threshold by a model of the step, which reads the lengths of earlier steps
-    and the measured costs. Where the executor can form wide instances, that model chooses their
-    width too, or none. With `must_widen` there is no tail on narrow ones.
+    None takes the best plan by a model of the step, which reads the lengths of earlier steps and
+    the measured costs (`tail_plans`). Where the executor can form wide instances, that model
+    chooses their width too, or none. With `must_widen` there is no tail on narrow ones.
 
-    With `early` an instance that has nothing else to do trains on groups that are whole, if recipe
-    and settings allow it (`early_update`). A line of the log says for each update whether they do.
+    With `early` an instance that has nothing else to do trains on groups that are whole. Recipe and
+    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for
+    each update whether they do.
     """
 
     def __init__(
@@ -124,8 +132,9 @@ class FusedSchedule(StreamingSchedule):
             return self._streamed(tracker, [])
         self._enter_for([*makers, *tracker.computes])
         early = self._update_of(makers[0])
-        migration_plan = self._migration_plan(tracker, len(tasks), early is not None)
-        generation_round = self._new_round(tracker, migration_plan, early=early)
+        plan = self._tail_plan(tracker, len(tasks), early)
+        early = early if plan.trains_early else None
+        generation_round = self._new_round(tracker, plan.migration, early=early)
         generation_round.adopt(self._step_tasks)
         self._submit(generation_round, tasks)
         generation_round.run()
@@ -133,43 +142,78 @@ class FusedSchedule(StreamingSchedule):
         positions = list(dict.fromkeys(task.sample.id.prompt for task in tasks))
         return self._end_round(generation_round, tracker, tasks, positions)
 
-    def _migration_plan(
-        self, tracker: ReadyTracker, num_samples: int, trains_early: bool
-    ) -> MigrationPlan:
-        """The plan with the given threshold, or the best for so many samples.
+    def _tail_plan(
+        self, tracker: ReadyTracker, num_samples: int, early: UpdateStage | None
+    ) -> TailPlan:
+        """The plan with the least seconds for the lengths and costs of earlier steps.
 
-        Where instances train early, freed ones have that to do, too.
+        While these are not known, only the user's own threshold moves samples, and an update that
+        may begin early is tried.
         """
-        if self.migration_threshold is not None and len(self._widths) == 1:
-            return MigrationPlan(self.migration_threshold, self.limits.max_held, *self._widths)
-        costs = self.meter.costs()
-        lengths = self.length_model.forecast.sample(num_samples)
-        if costs is None or not lengths:
-            if self.migration_threshold is not None and not self._must_widen:
-                return MigrationPlan(self.migration_threshold, self.limits.max_held)
-            return NO_MIGRATION
+        costs, threshold = self.meter.costs(), self.migration_threshold
+        steps = self.length_model.forecast.steps(num_samples)
+        narrowest = self._widths[0]
+        own = NO_MIGRATION
+        if threshold:
+            own = MigrationPlan(threshold, self.limits.max_held, narrowest)
+        if costs is None or not steps:
+            return TailPlan("not known yet", 0.0, own, early is not None)
+        plans = self._plans(tracker, steps, costs, early)
+        plan = best_plan(plans)
+        if early is not None and not costs.train_token_s:  # it was not measured: it is tried
+            plan = plan._replace(trains_early=True)
+        if plan.migration.width == 1 and threshold:
+            plan = plan._replace(migration=own)
+        logger.debug("the tail: %s, of %s", plan.name, [f"{p.name} {p.seconds:.4g}" for p in plans])
+        for one in plans:
+            self._metrics[f"plan/{one.name.replace(', ', '_').replace(' ', '_')}_s"] = one.seconds
+        if threshold is None or self._widths != (1,):
+            self._metrics["samples/migration_threshold"] = float(plan.migration.threshold)
+        return plan
+
+    def _plans(
+        self,
+        tracker: ReadyTracker,
+        steps: Sequence[Sequence[int]],
+        costs: Costs,
+        early: UpdateStage | None,
+    ) -> list[TailPlan]:
+        """The candidates, for the lengths of these steps."""
         passes = [s.name for s in tracker.computes if self._scope(s) is Scope.INSTANCE]
         chunk = max(1, self.limits.chunk_tokens // 8)
         inference = sum(costs.compute(name, chunk) for name in passes) / chunk
         prompts = [len(self.length_model.key_of(prompt).prompt_ids) for _, prompt in self._pulled]
         prompt_tokens = sum(prompts) / max(1, len(prompts))
-        num_instances, training = len(self.executor.instances), None
-        if trains_early:
-            ends = self.length_model.longest_of_prompt.sample(len(self._pulled))
+        num_instances = len(self.executor.instances)
+        training: list[np.ndarray | None] = [None] * len(steps)
+        ends = self.length_model.longest_of_prompt.steps(len(self._pulled))
+        if early is not None and ends:
             token_s = costs.train_token_s * num_instances
-            training = training_arrivals(lengths, ends, token_s, prompt_tokens)
-        plan = best_migration_plan(
-            lengths,
-            num_instances,
-            costs,
-            inference,
-            self.limits.max_held,
-            prompt_tokens,
-            self.migration_threshold,
-            wait_s=self.limits.steps(costs, 1, self.settings.decode_steps) * costs.step_s / 2,
-            training=training,
-            widths=self._widths,
-            must_move=self._must_widen,
+            steps = steps[-len(ends) :]  # an older checkpoint has lengths alone
+            training = [
+                training_arrivals(lengths, longest, token_s, prompt_tokens)
+                for lengths, longest in zip(steps, ends[-len(steps) :], strict=True)
+            ]
+        most = self.settings.decode_steps
+        call_steps = self.limits.steps(costs, 1, most)
+        awaited = any(self._scope(s) not in (None, Scope.RANK) for s in tracker.computes)
+        model = StepModel(
+            lengths=steps[0],
+            num_instances=num_instances,
+            costs=costs,
+            inference_s_per_token=inference,
+            prompt_tokens=prompt_tokens,
+            call_steps=call_steps,
+            call_s=call_steps * float(costs.pass_s(1)),
+            switch_s=costs.train_switch_s,
         )
-        self._metrics["samples/migration_threshold"] = float(plan.threshold)
-        return plan
+        return tail_plans(
+            [
+                replace(model, lengths=lengths, training=seconds)
+                for lengths, seconds in zip(steps, training, strict=True)
+            ],
+            self.limits.max_held,
+            stay_call_steps=call_steps if awaited else most,
+            threshold=self.migration_threshold,
+            widths=self._widths,
+        )

@@ -61,7 +61,7 @@ class RoundLimits:
         Longer than `call_s` where calls would cost more than a fiftieth of the decoding.
         """
         call_s = max(self.call_s, (costs.call_s + costs.round_trip_s) / _CALL_SHARE)
-        return max(1, min(most, round(call_s / max(costs.decode(rows, 1), 1e-9))))
+        return max(1, min(most, round(call_s / max(float(costs.pass_s(rows)), 1e-9))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class GenerationRound:
         self.tail = WideTail(self.executor.wide)
         self.kv_bytes = 0  # that came from other ranks
         self._longest = 0
-        self._progress: dict[int, int] = defaultdict(int)  # decode steps of an instance so far
+        self._progress: dict[int, float] = defaultdict(float)  # tokens of an instance's rows so far
         self._equal_rounds = False
         self._parking = False
 
@@ -310,6 +310,9 @@ class GenerationRound:
 
     def _decode(self) -> None:
         """Keep every instance decoding that holds samples."""
+        if not self._leaving:  # else samples may be on their way
+            for number in [n for n in self.tail.members if not self._held[n]]:
+                self.tail.release(number)
         if not self._parking:
             self._deal()
         for instance in (*self._alive, *self.tail.members):
@@ -360,6 +363,8 @@ class GenerationRound:
         """
         if self.early is None or self._queue or self._leaving:
             return False
+        if self.migration_plan.width > 1 and not self._keepers:  # it could not join any more
+            return False
         decoding = [i for i in (*self._alive, *self.tail.members) if self._held[i]]
         if not decoding:
             return False
@@ -378,7 +383,7 @@ class GenerationRound:
         passed = self.executor.clock.now() - self._in_flight.pop(instance)
         self.meter.saw_round_trip(max(0.0, passed - event.work.seconds))
         learn(self.meter, event, width=self._width(instance))
-        self._progress[instance] += event.work.decode_steps
+        self._progress[instance] += event.work.tokens_of_row
         self.kv_bytes += event.work.kv_bytes
         for finished in event.finished:
             del self._held[instance][finished.id]
@@ -390,9 +395,6 @@ class GenerationRound:
         assert event.running == sum(map(self._decodes, self._held[instance])), event
         if not self._held[instance]:
             self._leaving.discard(instance)
-        if not self._leaving:  # else samples may be on their way
-            for number in [n for n in self.tail.members if not self._held[n]]:
-                self.tail.release(number)
         return self._finish(event.finished)
 
     def _finish(self, events: Iterable[Finished]) -> dict[int, None]:

@@ -69,7 +69,7 @@ class StreamedUpdate:
                 if not known and ready(self.stage, sample):
                     self._waiting[sample.id] = sample
 
-    def start(self, instance: int, num_rows: float, progress: int, width: int = 1) -> bool:
+    def start(self, instance: int, num_rows: float, progress: float, width: int = 1) -> bool:
         """Let an instance that has time train a chunk of the samples that wait, if any do.
 
         `num_rows` rows decode on an instance that is still at work, `width` times as wide as this
@@ -107,7 +107,7 @@ class StreamedUpdate:
     def _is_trained(self, id: SampleId) -> bool:
         return any(id in trained for trained in self._trained.values())
 
-    def _chunk(self, instance: int, num_rows: float, progress: int, width: int) -> list[Sample]:
+    def _chunk(self, instance: int, num_rows: float, progress: float, width: int) -> list[Sample]:
         """Whole samples of at most a chunk's tokens together, the instance's own first."""
         able = [s for s in self._waiting.values() if self.stages.may_move(s)]
         if not able:
@@ -126,7 +126,7 @@ class StreamedUpdate:
         return chosen
 
     def _affordable(
-        self, instance: int, num_rows: float, progress: int, width: int
+        self, instance: int, num_rows: float, progress: float, width: int
     ) -> float | None:
         """Tokens that the instance can train in half of the time that is left to decode.
 
@@ -149,4 +149,4 @@ def seconds_left(costs: Costs, longest: float, progress: float, num_rows: float)
     `longest` tokens are expected of it. It decodes in a batch of `num_rows` rows.
     """
     tokens = round(max(longest - progress, _GROWTH * progress))
-    return costs.decode(num_rows, tokens, num_rows * (progress + tokens / 2))
+    return float(tokens * costs.pace(num_rows, progress + tokens / 2))

@@ -4,7 +4,7 @@ const page = document.getElementById("page");
 let box = page; // the part that is being drawn
 
 // What a slice is, by its name: the first pattern that fits gives the color.
-const STAGES = [/^generate/, /reward|score|cost/, /log_probs|values|top/, /update/, /switch|^to_/, /eval/, /save|export|fetch/];
+const STAGES = [/^generate|^verify|^wide/, /reward|score|cost/, /log_probs|values|top/, /update|early backward/, /switch|^to_/, /eval/, /save|export|fetch/];
 const stageColor = (name) => {
   const index = STAGES.findIndex((stage) => stage.test(name));
   return `var(--c${index < 0 ? STAGES.length : index})`;

@@ -1,0 +1,46 @@
+"""The settings of a run, with those of a command line after them."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.config.compose import register
+from hybridrl.config.stored_run import composed_run, overrides_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    register()
+    composed_run([f"run.dir='{tmp_path}'", "rollout.max_new_tokens=7", "rollout.temperature=0.5"])
+    return tmp_path
+
+
+def with_settings(run: Path, *following: str) -> Config:
+    return composed_run([*overrides_of(run, following), *following], writes=False)
+
+
+def test_single_keys_prevail(run: Path) -> None:
+    rollout = with_settings(run, "rollout.temperature=1", "rollout={decode_steps: 4}").rollout
+    assert (rollout.max_new_tokens, rollout.temperature, rollout.decode_steps) == (7, 1.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("following", "value"),
+    [("rollout=vllm", "vllm"), ("cluster=emulated", "emulated"), ("schedule=packed", "packed")],
+)
+def test_a_group_that_is_chosen_replaces_that_of_the_run(
+    run: Path, following: str, value: str
+) -> None:
+    config = with_settings(run, following)
+    of_group = {
+        "rollout": config.rollout.engine,
+        "cluster": config.cluster.kind,
+        "schedule": config.schedule.kind,
+    }
+    assert of_group[following.partition("=")[0]].value == value
+
+
+def test_an_experiment_is_refused(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^experiment=: wanted settings one by one"):
+        overrides_of(run, ["experiment=spell_tiny"])
