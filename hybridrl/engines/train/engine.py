@@ -31,23 +31,17 @@ from hybridrl.engines.train.comparison import distance_metrics
 from hybridrl.engines.train.dropout import enabled_dropout
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
-from hybridrl.engines.train.interface import (
-    TrainSequence,
-    ended,
-)
+from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import allocate_state, make_optimizer
-from hybridrl.engines.train.packed import (
-    Candidates,
-    PackedBatch,
-    keep_experts,
-)
+from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.replica import MicroBatches, Replica
 from hybridrl.engines.train.single_stage import train_rows
 from hybridrl.engines.train.update_sums import (
     PreparedUpdate,
     UpdateSums,
+    averages,
     forget_early_gradients,
     row_loss,
 )
@@ -289,7 +283,8 @@ class TrainEngine(ModelShards):
         (num_micro_batches,) = self._reduce([len(micros.parts)], dist.ReduceOp.MAX)
         micros = self._replica.same_number(micros, num_micro_batches)
         parts = micros.parts
-        batches = self._replica.pack(micros, records_experts=records_experts)
+        ragged = not self.trainer.chunk_tokens
+        batches = self._replica.pack(micros, records_experts=records_experts, ragged=ragged)
         scores = [torch.zeros(0)] * len(micros.sequences)
         logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
         if self.pipeline is None:
@@ -436,11 +431,10 @@ class TrainEngine(ModelShards):
         pooled, micros = self._rows(sequences, loss)
         counts = self._replica.count(pooled, len(micros.parts), self._flops)
         totals = self._replica.totals(sums.joined(counts))
-        if not ragged:
-            number = totals.micro_batches
-            micros = self._replica.same_number(micros, number, loss.samples_per_row)
-        elif not micros.parts:
-            micros = replace(micros, parts=[[]])
+        number = max(1, len(micros.parts)) if ragged else totals.micro_batches
+        micros = self._replica.same_number(micros, number, loss.samples_per_row)
+        if ragged:
+            micros = replace(micros, parts=[own for own in micros.parts if own] or [[]])
         batches = self._pack(micros, loss, ragged)
         logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         known = totals.tokens, totals.sequences, max_response_tokens or totals.longest
@@ -532,15 +526,7 @@ class TrainEngine(ModelShards):
         Gradients and `sums` are to be multiplied by `factor`.
         """
         gradients, own_square = local_gradients(self.chunks, self.dims, factor)
-        names = sorted(sums)
-        # A value that is not finite on one rank is not finite in the sum over ranks.
-        each = [factor * sums[name].double() / self._replica.size for name in names]
-        values = torch.stack([own_square, *each])
-        dist.all_reduce(values)
-        square, *averages = values.tolist()
-        metrics = dict(zip(names, averages, strict=True))
-        weight = metrics.pop("weight")
-        metrics = {k: v if k == "loss" else v / weight for k, v in metrics.items()}
+        square, metrics = averages(own_square, sums, factor, self._replica.size)
         metrics |= {
             "grad_norm": square**0.5,
             "lr": lr_scale * float(self.lr_scheduler.get_last_lr()[0]),

@@ -85,8 +85,8 @@ class PipelineGroups:
 class PipelineExecutor:
     """One run of a plan on this rank.
 
-    The plan's places are ranks of the world divided by `width`, those of tp: place p of this rank's
-    pipelines is the rank p x width + rank mod width.
+    A place of the plan is `width` ranks of the world, those of tp. Place p of this rank's pipelines
+    is the rank p x width + rank mod width.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hybridrl.algorithms.normalize import token_weights
@@ -103,6 +104,25 @@ def row_loss(
         return total
 
     return finish
+
+
+def averages(
+    own_square: torch.Tensor, sums: Mapping[str, torch.Tensor], factor: float, sharers: int
+) -> tuple[float, dict[str, float]]:
+    """The sum of `own_square` over ranks; the loss, and metrics averaged by weight. Collective.
+
+    `sums` are those of a rank's rows (`row_loss`), to be multiplied by `factor`. So many `sharers`
+    have the same sums.
+    """
+    names = sorted(sums)
+    # A value that is not finite on one rank is not finite in the sum over ranks.
+    each = [factor * sums[name].double() / sharers for name in names]
+    values = torch.stack([own_square, *each])
+    dist.all_reduce(values)
+    square, *totals = values.tolist()
+    metrics = dict(zip(names, totals, strict=True))
+    weight = metrics.pop("weight")
+    return square, {k: v if k == "loss" else v / weight for k, v in metrics.items()}
 
 
 def forget_early_gradients(roots: Sequence[nn.Module]) -> None:

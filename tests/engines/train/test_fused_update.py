@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from dtensor_layouts import layout_of
 from surrogate_loss import Surrogate
 
 from hybridrl.algorithms.critic import ValueLoss
@@ -80,6 +81,11 @@ def train(path, sequences, actor, critic, fused, settings):
         reverse = fused and settings.get("reverse", True) and number == 0
         engines.append(make_engine(path, critic, values=True, reverse=reverse))
         set_head(engines[-1])
+    for engine in engines:  # that checkpoints and the weight switch read
+        shards = engine.named_shards()
+        for name in shards:
+            boxes = engine.layout.local(name, rank)
+            assert boxes == layout_of(shards).local(name, rank), name
     together = FusedUpdate(engines) if fused else None
     watched = [watch(engine) for engine in engines]
     losses = [Surrogate(), *[ValueLoss()] * (len(engines) - 1)]
