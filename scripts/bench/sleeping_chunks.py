@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from lines import show
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from hybridrl.engines.train.pipeline_executor import (
     ChunkForward,
@@ -124,7 +124,7 @@ def compare_sleeping(ranks: int, budget_s: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, out = f"{folder}/store", f"{folder}/times.pt"
         arguments = (store, wanted, result.plan, out)
-        multiprocessing.spawn(_run, arguments, nprocs=ranks)
+        spawn(_run, arguments, nprocs=ranks)
         times = sorted(torch.load(out))
     measured = times[len(times) // 2]
     show(
