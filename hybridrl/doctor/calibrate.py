@@ -106,7 +106,7 @@ def costs_of(times: "Sequence[RankTimes]", config: Config) -> MappingCosts:
         [timed for rank in times for timed in rank.passes],
         [timed for rank in times for timed in rank.decoding],
         [timed for rank in times for timed in rank.switches],
-        source=f"calibrated: {model}, {len(times)} ranks",
+        source=f"calibrated: {model}, {len(times)} rank{'s' * (len(times) > 1)}",
         itemsize=config.model.compute_dtype.itemsize,
         overlaps=on_gpus,
     )

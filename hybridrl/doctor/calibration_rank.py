@@ -108,7 +108,8 @@ def measure_rank(
         probe.join(host, port)
         links = probe.measure()
     torch.set_num_threads(config.cluster.threads_per_rank or 1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     device = torch.device("cpu")
     if config.cluster.device is Device.cuda:
         device = torch.device("cuda", rank)
@@ -275,10 +276,18 @@ def _clock(device: "torch.device") -> Iterator[list[float]]:
     """Appends the seconds of its body to the list, once the device has ended it."""
     seconds: list[float] = []
     _wait(device)
-    start = time.perf_counter()
+    start = _now(device)
     yield seconds
     _wait(device)
-    seconds.append(time.perf_counter() - start)
+    seconds.append(_now(device) - start)
+
+
+def _now(device: "torch.device") -> float:
+    """Seconds; on a CPU those of this process, which another one on its core does not lengthen."""
+    import torch
+
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if alone else time.perf_counter()
 
 
 @contextmanager
@@ -289,11 +298,11 @@ def _optimizer_clock(engine: TrainEngine) -> Iterator[list[float]]:
 
     def before(*_: object) -> None:
         _wait(engine.device)
-        begun.append(time.perf_counter())
+        begun.append(_now(engine.device))
 
     def after(*_: object) -> None:
         _wait(engine.device)
-        seconds.append(time.perf_counter() - begun.pop())
+        seconds.append(_now(engine.device) - begun.pop())
 
     hooks = [
         engine.optimizer.register_step_pre_hook(before),
