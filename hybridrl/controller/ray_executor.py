@@ -416,9 +416,10 @@ class RayExecutor:
     ) -> EventCalls:
         """One event for an instance: each rank has the gradient of its samples."""
         arriving, parcels = yield from self._bring(instance, samples)
-        shares = self._shares(stage, samples, [sample.rank for sample in samples], 1)
+        members = self.group.instances[instance]
+        shares = self._shares(stage, samples, [sample.rank for sample in samples], members, 1)
         calls = {}
-        for rank in self.group.instances[instance]:
+        for rank in members:
             share = replace(shares[rank], parcels=_once(parcels[rank]))
             call = self.group.call_train_early(rank, stage, instance, share, arriving[rank])
             calls[call] = rank
@@ -477,7 +478,7 @@ class RayExecutor:
             read = {*stage.inputs, *self._fields_of_role[stage.role or ""], LOSS_MASK}
             fields = common & read
             parcels = yield from self._export_copies(samples, ranks, fields)
-        shares = self._shares(stage, samples, ranks, samples_per_row)
+        shares = self._shares(stage, samples, ranks, pool.ranks, samples_per_row)
         filled = [
             replace(shares[rank], parcels=_once(parcels[rank]), num_early=len(early))
             for rank in pool.ranks
@@ -490,9 +491,10 @@ class RayExecutor:
         stage: UpdateStage,
         samples: Sequence[Sample],
         ranks: Sequence[int],
+        members: Iterable[int],
         samples_per_row: int,
     ) -> dict[int, UpdateShare]:
-        """Every rank's share of an update, without parcels."""
+        """Each member's share of an update, without parcels; `ranks` are those of the samples."""
         wanted = {
             sample.id: {
                 field: float(sample.scalars[field])
@@ -507,9 +509,7 @@ class RayExecutor:
         bounds = [rows * i // num * samples_per_row for i in range(num)] + [len(samples)]
         # Without samples where all were trained early.
         batches = [(a, b) for a, b in itertools.pairwise(bounds) if a < b or num == 1]
-        by_rank: dict[int, list[list[SampleId]]] = {
-            rank: [[] for _ in batches] for rank in self._pool(stage).ranks
-        }
+        by_rank: dict[int, list[list[SampleId]]] = {rank: [[] for _ in batches] for rank in members}
         for number, (a, b) in enumerate(batches):
             for i in range(a, b):
                 by_rank[ranks[i]][number].append(samples[i].id)

@@ -1,0 +1,239 @@
+"""Updates of several models on the same ranks as one pipeline plan: intra-stage fusion.
+
+RLHFuse (arXiv 2409.13221, section 5): what one model's pipeline leaves idle, another one fills. The
+gradients are those of separate updates. Each model keeps its loss, clipping and optimizer.
+
+    actor on 4 stages, a reversed critic on 2 stages and 2 replicas, 4 ranks
+    rank 0    F0.0 of the actor, F1.0 of the first critic, ...
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridrl.config import PipelineSchedule
+from hybridrl.config.loss import Loss
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.packed import PackedBatch
+from hybridrl.engines.train.pipeline import StageModel
+from hybridrl.engines.train.pipeline_executor import (
+    ChunkForward,
+    LocalPipeline,
+    PipelineExecutor,
+    PipelineGroups,
+    gathered,
+)
+from hybridrl.engines.train.update_sums import PreparedUpdate
+from hybridrl.pipelines.problem import (
+    PassCosts,
+    PassKind,
+    PipelineAction,
+    PipelinedModel,
+    PipelinePlan,
+    PipelineProblem,
+)
+from hybridrl.pipelines.search import search
+
+logger = logging.getLogger(__name__)
+
+HALVES = (PassKind.backward_input, PassKind.backward_weights)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateInputs:
+    """The arguments of `TrainEngine.update` for one model."""
+
+    sequences: Sequence[TrainSequence]
+    loss: Loss[torch.Tensor]
+    max_response_tokens: int = 0
+    compare: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _PipelineRows:
+    """A pipeline of one engine: the places of its chunks, and the tokens of its rows."""
+
+    engine: int
+    ranks: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+Planner = Callable[[PipelineProblem], PipelinePlan]
+
+
+class FusedUpdate:
+    """Engines on the same ranks that train together. All methods are collective.
+
+    Example: `FusedUpdate([actor, critic]).update([actor_inputs, critic_inputs])` gives the metrics
+    of both. Costs of the plan are tokens by layers, a backward pass twice a forward pass. `plan`
+    makes it, on the first rank alone.
+    """
+
+    def __init__(self, engines: Sequence[TrainEngine], plan: Planner | None = None) -> None:
+        """Raises ValueError for engines that cannot share a plan."""
+        for engine in engines:
+            _check(engine, engines[0])
+        self.engines, self.width = engines, engines[0].dims.axes.tp
+        self.device = engines[0].device
+        self._plan = plan or _search
+        self._groups = PipelineGroups(self.device)
+
+    def update(self, inputs: Sequence[UpdateInputs], ragged: bool = True) -> list[dict[str, float]]:
+        """One optimizer step of each engine, on this rank's sequences for it; the metrics of each.
+
+        Without `ragged` the rows are those of separate updates, padded to equal length.
+        """
+        pairs = list(zip(self.engines, inputs, strict=True))
+        prepared = [
+            engine.prepare_update(
+                own.sequences,
+                own.loss,
+                max_response_tokens=own.max_response_tokens,
+                compare=own.compare,
+                ragged=ragged,
+            )
+            for engine, own in pairs
+        ]
+        rows = self._all_rows(prepared)
+        plan = self._planned(rows)
+        roots = [root for engine in self.engines for root in engine.roots]
+        with ExitStack() as stack:
+            for engine, update in zip(self.engines, prepared, strict=True):
+                stack.enter_context(engine.training(update))
+            stack.enter_context(gathered(roots))
+            pipelines = [
+                stack.enter_context(self._local(pipeline, prepared[pipeline.engine]))
+                for pipeline in rows
+            ]
+            PipelineExecutor(plan, pipelines, self._groups, self.device, self.width).run()
+        return [
+            engine.finish_update(update)
+            for engine, update in zip(self.engines, prepared, strict=True)
+        ]
+
+    def _chunk_places(self, engine: TrainEngine) -> tuple[int, ...]:
+        """The places of the chunks of this rank's pipeline."""
+        ranks = dist.get_process_group_ranks(engine.dims.mesh.get_group("pp"))
+        return tuple(ranks[rank] // self.width for rank in engine.dims.chunk_ranks)
+
+    def _all_rows(self, prepared: Sequence[PreparedUpdate]) -> list[_PipelineRows]:
+        """The pipelines of all ranks, in the same order on all of them."""
+        own = [
+            _PipelineRows(
+                number,
+                self._chunk_places(engine),
+                tuple(batch.ids.shape[1] for batch in update.batches),
+            )
+            for number, (engine, update) in enumerate(zip(self.engines, prepared, strict=True))
+        ]
+        gathered_rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered_rows, own)
+        by_ranks = {(x.engine, x.ranks): x for of_rank in gathered_rows for x in of_rank}
+        return [by_ranks[key] for key in sorted(by_ranks)]
+
+    def _planned(self, rows: Sequence[_PipelineRows]) -> PipelinePlan:
+        """The plan of the first rank: a search that is bounded by time differs between ranks."""
+        message: list[Any] = [None]
+        if dist.get_rank() == 0:
+            places = dist.get_world_size() // self.width
+            models = [self._model(pipeline) for pipeline in rows]
+            plan = self._plan(PipelineProblem(models=models, num_ranks=places))
+            message = [[[tuple(action) for action in actions] for actions in plan]]
+        dist.broadcast_object_list(message)
+        return [
+            [PipelineAction(model, PassKind(kind), *rest) for model, kind, *rest in actions]
+            for actions in message[0]
+        ]
+
+    def _model(self, pipeline: _PipelineRows) -> PipelinedModel:
+        engine = self.engines[pipeline.engine]
+        layers = engine.model.config.num_hidden_layers / len(pipeline.ranks)
+        halves = engine.dims.schedule is PipelineSchedule.zero_bubble and len(pipeline.ranks) > 1
+        costs = []
+        for tokens in pipeline.tokens:
+            cost = tokens * layers * engine.model.config.hidden_size**2 * 1e-9
+            each = PassCosts(
+                forward_s=cost,
+                backward_s=cost if halves else 2 * cost,
+                weights_s=cost,
+                kept_bytes=cost,
+            )
+            costs.append([each] * len(pipeline.ranks))
+        return PipelinedModel(
+            name=f"engine {pipeline.engine}",
+            ranks=pipeline.ranks,
+            costs=costs,
+            backward=HALVES if halves else (PassKind.backward,),
+        )
+
+    @contextmanager
+    def _local(self, pipeline: _PipelineRows, update: PreparedUpdate) -> Iterator[LocalPipeline]:
+        """A pipeline as this rank runs it; of other ranks' pipelines without chunks."""
+        engine = self.engines[pipeline.engine]
+        parts = engine.dims.token_parts
+        features = engine.model.config.hidden_size
+        chunks: dict[int, ChunkForward] = {}
+        modules: dict[int, nn.Module] = {}
+        with ExitStack() as stack:
+            if pipeline.ranks == self._chunk_places(engine):
+                modules = dict(zip(engine.dims.chunk_numbers, engine.roots, strict=True))
+                chunks = {number: _forward(root, update) for number, root in modules.items()}
+                if engine.pipeline is not None:
+                    stack.enter_context(
+                        engine.pipeline.prepared(update.batches, update.finish, with_entropy=True)
+                    )
+            yield LocalPipeline(
+                ranks=pipeline.ranks,
+                hidden_shapes=[(1, tokens // parts, features) for tokens in pipeline.tokens],
+                dtype=engine.compute_dtype,
+                ids=[batch.ids for batch in update.batches],
+                chunks=chunks,
+                modules=modules,
+            )
+
+
+def _forward(root: nn.Module, update: PreparedUpdate) -> ChunkForward:
+    """What a chunk computes of a micro-batch; a model that is not cut gives the loss."""
+    if isinstance(root, StageModel):
+        return root
+
+    def whole(x: torch.Tensor, number: int) -> torch.Tensor:
+        batch: PackedBatch = update.batches[number]
+        return torch.stack([update.finish(number, *root(x, batch, True))])
+
+    return whole
+
+
+def _check(engine: TrainEngine, first: TrainEngine) -> None:
+    """Collectives within the lists would deadlock, but for those of tp: its ranks run one list."""
+    axes = engine.dims.axes
+    if axes.tp != first.dims.axes.tp:
+        raise ValueError(
+            f"layout.tp is {axes.tp} and {first.dims.axes.tp}: models train together with one tp"
+        )
+    for key, value in (("cp", engine.dims.config.cp), ("ep", axes.ep)):
+        if value > 1:
+            raise ValueError(f"layout.{key}={value}: models that train together have {key} 1")
+    if engine.trainer.chunk_tokens:
+        raise ValueError(
+            f"trainer.chunk_tokens={engine.trainer.chunk_tokens}: models that train together have 0"
+        )
+
+
+def _search(problem: PipelineProblem) -> PipelinePlan:
+    """What half a second finds."""
+    result = search(problem, budget_s=0.5)
+    logger.debug(
+        "a plan of %d models: %.3g, bound %.3g",
+        len(problem.models),
+        result.times.seconds,
+        result.bound_s,
+    )
+    return result.plan
