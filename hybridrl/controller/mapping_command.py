@@ -399,7 +399,7 @@ def _space(problem: _Problem) -> SearchSpace:
     scorers = [role.name for role in problem.roles if not role.trained]
     longest = 2 ** (max(config.longest_sample, 4096) - 1).bit_length()
     return SearchSpace(
-        pools=lambda partition: pools_of(config, problem.roles, partition),
+        pools=lambda partition: pools_of(problem.roles, partition),
         schedules=_schedules(problem),
         micro_batch_tokens=(longest, 2 * longest, 4 * longest),
         activations=(ActivationMode.keep, ActivationMode.recompute),

@@ -6,12 +6,13 @@ from hybridrl.config import (
     VALUE_MODELS,
     Config,
     Placement,
+    PoolOfConfig,
     TrainLayoutConfig,
 )
 from hybridrl.planner.mapping import ACTOR, DeviceMapping, GenLayout, PlannedRole, TrainLayout
 
 SET = (
-    *("cluster.ranks", "cluster.placement", "cluster.pools", "schedule"),
+    *("cluster.ranks", "cluster.placement", "cluster.pools", "cluster.pool_of", "schedule"),
     *("rollout.layout.pp", "rollout.layout.tp", "trainer.activations"),
     *("trainer.max_tokens_per_micro_batch", "trainer.layout"),
     *(f"{key}.layout" for key in VALUE_MODELS.values()),
@@ -46,42 +47,51 @@ def overrides(mapping: DeviceMapping) -> list[str]:
 
 
 def _placement(mapping: DeviceMapping) -> dict[str, str | int]:
-    if len(mapping.pools) == 1:
-        return {"cluster.placement": Placement.colocate.value}
-    pools = {f"cluster.pools.{pool}": ranks for pool, ranks in mapping.ranks.items()}
-    return {"cluster.placement": Placement.split.value, **pools}
+    """A pool has the name of one of its roles; roles without an entry are in that of the actor."""
+    settings: dict[str, str | int] = {"cluster.placement": Placement.colocate.value}
+    if len(mapping.pools) > 1:
+        for pool, roles in mapping.pools.items():
+            fields = {pool_field(role) for role in roles} - {ACTOR}
+            if pool != ACTOR:
+                settings |= {f"cluster.pool_of.{field}": pool for field in sorted(fields)}
+            settings[f"cluster.pools.{pool}"] = mapping.ranks[pool]
+    return settings
+
+
+def pool_field(role: str) -> str:
+    """The field of `cluster.pool_of` that a role follows: see `Config.pool_field`."""
+    whole = role.partition(".parts.")[0]
+    fields = PoolOfConfig.__dataclass_fields__
+    return whole if whole in (ACTOR, *fields) else "reference"
 
 
 def pools_of(
-    config: Config, roles: Sequence[PlannedRole], partition: Sequence[Sequence[str]]
+    roles: Sequence[PlannedRole], partition: Sequence[Sequence[str]]
 ) -> dict[str, tuple[str, ...]] | None:
-    """The pools of a partition, the actor's first; None for one that `train` does not run."""
-    critics = {r.name for r in roles if r.name in VALUE_MODELS or _judges(config, r.name)}
-    sets = sorted((set(names) for names in partition), key=lambda names: ACTOR not in names)
-    if len(sets) == 1:
-        return {"actor": tuple(role.name for role in roles)}
-    if len(sets) == 2 and sets[1] == critics:
-        return {
-            "actor": tuple(role.name for role in roles if role.name not in critics),
-            "critic": tuple(role.name for role in roles if role.name in critics),
-        }
-    return None
+    """The pools of a partition, the actor's first; None for one that `train` does not run.
 
-
-def _judges(config: Config, role: str) -> bool:
-    """Whether a role is a judge of the config that is a model."""
-    whole = role.partition(".parts.")[0]
-    return whole in ("reward", "cost") and config.is_neural(role)
+    Roles that follow one field, as the judges of a sum do, are together. Names of pools are those
+    of roles, the first in the order of `cluster.pools`.
+    """
+    order = [ACTOR, *PoolOfConfig.__dataclass_fields__]
+    of_field: dict[str, int] = {}
+    pools: dict[str, tuple[str, ...]] = {}
+    for number, names in enumerate(partition):
+        for name in names:
+            if of_field.setdefault(pool_field(name), number) != number:
+                return None
+        fields = sorted({pool_field(name) for name in names}, key=order.index)
+        own = tuple(role.name for role in roles if role.name in names)
+        pools[ACTOR if ACTOR in names else fields[0]] = own
+    return {name: pools[name] for name in order if name in pools}
 
 
 def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
     """That which a config asks for."""
-    every = [[role.name for role in roles]]
-    if config.split:
-        critics = {r.name for r in roles if r.name in VALUE_MODELS or _judges(config, r.name)}
-        every = [[n for n in every[0] if n not in critics], [n for n in every[0] if n in critics]]
-    pools = pools_of(config, roles, every)
-    assert pools is not None, "a placement that train refuses"
+    by_pool: dict[str, list[str]] = {}
+    for role in roles:
+        by_pool.setdefault(config.pool_of(role.name), []).append(role.name)
+    pools = {pool: tuple(by_pool[pool]) for pool in config.cluster.pool_ranks if pool in by_pool}
     trainer, train = config.trainer, {}
     for role in roles:
         if role.trained:
