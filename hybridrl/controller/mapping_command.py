@@ -2,14 +2,15 @@
 
 import json
 import logging
-import shlex
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
+from hybridrl.config.cluster import PoolName
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
 from hybridrl.controller import memory_plan
 from hybridrl.controller.composite_reward import with_parts
@@ -18,10 +19,12 @@ from hybridrl.controller.mapping_overrides import (
     layout_key,
     mapping_of,
     overrides,
+    pool_field,
     pools_of,
     train_config,
 )
-from hybridrl.controller.placement import check_placement
+from hybridrl.controller.mapping_report import MappingReport, describe
+from hybridrl.controller.placement import check_apart, check_placement, graphs_of
 from hybridrl.controller.preflight import build_recipe, check_attention
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
@@ -41,7 +44,6 @@ from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
     DoesNotFit,
     MappingSearch,
-    PricedMapping,
     SearchResult,
     SearchSpace,
     check_fits,
@@ -59,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
        hybridrl plan auto OVERRIDES --price --nodes=N --lengths=... [OPTIONS]
+       hybridrl plan auto --paper=hybridflow
 
 Finds which ranks each model of a recipe gets, its layouts in training and in generation, and the
 schedule, for the least seconds of a step. The last line is the best mapping as a command:
@@ -95,101 +98,6 @@ _FLAGS = ("--price",)
 
 
 @dataclass(frozen=True, slots=True)
-class MappingReport:
-    """The mappings that a run can have, the best first, with the overrides of each."""
-
-    result: SearchResult
-    overrides: Sequence[list[str]]
-    refused: Sequence[str]
-    """Why mappings that the search chose are left out."""
-    given_args: Sequence[str]
-    source: str
-    """Where the seconds come from."""
-
-    def table(self) -> list[tuple[str, ...]]:
-        """A header, then a line for each mapping."""
-        head = ("", "step s", "switch", "front", "training", "memory", "bound by")
-        lines: list[tuple[str, ...]] = [head]
-        for number, one in enumerate(self.result.best, 1):
-            seconds = one.seconds
-            peak = max((plan.peak for plan in one.memory.values()), key=lambda phase: phase.total)
-            numbers = (seconds.step_s, seconds.switch, seconds.front, seconds.training)
-            memory = f"{peak.total / GIB:.0f} GiB, {peak.name}"
-            texts = [f"{n:.3g}" for n in numbers]
-            lines.append((str(number), *texts, memory, seconds.bound_by))
-        return lines
-
-    def remarks(self) -> list[str]:
-        """Below the table; the last line is the command."""
-        result = self.result
-        lines = [f"{number}  {describe(one)}" for number, one in enumerate(result.best, 1)]
-        lines += [
-            f"{result.num_candidates} candidates, {result.num_priced} priced,"
-            f" {result.num_replayed} replayed in {result.seconds:.0f} s; seconds by {self.source}",
-        ]
-        if not result.is_complete and result.rest_s is not None:
-            lines.append(
-                f"the search was not through: what is left takes {result.rest_s:.3g} s a step at"
-                " least; --seconds gives it longer"
-            )
-        lines += [f"left out: {reason}" for reason in self.refused]
-        command = shlex.join(["hybridrl", "train", *self.given_args, *self.overrides[0]])
-        return [*lines, command]
-
-    def record(self) -> dict[str, Any]:
-        """As JSON data."""
-        result = self.result
-        return {
-            "source": self.source,
-            "candidates": result.num_candidates,
-            "priced": result.num_priced,
-            "replayed": result.num_replayed,
-            "search_s": result.seconds,
-            "complete": result.is_complete,
-            "rest_s": result.rest_s,
-            "refused": list(self.refused),
-            "mappings": [
-                _record(one, settings)
-                for one, settings in zip(result.best, self.overrides, strict=True)
-            ],
-        }
-
-
-def describe(one: PricedMapping) -> str:
-    """Placement, generation, schedule and training in one line."""
-    mapping = one.mapping
-    pools = " | ".join(
-        f"{mapping.ranks[pool]}: {', '.join(roles)}" for pool, roles in mapping.pools.items()
-    )
-    trained = "; ".join(f"{role} {_axes_text(x)}" for role, x in mapping.train.items())
-    gen = f"tp {mapping.gen.tp}" + f" pp {mapping.gen.pp}" * (mapping.gen.pp > 1)
-    first = next(iter(mapping.train.values()))
-    shared = f"{first.activations.value}, {first.micro_batch_tokens} tokens"
-    return f"{pools}; {mapping.schedule.kind.value}, generation {gen}; {trained}; {shared}"
-
-
-def _axes_text(layout: TrainLayout) -> str:
-    axes = ("pp", "replicas", "fsdp", "tp")
-    sizes = [f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1]
-    order = f" {layout.schedule.value}" * (layout.pp > 1)
-    return (" ".join(sizes) or "whole") + order
-
-
-def _record(one: PricedMapping, settings: Sequence[str]) -> dict[str, Any]:
-    seconds = one.seconds
-    return {
-        "step_s": seconds.step_s,
-        "bound_s": one.bound_s,
-        "seconds": asdict(seconds),
-        "bound_by": seconds.bound_by,
-        "pools": {pool: list(roles) for pool, roles in one.mapping.pools.items()},
-        "ranks": dict(one.mapping.ranks),
-        "memory": {pool: plan.record() for pool, plan in one.memory.items()},
-        "overrides": list(settings),
-    }
-
-
-@dataclass(frozen=True, slots=True)
 class _Problem:
     """Everything that is known before the search."""
 
@@ -202,6 +110,24 @@ class _Problem:
     memory: MappingMemory
     room: memory_plan.Room
     given_args: Sequence[str]
+
+
+def run_paper(
+    args: Sequence[str], on_progress: Callable[[int, int], None] = lambda done, of: None
+) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
+    """A table, remarks and data of `--paper=hybridflow`. Raises ConfigError."""
+    from hybridrl.planner import published_mappings
+
+    name = args[0].removeprefix("--paper").removeprefix("=")
+    if name != "hybridflow" or len(args) > 1:
+        raise ConfigError("--paper", " ".join([name, *args[1:]]), "hybridflow, and nothing else")
+    placed, generated = published_mappings.hybridflow(on_progress)
+    data = {"placements": list(map(asdict, placed)), "generation": list(map(asdict, generated))}
+    return (
+        published_mappings.table(placed),
+        published_mappings.remarks(generated),
+        {"hybridflow": data},
+    )
 
 
 def run(
@@ -396,10 +322,30 @@ def _space(problem: _Problem) -> SearchSpace:
             return False
         return True
 
+    @cache
+    def runs(pools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
+        """Whether roles may be apart from the actor as these are."""
+        placed = deepcopy(config)
+        fields = {pool_field(role): pool for pool, roles in pools for role in roles}
+        for field in fields.keys() - {ACTOR}:
+            setattr(placed.cluster.pool_of, field, PoolName(fields[field]))
+            setattr(placed.cluster.pools, fields[field], 1)
+        try:
+            for pool, graph in graphs_of(problem.graph, placed).items():
+                if pool != ACTOR:
+                    check_apart(placed, pool, graph)
+        except ConfigError:
+            return False
+        return True
+
+    def pools(partition: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]] | None:
+        by_name = pools_of(problem.roles, partition)
+        return by_name if by_name and runs(tuple(by_name.items())) else None
+
     scorers = [role.name for role in problem.roles if not role.trained]
     longest = 2 ** (max(config.longest_sample, 4096) - 1).bit_length()
     return SearchSpace(
-        pools=lambda partition: pools_of(problem.roles, partition),
+        pools=pools,
         schedules=_schedules(problem),
         micro_batch_tokens=(longest, 2 * longest, 4 * longest),
         activations=(ActivationMode.keep, ActivationMode.recompute),

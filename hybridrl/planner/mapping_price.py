@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from hybridrl.config import SerialScheduleConfig
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -173,6 +174,26 @@ class MappingPrices:
             self._fronts[key] = outcome.step_s, outcome.bubbles
         front, idle = self._fronts[key]
         return replace(priced, front=front, idle=idle)
+
+    def generation_s(self, gen: GenLayout, ranks: range) -> float:
+        """Of generation alone, by `serial`."""
+        layout = TrainLayout(fsdp=len(ranks))
+        mapping = DeviceMapping(
+            pools={ACTOR: (ACTOR,)},
+            ranks={ACTOR: len(ranks)},
+            train={ACTOR: layout},
+            gen=gen,
+            schedule=SerialScheduleConfig(),
+        )
+        alone = MappingPrices(
+            self.costs,
+            self.memory,
+            [replace(self._by_name[ACTOR], passes=())],
+            self.workload,
+            decode_steps=self.decode_steps,
+        )
+        nothing = StepSeconds(switch=0, front=0, infer={}, train={}, training=0, reason="")
+        return alone.replayed(mapping, nothing).front
 
     # Their pieces
 

@@ -121,7 +121,7 @@ def test_a_workload_without_lengths_says_where_they_come_from() -> None:
 def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:
     """Without FSDP, 70B parameters have too large moments."""
     layout = ("trainer.layout.replicas=8", "trainer.layout.fsdp=1", "rollout.layout.tp=8")
-    with pytest.raises(ConfigError, match="most of it.*moments"):
+    with pytest.raises(ConfigError, match=r"most of it.*moments"):
         _plan(*BIG, *layout, "--nodes=1", "--price")
 
 
