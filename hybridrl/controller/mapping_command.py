@@ -44,7 +44,7 @@ from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
     DoesNotFit,
     MappingSearch,
-    SearchResult,
+    MappingResults,
     SearchSpace,
     check_fits,
 )
@@ -109,7 +109,7 @@ class _Problem:
     prices: MappingPrices
     memory: MappingMemory
     room: memory_plan.Room
-    given_args: Sequence[str]
+    user_args: Sequence[str]
 
 
 def run_paper(
@@ -145,13 +145,13 @@ def run(
         raise ConfigError(key, value, "nothing: plan auto chooses it, or --price prices it")
     cluster = _cluster(options)
     if prices_one:
-        given_args = rest
+        user_args = rest
     else:
-        given_args = [arg for arg in rest if not arg.startswith("cluster.ranks=")]
+        user_args = [arg for arg in rest if not arg.startswith("cluster.ranks=")]
         rest = [*rest, f"cluster.ranks={cluster.ranks}"]
     config = compose.check(rest)
     with command_log(config.log.level):
-        problem = _problem(config, cluster, options, given_args)
+        problem = _problem(config, cluster, options, user_args)
         if prices_one:
             return _price(problem)
         return _search(problem, options, on_progress)
@@ -224,7 +224,7 @@ def _measured(file: str) -> MappingCosts:
 
 
 def _problem(
-    config: Config, cluster: ClusterShape, options: Mapping[str, Any], given_args: Sequence[str]
+    config: Config, cluster: ClusterShape, options: Mapping[str, Any], user_args: Sequence[str]
 ) -> _Problem:
     from hybridrl.controller.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
     from hybridrl.models.shape import model_shape
@@ -277,7 +277,7 @@ def _problem(
         epochs=config.trainer.epochs,
         mini_batches=config.trainer.mini_batches,
     )
-    return _Problem(config, graph, shape, shapes, roles, prices, memory, room, given_args)
+    return _Problem(config, graph, shape, shapes, roles, prices, memory, room, user_args)
 
 
 def _workload(config: Config, graph: Graph, options: Mapping[str, Any]) -> Workload:
@@ -386,7 +386,7 @@ def _search(
     for one in result.best:
         own = overrides(one.mapping)
         try:
-            memory = checked(problem, [*problem.given_args, *own])
+            memory = checked(problem, [*problem.user_args, *own])
         except ConfigError as error:
             refused.append(f"{describe(one)} ({error})")
             continue
@@ -401,12 +401,12 @@ def _search(
         _write(options["out"], settings[0])
     source = problem.prices.costs.layer_costs.source
     result = replace(result, best=best)
-    return MappingReport(result, settings, refused, problem.given_args, source)
+    return MappingReport(result, settings, refused, problem.user_args, source)
 
 
 def _price(problem: _Problem) -> MappingReport:
     """The mapping of the config itself."""
-    memory = checked(problem, problem.given_args)
+    memory = checked(problem, problem.user_args)
     mapping = mapping_of(problem.config, problem.roles)
     search = MappingSearch(
         problem.roles,
@@ -416,7 +416,7 @@ def _price(problem: _Problem) -> MappingReport:
         _space(problem),
     )
     priced = replace(search.price(mapping), memory=memory)
-    result = SearchResult(
+    result = MappingResults(
         best=[priced],
         num_candidates=1,
         num_priced=1,
@@ -426,7 +426,7 @@ def _price(problem: _Problem) -> MappingReport:
         rest_s=None,
     )
     source = problem.prices.costs.layer_costs.source
-    return MappingReport(result, [[]], [], problem.given_args, source)
+    return MappingReport(result, [[]], [], problem.user_args, source)
 
 
 def checked(problem: _Problem, args: Sequence[str]) -> Mapping[str, MemoryPlan]:

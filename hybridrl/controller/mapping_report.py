@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridrl.planner.mapping import TrainLayout
-from hybridrl.planner.mapping_search import PricedMapping, SearchResult
+from hybridrl.planner.mapping_search import PricedMapping, MappingResults
 from hybridrl.planner.memory import GIB
 
 
@@ -14,11 +14,11 @@ from hybridrl.planner.memory import GIB
 class MappingReport:
     """The mappings that a run can have, the best first, with the overrides of each."""
 
-    result: SearchResult
+    result: MappingResults
     overrides: Sequence[list[str]]
     refused: Sequence[str]
     """Why mappings that the search chose are left out."""
-    given_args: Sequence[str]
+    user_args: Sequence[str]
     source: str
     """Where the seconds come from."""
 
@@ -49,7 +49,7 @@ class MappingReport:
                 " least; --seconds gives it longer"
             )
         lines += [f"left out: {reason}" for reason in self.refused]
-        command = shlex.join(["hybridrl", "train", *self.given_args, *self.overrides[0]])
+        command = shlex.join(["hybridrl", "train", *self.user_args, *self.overrides[0]])
         return [*lines, command]
 
     def record(self) -> dict[str, Any]:

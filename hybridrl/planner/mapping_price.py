@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from hybridrl.config import SerialScheduleConfig
+from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -129,21 +129,25 @@ class MappingPrices:
     def bound(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> StepSeconds:
         """Of a step at least, whatever the schedule; `updates` are seconds by role."""
         home = mapping.ranks_of(ACTOR)
-        instances = mapping.instances
         decode, alone = self._generation(mapping.gen, self._aligned(home))
-        infer, shared = self._infer(mapping), 0.0
-        pools: dict[str, float] = {}
+        infer = self._infer(mapping)
+        # Inference by who does it: instances, all of the actor's ranks after generation, a pool.
+        shared, after, pools = 0.0, 0.0, dict[str, float]()
         for role in self.roles:
-            pool = mapping.pool_of(role.name)
-            if pool == mapping.pool_of(ACTOR):
-                shared += infer.get(role.name, 0.0)
+            seconds, pool = infer.get(role.name, 0.0), mapping.pool_of(role.name)
+            if pool != mapping.pool_of(ACTOR):
+                pools[pool] = pools.get(pool, 0.0) + seconds
+            elif self.costs.stage_layout(role, mapping)[1] is Scope.WORLD:
+                after += seconds
             else:
-                pools[pool] = pools.get(pool, 0.0) + infer.get(role.name, 0.0)
-        bounds = {
-            f"decoding and inference on {instances} instances": decode + shared,
-            "the longest sample": alone,
-        }
-        bounds |= {f"inference in pool {pool}": seconds for pool, seconds in pools.items()}
+                shared += seconds
+        decoding = f"decoding on {mapping.instances} instances"
+        if mapping.schedule.kind is ScheduleKind.serial:  # one stage after the other
+            rest = sum(infer.values())
+            bounds = {decoding: decode + rest, "the longest sample": alone + rest}
+        else:
+            bounds = {decoding: decode + shared + after, "the longest sample": alone + after}
+            bounds |= {f"inference in pool {name}": seconds for name, seconds in pools.items()}
         reason = max(bounds, key=lambda name: bounds[name])
         return StepSeconds(
             switch=0.0,

@@ -77,7 +77,7 @@ class PricedMapping:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchResult:
+class MappingResults:
     """The best mappings, and how much was tried."""
 
     best: Sequence[PricedMapping]
@@ -151,7 +151,7 @@ class MappingSearch:
         number: int,
         budget_s: float = 60.0,
         on_progress: Callable[[int, int], None] = lambda replayed, candidates: None,
-    ) -> SearchResult:
+    ) -> MappingResults:
         """The best `number` of mappings, the best first, or those of `budget_s` seconds.
 
         Raises DoesNotFit where a role fits nowhere.
@@ -181,7 +181,7 @@ class MappingSearch:
         for left in sorted(queue):  # replayed before the time was over
             if left.level == 3 and len(done) < number:
                 done.setdefault(left.key, left)
-        return SearchResult(
+        return MappingResults(
             best=[self._result(one) for one in done.values()],
             num_candidates=counts[1],
             num_priced=counts[2],

@@ -4,9 +4,9 @@ Setting (arXiv 2409.19256, section 8): 16 nodes of 8 A100 with 80 GB, 200 Gb/s a
 PPO with a critic, a reference and a reward model of the actor's size, unless it is said. A step has
 1,024 prompts of 1,024 tokens with a response of 1,024 tokens each.
 
-Not published, and so assumed: one epoch of eight mini-batches; the efficiency of kernels and links,
-which is that of `accelerators.py`; the engines, which here are those of this project: FSDP, its
-micro-batches, offload of every role that does not compute. No number is fitted.
+Not published, and so assumed: one epoch of eight mini-batches, and the efficiency of kernels and
+links, which is that of `accelerators.py`. The engines are those of this project: FSDP, its
+micro-batches, and every role off the device that does not compute. No number is fitted.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ PUBLISHED_TP = {"7b": (2, 0.603), "13b": (4, 0.364)}
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacementCase:
     """A case: seconds of a step by placement; None where it does not fit."""
 
     actor: str
@@ -81,7 +81,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GenerationCase:
     """Seconds of generation by tensor parallelism on 16 GPUs."""
 
     model: str
@@ -94,7 +94,7 @@ class Generated:
 
 def hybridflow(
     on_progress: Callable[[int, int], None] = lambda done, of: None,
-) -> tuple[list[Placed], list[Generated]]:
+) -> tuple[list[PlacementCase], list[GenerationCase]]:
     """Every published case; `on_progress` gets the cases done and their total."""
     placed = []
     total = len(PUBLISHED) + 1
@@ -106,31 +106,31 @@ def hybridflow(
     return placed, [generate(model) for model in PUBLISHED_TP]
 
 
-def place(actor: str, critic: str, gpus: int, published: str) -> Placed:
+def place(actor: str, critic: str, gpus: int, published: str) -> PlacementCase:
     """The three named placements."""
     best = {name: _best(actor, critic, gpus, [pools]) for name, pools in PLACEMENTS.items()}
-    return _placed(actor, critic, gpus, best, published)
+    return _case(actor, critic, gpus, best, published)
 
 
-def place_any(actor: str, critic: str, gpus: int, published: str) -> Placed:
+def place_any(actor: str, critic: str, gpus: int, published: str) -> PlacementCase:
     """All partitions into two pools and fewer, named by their sets."""
     pair = PLACEMENTS["split"]
     alone = {"actor": ("actor", "reference", "reward"), "critic": ("critic",)}
     named = {"colocate": PLACEMENTS["colocate"], "split": pair, "critic alone": alone}
     best = {name: _best(actor, critic, gpus, [pools]) for name, pools in named.items()}
-    return _placed(actor, critic, gpus, best, published)
+    return _case(actor, critic, gpus, best, published)
 
 
-def _placed(
+def _case(
     actor: str, critic: str, gpus: int, best: dict[str, PricedMapping | None], published: str
-) -> Placed:
+) -> PlacementCase:
     seconds = {name: one and one.seconds.step_s for name, one in best.items()}
     ranks = {name: dict(one.mapping.ranks) for name, one in best.items() if one}
     quickest = min((s, name) for name, s in seconds.items() if s is not None)[1]
-    return Placed(actor, critic, gpus, seconds, ranks, quickest, published)
+    return PlacementCase(actor, critic, gpus, seconds, ranks, quickest, published)
 
 
-def generate(model: str) -> Generated:
+def generate(model: str) -> GenerationCase:
     """Tensor parallelism of generation on 16 GPUs, colocated, in training's own best layout."""
     search = _search(model, model, 16, [PLACEMENTS["colocate"]])
     actor = search.roles[0]
@@ -141,7 +141,7 @@ def generate(model: str) -> Generated:
             seconds[tp] = search.prices.generation_s(gen, range(16))
     best = min(seconds, key=lambda tp: seconds[tp])
     saved = 1 - seconds[best] / seconds[8]
-    return Generated(model, seconds, best, saved, PUBLISHED_TP[model])
+    return GenerationCase(model, seconds, best, saved, PUBLISHED_TP[model])
 
 
 def _best(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> PricedMapping | None:
@@ -193,7 +193,7 @@ def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> Map
     return MappingSearch(roles, prices, memory, gpus, space)
 
 
-def table(placed: Sequence[Placed]) -> list[tuple[str, ...]]:
+def table(placed: Sequence[PlacementCase]) -> list[tuple[str, ...]]:
     """A header and a line for each case."""
     names = list(dict.fromkeys(name for one in placed for name in one.seconds))
     lines: list[tuple[str, ...]] = [("actor", "critic", "GPUs", *names, "best", "published")]
@@ -205,7 +205,7 @@ def table(placed: Sequence[Placed]) -> list[tuple[str, ...]]:
     return lines
 
 
-def remarks(generated: Sequence[Generated]) -> list[str]:
+def remarks(generated: Sequence[GenerationCase]) -> list[str]:
     """Generation, and what the columns are."""
     lines = ["seconds of a step by placement, each with its best allocation and layouts"]
     for one in generated:

@@ -44,10 +44,10 @@ def _passes_preflight(seed: int, directory: Path) -> None:
     """What `train` checks before it starts a rank; memory is that of the planned cluster."""
     args = _random_problem(random.Random(seed))
     report = _plan(*TINY, *args)
-    given = [arg for arg in args if not arg.startswith("--")]
+    own = [arg for arg in args if not arg.startswith("--")]
     for number, overrides in enumerate(report.overrides):
         run_dir = f"run.dir={directory / f'{seed}-{number}'}"
-        config = compose.check([*TINY, *given, *overrides, run_dir])
+        config = compose.check([*TINY, *own, *overrides, run_dir])
         prepare(config)
 
 
