@@ -43,8 +43,8 @@ from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
     DoesNotFit,
-    MappingSearch,
     MappingResults,
+    MappingSearch,
     SearchSpace,
     check_fits,
 )

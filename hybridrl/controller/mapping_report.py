@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridrl.planner.mapping import TrainLayout
-from hybridrl.planner.mapping_search import PricedMapping, MappingResults
+from hybridrl.planner.mapping_search import MappingResults, PricedMapping
 from hybridrl.planner.memory import GIB
 
 
@@ -30,7 +30,7 @@ class MappingReport:
             seconds = one.seconds
             peak = max((plan.peak for plan in one.memory.values()), key=lambda phase: phase.total)
             numbers = (seconds.step_s, seconds.switch, seconds.front, seconds.training)
-            memory = f"{peak.total / GIB:.0f} GiB, {peak.name}"
+            memory = f"{peak.total / GIB:.3g} GiB, {peak.name}"
             texts = [f"{n:.3g}" for n in numbers]
             lines.append((str(number), *texts, memory, seconds.bound_by))
         return lines

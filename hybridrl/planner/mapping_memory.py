@@ -75,12 +75,14 @@ class DenseLayerBytes:
         if sequence_parallel:  # norms have their tokens only, the layer's input is whole
             whole -= 12 * shape.hidden * (tp - 1) // tp
         kept = whole + (8 * shape.ffn + 4 * features + 4 * shape.heads) // tp
-        peak = kept + max(4 * shape.ffn // tp + 2 * shape.hidden, 11 * shape.hidden)
-        matrix = 2 * shape.hidden * shape.ffn // tp  # the gradient of one
+        # Two moments of a backward pass: at the activation with one gradient, at the layer's input.
+        matrix = 2 * shape.hidden * shape.ffn // tp
+        within = tokens * (4 * shape.ffn // tp + 2 * shape.hidden) + matrix
+        peak = tokens * kept + max(within, tokens * 11 * shape.hidden + 3 * matrix)
         if recompute:
             own = 2 * shape.hidden // (tp if sequence_parallel else 1)
-            return ActivationSizes(tokens * own, tokens * (peak + own) + matrix)
-        return ActivationSizes(tokens * kept, tokens * peak + matrix)
+            return ActivationSizes(tokens * own, peak + tokens * own)
+        return ActivationSizes(tokens * kept, peak)
 
     def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
         """See `LayerBytes`."""

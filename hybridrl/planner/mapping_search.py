@@ -152,7 +152,7 @@ class MappingSearch:
         budget_s: float = 60.0,
         on_progress: Callable[[int, int], None] = lambda replayed, candidates: None,
     ) -> MappingResults:
-        """The best `number` of mappings, the best first, or those of `budget_s` seconds.
+        """The best `number` of mappings, the best first, or what `budget_s` seconds are enough for.
 
         Raises DoesNotFit where a role fits nowhere.
         """
@@ -170,7 +170,8 @@ class MappingSearch:
             if candidate.level == 3:
                 done[candidate.key] = candidate
                 continue
-            if time.monotonic() - started > budget_s:
+            # One at least is replayed, however slow the machine is.
+            if counts[3] and time.monotonic() - started > budget_s:
                 heapq.heappush(queue, candidate)
                 break
             for better in self._next_level(candidate):

@@ -15,7 +15,7 @@ from hybridrl.controller.preflight import prepare
 LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
 TINY = (
     *("cluster.device=cpu", "data.max_prompt_tokens=64", "rollout.max_new_tokens=192"),
-    *("trainer.prompts_per_step=4", "recipe.num_samples=2"),
+    *("trainer.prompts_per_step=2", "cluster.memory_check=warn"),
 )
 
 

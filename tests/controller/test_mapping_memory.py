@@ -26,8 +26,8 @@ def _config(model: str, ranks: int, settings: list[str]) -> Config:
         "cluster.device=cuda",
         f"cluster.ranks={ranks}",
         "model.attention=flash",
-        "rollout.max_new_tokens=3072",
-        "data.max_prompt_tokens=1024",
+        "rollout.max_new_tokens=1536",
+        "data.max_prompt_tokens=512",
     ]
     config = compose.check([*args, *settings])
     config.resolve_device(ranks, "the planned cluster")
@@ -39,8 +39,8 @@ def _memory(config: Config, graph: Graph, layer_bytes: LayerBytes) -> MappingMem
     samples = sum(getattr(s, "num_samples", 0) or 0 for s in graph.stages.values())
     return MappingMemory(
         limits=StepLimits(
-            prompt_tokens=1024,
-            new_tokens=3072,
+            prompt_tokens=512,
+            new_tokens=1536,
             samples=samples * config.trainer.prompts_per_step,
         ),
         capacity=room.capacity,
@@ -73,7 +73,6 @@ def _layouts(seed: int, number: int) -> list[tuple[str, int, list[str]]]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_phases_agree_with_the_memory_plan(seed: int) -> None:
     """Of random layouts: each phase within 3 % of the plan, or 50 MiB."""
-    worst = 0.0
     for model, ranks, settings in _layouts(seed, 12):
         config = _config(model, ranks, settings)
         graph = build_recipe(config.recipe)
@@ -87,7 +86,6 @@ def test_phases_agree_with_the_memory_plan(seed: int) -> None:
         for phase in planned.phases:
             difference = abs(phase.total - wanted[phase.name])
             if difference > 50 * 2**20:
-                worst = max(worst, difference / wanted[phase.name])
                 assert difference <= 0.03 * wanted[phase.name], (model, settings, phase, wanted)
     assert len(wanted) == len(planned.phases)
 
