@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
        hybridrl plan memory [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
        hybridrl plan schedule --lengths=... [OPTIONS]     see hybridrl plan schedule --help
+       hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]   see --help
 
 `memory` prints what a rank of each pool holds in each phase of a step, and whether it fits a GPU of
 N GiB (80, or 79.6; that of this node, else 80), or with cluster.device=cpu this node's memory.
