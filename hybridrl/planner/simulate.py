@@ -245,8 +245,13 @@ class SimulatedExecutor:
         self._clock.advance_to(max(when, self.clock.now()))
         return [event]
 
-    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        """Never: costs are not known by role."""
+        return False
+
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
         """Takes `train_token_s` a token of the batch, without those that were trained early."""
+        ((stage, samples),) = updates
         assert not self._pending, "an update while calls are in flight"
         late = [sample for sample in samples if sample.id not in self._early]
         self._early.clear()

@@ -93,7 +93,8 @@ def train(path, sequences, actor, critic, fused, settings):
     for step in range(2):
         if together is not None:
             inputs = [UpdateInputs(sequences=mine, loss=loss) for loss in losses]
-            metrics.append(together.update(inputs, ragged=settings["ragged"]))
+            pairs = list(zip(engines, inputs, strict=True))
+            metrics.append(together.update(pairs, ragged=settings["ragged"]))
         else:
             pairs = zip(engines, losses, strict=True)
             metrics.append([engine.update(mine, loss) for engine, loss in pairs])
