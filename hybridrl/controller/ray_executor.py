@@ -423,10 +423,11 @@ class RayExecutor:
     ) -> EventCalls:
         """One event for an instance: each rank has the gradient of its samples."""
         arriving, parcels = yield from self._bring(instance, samples)
+        members = self.group.instances[instance]
         ranks = [sample.rank for sample in samples]
-        shares = update_shares(stage, samples, ranks, self._pool(stage).ranks, self.config.trainer)
+        shares = update_shares(stage, samples, ranks, members, self.config.trainer)
         calls = {}
-        for rank in self.group.instances[instance]:
+        for rank in members:
             share = replace(shares[rank], parcels=_once(parcels[rank]))
             call = self.group.call_train_early(rank, stage, instance, share, arriving[rank])
             calls[call] = rank

@@ -13,10 +13,10 @@ def update_shares(
     stage: UpdateStage,
     samples: Sequence[Sample],
     ranks: Sequence[int],
-    pool: Sequence[int],
+    members: Sequence[int],
     trainer: TrainerConfig,
 ) -> dict[int, UpdateShare]:
-    """The share of each rank of a `pool`, without parcels; `ranks` are those of the samples.
+    """Each member's share of an update, without parcels; `ranks` are those of the samples.
 
     Mini-batches are consecutive rows of samples, nearly equally many.
     """
@@ -34,7 +34,7 @@ def update_shares(
     bounds = [rows * i // num * stage.samples_per_row for i in range(num)] + [len(samples)]
     # Without samples where all were trained early.
     batches = [(a, b) for a, b in pairwise(bounds) if a < b or num == 1]
-    by_rank: dict[int, list[list[SampleId]]] = {rank: [[] for _ in batches] for rank in pool}
+    by_rank: dict[int, list[list[SampleId]]] = {rank: [[] for _ in batches] for rank in members}
     for number, (a, b) in enumerate(batches):
         for i in range(a, b):
             by_rank[ranks[i]][number].append(samples[i].id)
