@@ -34,10 +34,10 @@ def test_a_plan_keeps_no_more_than_all_models_under_1f1b(seed: int) -> None:
     rows = [[rng.randrange(1, 50) for _ in range(rng.randrange(1, 9))] for _ in range(3)]
     actor = pipeline("actor", (0, 1, 2, 3), rows[0])
     critics = [pipeline("critic", (3, 2), rows[1]), pipeline("critic", (1, 0), rows[2])]
-    alone = [
-        max(evaluate(PipelineProblem(models=[own], num_ranks=4), one_f_one_b(own)).peak_bytes)
-        for own in (actor, pipeline("critic", (0, 1), rows[1]), pipeline("critic", (0, 1), rows[2]))
-    ]
+    alone = []
+    for own in (actor, pipeline("critic", (0, 1), rows[1]), pipeline("critic", (0, 1), rows[2])):
+        problem = PipelineProblem(models=[own], num_ranks=len(own.ranks))
+        alone.append(max(evaluate(problem, one_f_one_b(own)).peak_bytes))
     limit = kept_under_1f1b([actor, *critics], ["actor", "critic", "critic"])
     assert limit >= alone[0] + max(alone[1:])
     problem = PipelineProblem(models=[actor, *critics], num_ranks=4, limit_bytes=limit)
