@@ -92,7 +92,8 @@ def _train_or_check(args: list[str]) -> None:
     from hybridrl.controller.dry_run import dry_run
 
     try:
-        result = dry_run(configs)
+        with command_log(configs[0].log.level):
+            result = dry_run(configs)
     except train.RUN_ERRORS as error:
         _fail(str(error), 1)
     _print_json(result)
