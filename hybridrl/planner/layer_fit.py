@@ -113,7 +113,7 @@ def _fit_passes(passes: Sequence[TimedPass], source: str) -> LayerCosts:
     seconds = [timed.seconds - timed.optimizer_s for timed in passes]
     fitted = _fit(rows, seconds)
     forward, backward = fitted[:6], fitted[6:12]
-    row_s, update_s, gradient_s, _ = fitted[12:]
+    row_s, update_s, gradient_s, pass_s = fitted[12:]
     stepped = [timed for timed in passes if timed.trains]
     optimizer = _fit(
         [[float(timed.shape.parameters)] for timed in stepped],
@@ -127,6 +127,7 @@ def _fit_passes(passes: Sequence[TimedPass], source: str) -> LayerCosts:
         head_backward=PassRates(flop_s=backward[4], element_s=backward[5]),
         decode=DecodeRates(),
         row_s=row_s,
+        pass_s=pass_s,
         update_s=update_s,
         gradient_element_s=gradient_s,
         optimizer_element_s=optimizer[0],

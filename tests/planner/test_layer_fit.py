@@ -38,6 +38,7 @@ TRUTH = LayerCosts(
     ),
     prefill=PassRates(call_s=2e-4, flop_s=5e-11, element_s=5e-10, pair_s=1e-10),
     row_s=1e-3,
+    pass_s=2e-3,
     update_s=4e-3,
     gradient_element_s=2e-9,
     optimizer_element_s=3e-9,
@@ -76,7 +77,7 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                     tokens=2048, scored=1024, pairs=sum(sample.pairs for sample in row)
                 )
                 (one,) = known.passes(role, TrainLayout(), range(1), row)
-                scored = number * one.forward_s + 2e-3
+                scored = number * one.forward_s + costs.pass_s
                 args = {"shape": shape, "rows": (packed,) * number}
                 passes.append(TimedPass(**args, trains=False, seconds=slowed(scored)))
                 both = number * (one.forward_s + one.backward_s) + costs.update_s
