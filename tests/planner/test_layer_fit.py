@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -78,21 +79,24 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                 )
                 (one,) = known.passes(role, TrainLayout(), range(1), row)
                 scored = number * one.forward_s + costs.pass_s
-                args = {"shape": shape, "rows": (packed,) * number}
-                passes.append(TimedPass(**args, trains=False, seconds=slowed(scored)))
+                timed = partial(TimedPass, shape=shape, rows=(packed,) * number)
+                passes.append(timed(trains=False, seconds=slowed(scored)))
                 both = number * (one.forward_s + one.backward_s) + costs.update_s
                 both += known.gradient_s(role, TrainLayout(), range(1))
                 step = slowed(known.optimizer_s(role, TrainLayout(), range(1)))
-                passes.append(
-                    TimedPass(**args, trains=True, seconds=slowed(both) + step, optimizer_s=step)
-                )
+                passes.append(timed(trains=True, seconds=slowed(both) + step, optimizer_s=step))
         instance = known.generation(role, GenLayout(), range(1))
         for rows in (1, 8, 32):
             for cached in (32, 256):
                 seconds = instance.decode(rows, 16, rows * cached)
-                work = {"shape": shape, "steps": 16, "rows": 16 * rows}
                 decoding.append(
-                    TimedDecoding(**work, cached=16 * rows * cached, seconds=slowed(seconds))
+                    TimedDecoding(
+                        shape=shape,
+                        steps=16,
+                        rows=16 * rows,
+                        cached=16 * rows * cached,
+                        seconds=slowed(seconds),
+                    )
                 )
     return fit_layers(passes, decoding, switches, source="measured", itemsize=4, overlaps=False)
 
