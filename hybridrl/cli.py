@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command line; exits the process."""
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], None]] = {
-        "train": partial(_run, _train),
+        "train": _train_or_check,
         "eval": _eval,
         "plan": _plan,
         "report": _report,
@@ -70,6 +70,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", signals.exit_code())
+
+
+def _train_or_check(args: list[str]) -> None:
+    """Train, or with `--dry-run` check all that a run checks before a rank starts."""
+    if "--dry-run" not in args:
+        return _run(_train, args)
+    from hybridrl.config import compose
+
+    args = [arg for arg in args if arg != "--dry-run"]
+    _check_config_files(args)
+    compose.register()
+    args = compose.resolve_arguments(args)
+    if compose.check_command_line(args) is None:  # it only asks for information
+        return _run(_train, args)
+    configs = compose.runs_of(args)
+    for config in configs:
+        check_startable(config)
+        check_run_dir(config)
+    from hybridrl.controller import train  # seconds
+    from hybridrl.controller.dry_run import dry_run
+
+    try:
+        result = dry_run(configs)
+    except train.RUN_ERRORS as error:
+        _fail(str(error), 1)
+    _print_json(result)
 
 
 def _train(config: Config) -> dict[str, Any]:
@@ -141,9 +167,7 @@ def _run(action: Action, args: list[str]) -> None:
         composed.run.dir = HydraConfig.get().runtime.output_dir
         try:
             config = compose.to_config(composed)
-            if config.model.shape and config.model.path is None:
-                raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
-            check_model_settings(config)
+            check_startable(config)
             if action is _train:
                 check_run_dir(config)  # of a sweep
             _job(action, config)
@@ -170,6 +194,13 @@ def _check_config_files(args: Sequence[str]) -> None:
     for key, _, value in (arg.partition("=") for arg in args):
         if key.endswith((".path", ".model")):
             check_config_json(value.strip("'\""), key)
+
+
+def check_startable(config: Config) -> None:
+    """Raise ConfigError for a model that has no weights, or that its `config.json` rules out."""
+    if config.model.shape and config.model.path is None:
+        raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
+    check_model_settings(config)
 
 
 def check_model_settings(config: Config) -> None:

@@ -94,7 +94,7 @@ def _pool_sizes(
         args = shape, layout, config.actor.lora, optim
         trained["actor"] = _heaviest(config, rows, train_stage, *args)
     for role in VALUE_MODELS:
-        if role in graph.learned and pool == config.value_pool:
+        if role in graph.learned and pool == config.pool_of(role):
             own = config.value_model_of(role)
             own_shape = model_shape_at(own.path) or shape
             rows = _rows(config, pool, own.layout, inputs)

@@ -233,7 +233,7 @@ class WorkerGroup:
             trains = {role for role in training if role in graph.learned}
             if pool is self.home:
                 trains |= {"actor"} & training.keys()
-            elif graph.learned:  # they may begin as the actor is now
+            elif {*graph.roles} - {*graph.judges}:  # they may begin as the actor is now
                 weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
             calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)

@@ -187,7 +187,7 @@ class BaseWorker:
                     logger.debug("value model %s made", name)
             for name in graph.judges:
                 self._add_judge(name)
-            self._add_scorers(graph)
+            self._add_scorers(graph, weights)
         for name, how in training.items():
             self.trained[name].train_engine.reset_optimizer(how.optim, how.total_updates)
         return self._reply(descriptions)
@@ -201,8 +201,8 @@ class BaseWorker:
     def _add_judge(self, name: str) -> None:
         raise NotImplementedError
 
-    def _add_scorers(self, graph: Graph) -> None:
-        """Make the forward-only roles of `graph` that are no judges."""
+    def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
+        """Make the forward-only roles of `graph` that are no judges; `weights` as in `begin`."""
 
     @dispatch(Dispatch.SAME)
     def save(self, path: str, resume: str | None = None) -> Reply[dict[str, Progress]]:
@@ -266,7 +266,7 @@ class BaseWorker:
         assert stage.role is not None
         start = time.perf_counter()
         with self._span(stage.name, len(ids)):
-            if stage.method is StageMethod.SCORE:
+            if stage.method is StageMethod.SCORE or stage.role not in self.trained:
                 scorer = self.scorers[stage.role]
                 self.residency.activate(scorer)
                 scalars, tensors = scorer.compute(stage, ids)

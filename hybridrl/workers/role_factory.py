@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import Config
 from hybridrl.flow.graph import Graph
+from hybridrl.models.load import load_config
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.critic import Critic
@@ -70,6 +71,48 @@ class RoleFactory:
         scorer.offload()
         return scorer
 
+    def copy_or_teacher(
+        self,
+        name: str,
+        parallel: GenParallel,
+        weights: Iterable[tuple[str, torch.Tensor]] | None,
+    ) -> ReferenceScorer:
+        """A role that only scores, in a pool without the actor.
+
+        The teacher's own model, or the actor's with its present `weights`, whole parameters; None
+        where they are those of its file.
+        """
+        path = self.config.teacher.path if name == "teacher" else None
+        if path is not None:
+            return self.frozen(path, parallel, key="teacher.path")
+        return self.frozen(self.model_path, parallel, present=weights)
+
+    def frozen(
+        self,
+        path: str,
+        parallel: GenParallel,
+        *,
+        key: str = "model.path",
+        shared: Mapping[str, torch.Tensor] | None = None,
+        present: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> ReferenceScorer:
+        """The weights at `path`, or `shared` ones, or whole parameters that are `present`."""
+        scorer = ReferenceScorer(
+            self.config,
+            path,
+            parallel,
+            self.device,
+            self.store,
+            key=key,
+            deterministic=self.config.strict,
+            weights=shared,
+            num_likeliest=load_config(self.model_path).vocab_size,
+        )
+        if present is not None:
+            scorer.engine.take_weights(present)
+        scorer.offload()
+        return scorer
+
 
 @dataclass(frozen=True)
 class ActorRoleFactory(RoleFactory):
@@ -129,17 +172,4 @@ class ActorRoleFactory(RoleFactory):
     def _frozen(
         self, path: str, key: str, weights: Mapping[str, torch.Tensor] | None = None
     ) -> ReferenceScorer:
-        actor, strict = self.actor, self.config.strict
-        scorer = ReferenceScorer(
-            self.config,
-            path,
-            actor.parallel,
-            actor.device,
-            self.store,
-            key=key,
-            deterministic=strict,
-            weights=weights,
-            num_likeliest=actor.train_engine.model.config.vocab_size,
-        )
-        scorer.offload()
-        return scorer
+        return self.frozen(path, self.actor.parallel, key=key, shared=weights)

@@ -31,7 +31,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "wide": ("schedule=fused", *WIDE),
     "speculate": ("schedule=fused", *SPECULATE),
     "packed": ("schedule=packed",),
-    "all": ("schedule=fused", *EARLY, *WIDE, *SPECULATE),
+    "all": ("schedule=fused", *EARLY, "rollout.tail_tp=auto", *SPECULATE),  # where each pays
 }
 BASES = ("serial", "fused")  # what the others are compared with, in the same rounds
 AT_ONCE = 2  # others in a group: seven runs alive take more than 24 GB
