@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridrl.config import VALUE_MODELS, Config, TrainLayoutConfig
-from hybridrl.engines.train.balance import SequenceCost, balance
 from hybridrl.flow import Graph
 from hybridrl.flow.sample import Sample
+from hybridrl.pipelines.balance import SequenceCost, balance
 
 BY_TOKENS = SequenceCost()
 

@@ -18,7 +18,6 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
-from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
@@ -30,6 +29,7 @@ from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
+from hybridrl.pipelines.balance import micro_batches
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridrl.config import Attention
-from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
 from hybridrl.models.flops import ForwardFlops
+from hybridrl.pipelines.balance import balance, micro_batches
 
 _WORK_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
 
