@@ -379,6 +379,7 @@ class Actor:
             sampling=self.sampling.params(sampling),
             stream=stream_key(self.config.run.seed, id.prompt, id.branch, id.k, id.attempt),
             prefix=(id.prompt, id.branch) if shares else None,
+            task=item.source,
         )
 
     def _finish(self, output: Output) -> Finished | None:
