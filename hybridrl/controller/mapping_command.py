@@ -358,8 +358,8 @@ def _space(problem: _Problem) -> SearchSpace:
 def _schedules(problem: _Problem) -> list[ScheduleConfig]:
     """Those with the batches of `serial`, which the recipe allows."""
     schedules = []
-    for entry in SCHEDULES.values():
-        settings = entry.settings()
+    for kind, entry in SCHEDULES.items():
+        settings = entry.settings(kind=kind)
         if entry.may_be_stale or not entry.serial_batches:
             continue
         try:

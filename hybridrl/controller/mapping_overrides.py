@@ -97,7 +97,10 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
         if role.trained:
             own = trainer.layout if role.name == ACTOR else config.value_model_of(role.name).layout
             train[role.name] = TrainLayout(
-                **_axes(own),
+                pp=own.pp,
+                replicas=own.replicas,
+                fsdp=own.fsdp,
+                tp=own.tp,
                 schedule=own.schedule,
                 activations=trainer.activations,
                 sequence_parallel=own.sequence_parallel,
@@ -110,10 +113,6 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
         gen=GenLayout(pp=config.rollout.layout.pp, tp=config.rollout.layout.tp),
         schedule=config.schedule,
     )
-
-
-def _axes(layout: TrainLayoutConfig) -> dict[str, int]:
-    return {axis: getattr(layout, axis) for axis in ("pp", "replicas", "fsdp", "tp")}
 
 
 def train_config(layout: TrainLayout) -> TrainLayoutConfig:
