@@ -19,6 +19,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.controller.placement import HOME
+from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
@@ -106,6 +107,7 @@ def _pool_sizes(
         scoring=scoring_sizes(config, graph, shape, pool, inputs, gen_stage),
         generation=generation_sizes(config, shape, inputs, gen_stage) if pool == HOME else None,
         from_actor=from_actor,
+        together=roles_together(config, graph, pool) if config.trainer.fuses else (),
     )
 
 

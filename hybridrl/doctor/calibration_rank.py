@@ -1,7 +1,7 @@
 """One rank of `hybridrl plan calibrate`: it measures links with the others, then layers alone.
 
-Layers are measured by the engines' own code, on models of a few layers with random weights, while
-the other ranks do the same: so what ranks take from each other (memory's bandwidth) is in it.
+Layers are measured by the engines' own code, on models of a few layers with random weights. The
+other ranks do the same meanwhile, so what ranks take from each other (memory's bandwidth) is in it.
 """
 
 import gc

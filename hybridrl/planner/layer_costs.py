@@ -68,6 +68,8 @@ class LayerCosts:
     prefill: PassRates = field(default_factory=PassRates)
     row_s: float = 0.0
     """A micro-batch on a chunk, whatever is in it."""
+    pass_s: float = 0.0
+    """A forward-only call, whatever is in it."""
     update_s: float = 0.0
     """An update, whatever is in it."""
     gradient_element_s: float = 0.0

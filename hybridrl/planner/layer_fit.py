@@ -113,7 +113,7 @@ def _fit_passes(passes: Sequence[TimedPass], source: str) -> LayerCosts:
     seconds = [timed.seconds - timed.optimizer_s for timed in passes]
     fitted = _fit(rows, seconds)
     forward, backward = fitted[:6], fitted[6:12]
-    row_s, update_s, gradient_s, _ = fitted[12:]
+    row_s, update_s, gradient_s, pass_s = fitted[12:]
     stepped = [timed for timed in passes if timed.trains]
     optimizer = _fit(
         [[float(timed.shape.parameters)] for timed in stepped],
@@ -127,6 +127,7 @@ def _fit_passes(passes: Sequence[TimedPass], source: str) -> LayerCosts:
         head_backward=PassRates(flop_s=backward[4], element_s=backward[5]),
         decode=DecodeRates(),
         row_s=row_s,
+        pass_s=pass_s,
         update_s=update_s,
         gradient_element_s=gradient_s,
         optimizer_element_s=optimizer[0],
@@ -206,4 +207,4 @@ def _decode_work(timed: TimedDecoding, itemsize: int) -> list[float]:
 def _fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Costs without negative ones; a column that no measurement has costs nothing."""
     columns = np.array(work, dtype=np.float64)
-    return robust_fit(columns, np.array(seconds, dtype=np.float64), per_call=False)
+    return robust_fit(columns, np.array(seconds, dtype=np.float64), doubtful=0)

@@ -341,7 +341,7 @@ class MappingCosts:
             return 0.0
         if isinstance(layout, GenLayout):
             layout = TrainLayout(pp=layout.pp, tp=layout.tp, micro_batch_tokens=self.row_tokens)
-        return self._rows_s(role, layout, ranks, samples, trains=False)
+        return self.layer_costs.pass_s + self._rows_s(role, layout, ranks, samples, trains=False)
 
     # Between phases
 

@@ -124,7 +124,7 @@ def place_any(actor: str, critic: str, gpus: int, published: str) -> PlacementCa
 def _case(
     actor: str, critic: str, gpus: int, best: dict[str, PricedMapping | None], published: str
 ) -> PlacementCase:
-    seconds = {name: one.seconds.step_s if one else None for name, one in best.items()}
+    seconds = {name: None if one is None else one.seconds.step_s for name, one in best.items()}
     ranks = {name: dict(one.mapping.ranks) for name, one in best.items() if one}
     quickest = min((s, name) for name, s in seconds.items() if s is not None)[1]
     return PlacementCase(actor, critic, gpus, seconds, ranks, quickest, published)

@@ -61,15 +61,15 @@ def test_a_calibration(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--output=x"], "option=--output=x: allowed: key=value, or --out=FILE"),
-        (["--out=no/such/x"], "--out=no/such/x: allowed: a file in a directory that is there"),
+        (["--output=x"], "option=--output=x: wanted key=value, or --out=FILE"),
+        (["--out=no/such/x"], "--out=no/such/x: wanted a file in a directory that is there"),
         (
             ["cluster.device=cpu", "model.tiny.num_experts=4"],
-            "model.path=None: allowed: a dense decoder: a mixture of experts",
+            "model.path=None: wanted a dense decoder: a mixture of experts",
         ),
     ],
 )
 def test_refusals(args: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         calibrate.run(args)
-    assert message in str(raised.value).replace("  ", " ") or raised.value.allowed in message
+    assert message in str(raised.value)

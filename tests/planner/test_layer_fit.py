@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -38,6 +39,7 @@ TRUTH = LayerCosts(
     ),
     prefill=PassRates(call_s=2e-4, flop_s=5e-11, element_s=5e-10, pair_s=1e-10),
     row_s=1e-3,
+    pass_s=2e-3,
     update_s=4e-3,
     gradient_element_s=2e-9,
     optimizer_element_s=3e-9,
@@ -76,22 +78,25 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                     tokens=2048, scored=1024, pairs=sum(sample.pairs for sample in row)
                 )
                 (one,) = known.passes(role, TrainLayout(), range(1), row)
-                scored = number * one.forward_s + 2e-3
-                args = {"shape": shape, "rows": (packed,) * number}
-                passes.append(TimedPass(**args, trains=False, seconds=slowed(scored)))
+                scored = number * one.forward_s + costs.pass_s
+                timed = partial(TimedPass, shape=shape, rows=(packed,) * number)
+                passes.append(timed(trains=False, seconds=slowed(scored)))
                 both = number * (one.forward_s + one.backward_s) + costs.update_s
                 both += known.gradient_s(role, TrainLayout(), range(1))
                 step = slowed(known.optimizer_s(role, TrainLayout(), range(1)))
-                passes.append(
-                    TimedPass(**args, trains=True, seconds=slowed(both) + step, optimizer_s=step)
-                )
+                passes.append(timed(trains=True, seconds=slowed(both) + step, optimizer_s=step))
         instance = known.generation(role, GenLayout(), range(1))
         for rows in (1, 8, 32):
             for cached in (32, 256):
                 seconds = instance.decode(rows, 16, rows * cached)
-                work = {"shape": shape, "steps": 16, "rows": 16 * rows}
                 decoding.append(
-                    TimedDecoding(**work, cached=16 * rows * cached, seconds=slowed(seconds))
+                    TimedDecoding(
+                        shape=shape,
+                        steps=16,
+                        rows=16 * rows,
+                        cached=16 * rows * cached,
+                        seconds=slowed(seconds),
+                    )
                 )
     return fit_layers(passes, decoding, switches, source="measured", itemsize=4, overlaps=False)
 
