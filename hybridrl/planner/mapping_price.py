@@ -10,6 +10,9 @@ from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import Sample
+from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
@@ -55,6 +58,22 @@ class StepSeconds:
         if longest == self.training:
             return f"training, most of it {max(self.train, key=lambda role: self.train[role])}"
         return "weight switch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BeforeUpdates(MappedWork):
+    """Pools that work at the same time, with the scheduler's own costs of passes; no updates.
+
+    What is trained in which layout changes nothing before the barrier: so replays can be shared.
+    """
+
+    def has_pass(self, stage: Stage) -> bool:
+        """No: passes have seconds a token, as in `Setting.costs`."""
+        return False
+
+    def update_s(self, stage: Stage, samples: Sequence[Sample]) -> float:
+        """Nothing."""
+        return 0.0
 
 
 class MappingPrices:
@@ -172,7 +191,9 @@ class MappingPrices:
         setting = self._setting(mapping, priced)
         # Layouts that only training has change nothing before the barrier.
         costs = replace(setting.costs, train_token_s=0.0, switch_s=0.0)
-        key = repr((costs, setting.num_instances, setting.max_held, mapping.schedule))
+        pools = tuple(mapping.pools.values())
+        sizes = setting.num_instances, setting.max_held, mapping.schedule
+        key = repr((costs, pools, sizes))
         if key not in self._fronts:
             outcome = replay(replace(setting, costs=costs), mapping.schedule)
             self._fronts[key] = outcome.step_s, outcome.bubbles
@@ -275,4 +296,5 @@ class MappingPrices:
                 self.workload, num_steps=2 if mapping.schedule.entry.moves_samples else 1
             ),
             group_size=self.group_size,
+            mapped=_BeforeUpdates(costs=self.costs, mapping=mapping, roles=self.roles),
         )
