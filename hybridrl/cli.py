@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command line; exits the process."""
     args = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], None]] = {
-        "train": partial(_run, _train),
+        "train": _train_or_check,
         "eval": _eval,
         "plan": _plan,
         "report": _report,
@@ -70,6 +70,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", signals.exit_code())
+
+
+def _train_or_check(args: list[str]) -> None:
+    """Train, or with `--dry-run` check all that a run checks before a rank starts."""
+    if "--dry-run" not in args:
+        return _run(_train, args)
+    from hybridrl.config import compose
+
+    args = [arg for arg in args if arg != "--dry-run"]
+    _check_config_files(args)
+    compose.register()
+    args = compose.resolve_arguments(args)
+    if compose.check_command_line(args) is None:  # it only asks for information
+        return _run(_train, args)
+    configs = compose.runs_of(args)
+    for config in configs:
+        check_startable(config)
+        check_run_dir(config)
+    from hybridrl.controller import train  # seconds
+    from hybridrl.controller.dry_run import dry_run
+
+    try:
+        with command_log(configs[0].log.level):
+            result = dry_run(configs)
+    except train.RUN_ERRORS as error:
+        _fail(str(error), 1)
+    _print_json(result)
 
 
 def _train(config: Config) -> dict[str, Any]:
@@ -141,9 +168,7 @@ def _run(action: Action, args: list[str]) -> None:
         composed.run.dir = HydraConfig.get().runtime.output_dir
         try:
             config = compose.to_config(composed)
-            if config.model.shape and config.model.path is None:
-                raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
-            check_model_settings(config)
+            check_startable(config)
             if action is _train:
                 check_run_dir(config)  # of a sweep
             _job(action, config)
@@ -170,6 +195,13 @@ def _check_config_files(args: Sequence[str]) -> None:
     for key, _, value in (arg.partition("=") for arg in args):
         if key.endswith((".path", ".model")):
             check_config_json(value.strip("'\""), key)
+
+
+def check_startable(config: Config) -> None:
+    """Raise ConfigError for a model that has no weights, or that its `config.json` rules out."""
+    if config.model.shape and config.model.path is None:
+        raise ConfigError("model.path", "null", "weights; model.shape is enough for plan")
+    check_model_settings(config)
 
 
 def check_model_settings(config: Config) -> None:
@@ -226,6 +258,10 @@ def _plan(args: list[str]) -> None:
     """Plan a weight switch, memory or schedules, for machines that need not be present."""
     if args[:1] == ["schedule"]:
         return _plan_schedule(args[1:])
+    if args[:1] == ["auto"]:
+        return _plan_auto(args[1:])
+    if args[:1] == ["calibrate"]:
+        return _plan_calibrate(args[1:])
     from rich.console import Console
     from rich.table import Table
 
@@ -244,10 +280,24 @@ def _plan(args: list[str]) -> None:
     _print_json(plan.record())
 
 
+def _plan_calibrate(args: list[str]) -> None:
+    """Measure what a layer costs on this machine, and its links."""
+    from rich.console import Console
+
+    from hybridrl.doctor import calibrate
+
+    if {"-h", "--help"} & set(args):
+        print(calibrate.USAGE)
+        return
+    with Console(stderr=True).status("measuring"):
+        lines, costs = calibrate.run(args)
+    print("\n".join(lines))
+    _print_json(costs.to_json())
+
+
 def _plan_schedule(args: list[str]) -> None:
     """Replay response lengths under every schedule."""
     from rich.console import Console
-    from rich.table import Table
 
     from hybridrl.planner import command
 
@@ -258,6 +308,39 @@ def _plan_schedule(args: list[str]) -> None:
         lines, remarks, record = command.run(
             args, lambda done, of: status.update(f"replaying: {done} of {of}")
         )
+    _print_table(lines, remarks)
+    _print_json(record)
+
+
+def _plan_auto(args: list[str]) -> None:
+    """Search a mapping of a recipe's roles to a cluster."""
+    from rich.console import Console
+
+    from hybridrl.controller import mapping_command
+
+    if {"-h", "--help"} & set(args):
+        print(mapping_command.USAGE)
+        return
+    if args and args[0].startswith("--paper"):
+        with Console(stderr=True).status("searching") as status:
+            lines, remarks, record = mapping_command.run_paper(
+                args, lambda done, of: status.update(f"{done} of {of} cases")
+            )
+        _print_table(lines, remarks)
+        return _print_json(record)
+    with Console(stderr=True).status("searching") as status:
+        report = mapping_command.run(
+            args, lambda done, of: status.update(f"replayed {done} of {of} candidates at most")
+        )
+    _print_table(report.table(), report.remarks())
+    _print_json(report.record())
+
+
+def _print_table(lines: Sequence[tuple[str, ...]], remarks: Sequence[str]) -> None:
+    """The first line is the header."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="")
     for name in lines[0]:
         table.add_column(name, no_wrap=True)
@@ -267,8 +350,7 @@ def _plan_schedule(args: list[str]) -> None:
     console.width = max(100, console.width)  # without a terminal it takes 80
     console.print(table)
     for remark in remarks:
-        console.print(remark)
-    _print_json(record)
+        console.print(remark, markup=False)
 
 
 def _report(args: list[str]) -> None:

@@ -521,6 +521,44 @@ def test_one_line(
         assert not Path("out").exists()
 
 
+def test_a_dry_run_checks_all_and_starts_nothing(
+    files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, children = sorted(files.rglob("*")), running_children()
+    cli.main(["train", "--dry-run", "recipe=ppo", "cluster.ranks=2", "run.dir=out"])
+    out, _ = capfd.readouterr()
+    assert json.loads(out) == {
+        "dry_run": True, "runs": 1, "ranks": 2, "pools": {"actor": 2}, "device": "cpu",
+        "schedule": "serial",
+    }  # fmt: skip
+    assert sorted(files.rglob("*")) == before
+    assert running_children() <= children
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["recipe.kl=k9"], "recipe.kl=k9: wanted one of k1, "),
+        (["cluster.ranks=3", "rollout.layout.tp=2"], "rollout.layout=1 x 2: wanted pp x tp that"),
+        (["rollout.layout.tp=3", "cluster.ranks=3"], "rollout.layout.tp=3: wanted "),
+        (["data=jsonl", "data.sources.main.name=none.jsonl"], "data.sources.main.name="),
+        (["-m", "trainer.steps=3", "trainer.resume=nowhere,auto"], "trainer.resume=nowhere: "),
+        (["run.dir=data.jsonl/run"], "run.dir=data.jsonl/run: wanted a writable directory ("),
+        (["model=qwen3_8b"], "model.path=null: wanted weights; model.shape is enough for plan"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    overrides: list[str], line: str, files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(files.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--dry-run", *overrides])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"hybridrl: {line}")
+    assert sorted(files.rglob("*")) == before
+
+
 @pytest.mark.parametrize("there", [None, "runs", "runs/mine"])
 def test_nothing_is_left_of_the_run_directory(
     there: str | None, files: Path, capfd: pytest.CaptureFixture[str]

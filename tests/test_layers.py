@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": RUNTIME,
     "controller": RUNTIME | {"runtime", "planner"},
     "jobs": RUNTIME | {"runtime", "controller"},
-    "doctor": RUNTIME | {"runtime", "controller"},
+    "doctor": RUNTIME | {"runtime", "controller", "planner"},
     "cli": RUNTIME | {"runtime", "controller", "jobs", "doctor", "planner"},
     "recipes": {"config", "flow", "algorithms"},
 }

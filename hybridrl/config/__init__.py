@@ -15,6 +15,8 @@ from hybridrl.config.cluster import (
     Device,
     MemoryCheck,
     Placement,
+    PoolName,
+    PoolOfConfig,
     PoolsConfig,
 )
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
@@ -66,6 +68,7 @@ from hybridrl.config.schedule import (
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     ActivationMode,
+    FuseUpdates,
     LRSchedule,
     OptimConfig,
     OptimName,
@@ -188,12 +191,10 @@ class Config:
     def _resolve_layouts(self) -> None:
         """Fill in the sizes of pools and axes, once the number of ranks is known."""
         self.cluster.resolve()
-        layouts = {"actor": [self.trainer.layout]}
-        layouts.setdefault(self.value_pool, []).extend(
-            self.value_model_of(role).layout for role in VALUE_MODELS
-        )
-        for pool, of_pool in layouts.items():
-            for layout in of_pool:
+        layouts = [("actor", self.trainer.layout)]
+        layouts += [(self.pool_of(role), self.value_model_of(role).layout) for role in VALUE_MODELS]
+        for pool, layout in layouts:
+            if pool in self.cluster.pool_names:
                 layout.resolve(self.ranks_of(pool))
                 layout.place_experts(self.ranks_of(pool), self.cluster.ranks_per_node)
 
@@ -208,17 +209,13 @@ class Config:
         self.actor.check(self.trainer.layout.tp)
         self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
-        if not self.split:  # else those that the recipe has, once it is known
-            for role in VALUE_MODELS:
+        for role in VALUE_MODELS:  # of other pools those that the recipe has, once it is known
+            if self.pool_of(role) == "actor":
                 self.check_value_model(role)
 
     def check_schedule(self) -> None:
-        """Raise ConfigError for a schedule that the placement or the rollout engine excludes."""
+        """Raise ConfigError for a schedule that the rollout engine excludes."""
         self.schedule.check()
-        if self.split and self.schedule.entry.may_be_stale:
-            # A group that is complete waits for its step with values of an older critic.
-            allowed = f"{on_policy_names()} with cluster.placement=split"
-            raise ConfigError("schedule", self.schedule.kind.value, allowed)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
@@ -326,7 +323,8 @@ class Config:
 
     def check_value_model(self, role: str) -> None:
         """Raise ConfigError where a value model does not fit the ranks of its pool."""
-        ranks, ranks_key = self.ranks_of(self.value_pool), self.cluster.pool_key(self.value_pool)
+        pool = self.pool_of(role)
+        ranks, ranks_key = self.ranks_of(pool), self.cluster.pool_key(pool)
         settings, name = self.value_model_of(role), VALUE_MODELS[role]
         settings.check(ranks, name, ranks_key)
         self._check_biases_are_saved(f"{name}.lora", settings.lora)
@@ -401,15 +399,18 @@ class Config:
         cached = max(1, -(-rollout.kv_cache_tokens // rollout.block_size) // blocks)
         return min(rollout.max_running, cached) if rollout.kv_cache_tokens else rollout.max_running
 
-    @property
-    def value_pool(self) -> str:
-        """The pool of the value models."""
-        return "critic" if self.split else "actor"
+    def pool_field(self, role: str) -> str:
+        """The field of `cluster.pool_of` that a role follows: a copy of the actor `reference`.
 
-    @property
-    def split(self) -> bool:
-        """Whether value models, and judges that are models, have a second pool of ranks."""
-        return self.cluster.placement is Placement.split
+        A part of a judge and a judge of an evaluation set follow the whole one.
+        """
+        whole = role.partition(".parts.")[0]
+        whole = "reward" if whole.startswith("eval.sets.") else whole
+        return whole if hasattr(self.cluster.pool_of, whole) else "reference"
+
+    def pool_of(self, role: str) -> str:
+        """The pool of a role that is a model, by name."""
+        return "actor" if role == "actor" else self.cluster.pool_of_role(self.pool_field(role))
 
     @property
     def strict(self) -> bool:
@@ -443,6 +444,7 @@ __all__ = [
     "Engine",
     "EvalConfig",
     "EvalSetConfig",
+    "FuseUpdates",
     "FusedScheduleConfig",
     "Grouping",
     "JailKind",
@@ -464,6 +466,8 @@ __all__ = [
     "PartialScheduleConfig",
     "PipelineSchedule",
     "Placement",
+    "PoolName",
+    "PoolOfConfig",
     "PoolsConfig",
     "Ranker",
     "RewardCall",
@@ -488,4 +492,5 @@ __all__ = [
     "WarmStartConfig",
     "bounded",
     "check_at_least",
+    "on_policy_names",
 ]

@@ -1,17 +1,36 @@
 """Which ranks a run has, and which nodes they are on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
 
 class Placement(Enum):
-    """How roles map to pools of ranks."""
+    """How roles map to pools of ranks; `cluster.pool_of` moves single ones."""
 
     colocate = "colocate"  # every role on every rank
-    split = "split"  # value models, and judges that are models, on a second pool of ranks
+    split = "split"  # value models, and judges that are models, in the pool `critic`
+    standalone = "standalone"  # every role in the pool of its name
+
+
+class PoolName(Enum):
+    """Pools are named after roles. Their ranks follow each other in this order."""
+
+    actor = "actor"
+    critic = "critic"
+    cost_critic = "cost_critic"
+    reference = "reference"
+    teacher = "teacher"
+    reward = "reward"
+    cost = "cost"
+
+
+OF_SPLIT = ("critic", "cost_critic", "reward", "cost")
+"""The roles that are in the pool `critic` under placement=split."""
 
 
 class Device(Enum):
@@ -51,27 +70,68 @@ class Container(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class PoolOfConfig:
+    """The pool of each role that is a model; null takes that of `cluster.placement`.
+
+    The actor, verifiers and samples are always in the pool `actor`.
+    """
+
+    critic: PoolName | None = None
+    """The value model."""
+    cost_critic: PoolName | None = None
+    """The value model of the cost."""
+    reference: PoolName | None = None
+    """The reference, and other copies of the actor."""
+    teacher: PoolName | None = None
+    """The teacher."""
+    reward: PoolName | None = None
+    """A reward model that judges, or is trained; a verifier stays with the actor."""
+    cost: PoolName | None = None
+    """A model of the cost."""
+
+
+@dataclass(kw_only=True, slots=True)
 class PoolsConfig:
-    """Ranks of each pool under placement=split; 0 takes the rest, or half."""
+    """Ranks of each pool, where there are several; 0 takes an even share of the rest."""
 
     actor: int = bounded(0, least=0)
-    """The actor, reference, copies and teacher. Samples stay here."""
+    """The actor's. Samples stay here."""
     critic: int = bounded(0, least=0)
-    """Critics, a reward model that is trained, and judges that are models."""
+    """The pool `critic`: under placement=split of all value models and neural judges."""
+    cost_critic: int = bounded(0, least=0)
+    """The pool `cost_critic`."""
+    reference: int = bounded(0, least=0)
+    """The pool `reference`."""
+    teacher: int = bounded(0, least=0)
+    """The pool `teacher`."""
+    reward: int = bounded(0, least=0)
+    """The pool `reward`."""
+    cost: int = bounded(0, least=0)
+    """The pool `cost`."""
 
-    def resolve(self, ranks: int) -> None:
-        """Replace zeros, where that leaves each pool a rank."""
-        critic = self.critic or (ranks - self.actor if self.actor else ranks // 2)
-        actor = self.actor or ranks - critic
-        if min(actor, critic) >= 1:
-            self.actor, self.critic = actor, critic
+    def sizes(self, names: Sequence[str]) -> dict[str, int]:
+        """The ranks of these pools, by name."""
+        return {name: getattr(self, name) for name in names}
 
-    def check(self, ranks: int) -> None:
+    def resolve(self, names: Sequence[str], ranks: int) -> None:
+        """Replace the zeros of pools with these names, where that leaves each a rank.
+
+        They share what is left of the `ranks`; the first ones have one more.
+        """
+        sizes = self.sizes(names)
+        empty = [name for name, size in sizes.items() if not size]
+        rest = ranks - sum(sizes.values())
+        if rest >= len(empty):
+            for number, name in enumerate(empty):
+                setattr(self, name, rest // len(empty) + (number < rest % len(empty)))
+
+    def check(self, names: Sequence[str], ranks: int) -> None:
         """Raise ConfigError where the pools do not make up the `ranks`."""
-        if min(self.actor, self.critic) < 1 or self.actor + self.critic != ranks:
-            sizes = f"{self.actor or '?'} + {self.critic or '?'}"
-            allowed = f"actor + critic = cluster.ranks={ranks}, each 1 or more"
-            raise ConfigError("cluster.pools", sizes, allowed)
+        sizes = self.sizes(names)
+        if min(sizes.values()) < 1 or sum(sizes.values()) != ranks:
+            allowed = f"{' + '.join(names)} = cluster.ranks={ranks}, each 1 or more"
+            shown = " + ".join(str(size or "?") for size in sizes.values())
+            raise ConfigError("cluster.pools", shown, allowed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,9 +145,11 @@ class ClusterConfig:
     device: Device = Device.auto
     """What the ranks compute on; `auto`: GPUs where the nodes have any."""
     placement: Placement = Placement.colocate
-    """How roles map to ranks."""
+    """How roles map to pools of ranks."""
+    pool_of: PoolOfConfig = field(default_factory=PoolOfConfig)
+    """The pools of single roles, by name: any partition of the roles."""
     pools: PoolsConfig = field(default_factory=PoolsConfig)
-    """Sizes of the pools, for placement=split."""
+    """Sizes of the pools, where there are several."""
     memory_check: MemoryCheck = MemoryCheck.refuse
     """What becomes of a run whose memory plan does not fit (`hybridrl plan memory`)."""
     object_store_mb: int = bounded(0, least=0)
@@ -163,8 +225,8 @@ class ClusterConfig:
             self.ranks = self.ranks or self.nodes * self.gpus_per_node
             if self.device is Device.auto:
                 self.device = Device.cuda if self.gpus_per_node else Device.cpu
-        if self.placement is Placement.split and self.ranks:
-            self.pools.resolve(self.ranks)
+        if self.ranks and len(self.pool_names) > 1:
+            self.pools.resolve(self.pool_names, self.ranks)
 
     def resolve_device(self, gpus: int, owner: str) -> None:
         """Fill in device and ranks, where `owner` (this machine, say) has `gpus` GPUs.
@@ -191,22 +253,57 @@ class ClusterConfig:
 
     def check_pools(self) -> None:
         """Raise ConfigError for pools that do not make up the ranks, once these are known."""
-        if self.placement is Placement.split:
-            self.pools.check(self.ranks)
-        elif self.pools != PoolsConfig():
-            sizes = f"{self.pools.actor} + {self.pools.critic}"
-            raise ConfigError("cluster.pools", sizes, "cluster.placement=split with it")
+        names = self.pool_names
+        used = names if len(names) > 1 else []
+        for name in PoolName:
+            size = getattr(self.pools, name.value)
+            if size and name.value not in used:
+                allowed = (
+                    f"0, or a role in it: cluster.pool_of.ROLE={name.value}, or cluster.placement="
+                    "split or standalone"
+                )
+                raise ConfigError(f"cluster.pools.{name.value}", size, allowed)
+        if used:
+            self.pools.check(names, self.ranks)
+
+    def pool_of_role(self, role: str) -> str:
+        """The pool of a role among the fields of `PoolOfConfig`."""
+        own: PoolName | None = getattr(self.pool_of, role)
+        if own is not None:
+            return own.value
+        if self.placement is Placement.standalone:
+            return role
+        is_apart = self.placement is Placement.split and role in OF_SPLIT
+        return "critic" if is_apart else "actor"
+
+    @property
+    def pool_names(self) -> list[str]:
+        """The pools of the run, that of the actor first.
+
+        Under standalone they are those that have a size, since a recipe does not have every role.
+        """
+        roles = [name.value for name in PoolName if name is not PoolName.actor]
+        by_name = {self.pool_of_role(role) for role in roles}
+        if self.placement is Placement.standalone:
+            named = {own.value for role in roles if (own := getattr(self.pool_of, role))}
+            by_name = {name for name in by_name if name in named or getattr(self.pools, name)}
+        return [name.value for name in PoolName if name.value in {"actor", *by_name}]
 
     @property
     def pool_ranks(self) -> dict[str, range]:
         """The ranks of every pool, by its name; under colocate there is one, named actor."""
-        if self.placement is Placement.colocate:
-            return {"actor": range(self.ranks)}
-        return {"actor": range(self.pools.actor), "critic": range(self.pools.actor, self.ranks)}
+        names = self.pool_names
+        if len(names) == 1:
+            return {names[0]: range(self.ranks)}
+        stops = list(accumulate(self.pools.sizes(names).values()))
+        return {
+            name: range(start, stop)
+            for name, start, stop in zip(names, [0, *stops], stops, strict=False)
+        }
 
     def pool_key(self, pool: str) -> str:
         """The key that says how many ranks a pool has."""
-        return "cluster.ranks" if self.placement is Placement.colocate else f"cluster.pools.{pool}"
+        return "cluster.ranks" if len(self.pool_names) == 1 else f"cluster.pools.{pool}"
 
     @property
     def ranks_per_node(self) -> int:

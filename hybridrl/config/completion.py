@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from hybridrl.config import Config, ConfigError
 
 OPTIONS = {
-    "train": ("--help", "--cfg", "--config-dir", "--multirun"),
+    "train": ("--help", "--dry-run", "--cfg", "--config-dir", "--multirun"),
     "eval": ("--help", "--cfg", "--config-dir", "--checkpoints"),
     "plan": ("--help", "memory", "schedule"),
     "report": (),

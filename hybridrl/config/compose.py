@@ -103,6 +103,13 @@ def check_command_line(args: Sequence[str]) -> Config | None:
     return None if options.cfg else config
 
 
+def runs_of(args: Sequence[str]) -> list[Config]:
+    """The config of every run of a command line, each choice of a sweep (`-m`) one."""
+    options = parse_arguments(args)
+    runs = choices(options.overrides) if options.multirun else [options.overrides]
+    return [check(overrides, options.config_dir) for overrides in runs]
+
+
 def parse_arguments(args: Sequence[str]) -> Namespace:
     """Hydra's options and `overrides` of a command line; raises `ConfigError` for an unknown one.
 

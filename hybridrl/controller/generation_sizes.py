@@ -11,7 +11,6 @@ from hybridrl.controller.memory_inputs import (
     attention_of,
     has_triton,
 )
-from hybridrl.controller.placement import HOME
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.engines.rollout.memory import (
     kv_bytes_per_token,
@@ -141,18 +140,18 @@ def _scorers(
     config: Config, graph: Graph, pool: str
 ) -> Iterator[tuple[str, PretrainedConfig | None, bool]]:
     """Roles of the pool that only score: name, shape unless the actor's, whether a classifier."""
-    if pool == HOME:
-        for name in dict.fromkeys([*graph.copies, *graph.roles]):
-            if name == "reference" or name in graph.copies:
-                yield name, None, False
-            elif name == "teacher":
-                yield name, model_shape_at(config.teacher.path), False
-                for path in {*config.teacher.by_source.values()} - {config.teacher.path}:
-                    yield f"teacher {path}", model_shape_at(path), False
-    if pool == config.value_pool:
-        for role in judges_of(config, graph):
-            if config.is_neural(role):
-                yield role, model_shape_at(config.judge_of(role).model), True
+    for name in dict.fromkeys([*graph.copies, *graph.roles]):
+        if pool != config.pool_of(name):
+            continue
+        if name == "reference" or name in graph.copies:
+            yield name, None, False
+        elif name == "teacher":
+            yield name, model_shape_at(config.teacher.path), False
+            for path in {*config.teacher.by_source.values()} - {config.teacher.path}:
+                yield f"teacher {path}", model_shape_at(path), False
+    for role in judges_of(config, graph):
+        if config.is_neural(role) and pool == config.pool_of(role):
+            yield role, model_shape_at(config.judge_of(role).model), True
 
 
 def _passing(config: Config, shape: PretrainedConfig, stages: Sequence[int]) -> int:

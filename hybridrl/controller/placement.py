@@ -1,8 +1,10 @@
 """The ranks that a stage runs on, and those that take part (HybridFlow, arXiv 2409.19256)."""
 
-from hybridrl.config import VALUE_MODELS, Config, ConfigError, Placement
+from collections.abc import Mapping
+
+from hybridrl.config import Config, ConfigError, PoolOfConfig, on_policy_names
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import Graph, MapStage, Stage, StageMethod
+from hybridrl.flow.graph import ComputeStage, Graph, MapStage, Stage, StageMethod
 
 HOME = "actor"
 """The pool where samples live; its ranks are the first."""
@@ -11,19 +13,13 @@ HOME = "actor"
 def pool_of(stage: Stage, config: Config) -> str:
     """The pool that a stage runs in, by its name in `cluster.pools`.
 
-    Under placement=split value models and judges that are models have a separate pool. Everything
-    else runs on the ranks that have the samples.
+    Roles that are models are where `cluster.placement` and `cluster.pool_of` say. Everything else
+    runs on the ranks that have the samples.
     """
-    return "critic" if config.split and _is_critics(stage, config) else HOME
-
-
-def _is_critics(stage: Stage, config: Config) -> bool:
     role = stage.role
-    if role is None:
-        return False
-    if stage.method is StageMethod.SCORE:
-        return config.is_neural(role)
-    return role in VALUE_MODELS
+    if role is None or (stage.method is StageMethod.SCORE and not config.is_neural(role)):
+        return HOME
+    return config.pool_of(role)
 
 
 def scope_of(stage: Stage, config: Config) -> Scope:
@@ -55,30 +51,80 @@ def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:
     return {
         pool: Graph(
             {name: s for name, s in on_ranks.stages.items() if pool_of(s, config) == pool},
-            on_ranks.copies if pool == HOME else {},
+            {name: copy for name, copy in on_ranks.copies.items() if config.pool_of(name) == pool},
         )
         for pool in config.cluster.pool_ranks
     }
 
 
 def check_placement(config: Config, graph: Graph) -> None:
-    """Raise `ConfigError` for a pool without work, or one whose ranks do not fit its models."""
-    if not config.split:
-        return
+    """Raise `ConfigError` for a role without ranks, a pool without work, or one that does not fit.
+
+    Also for a role that cannot be apart from the actor, and for a schedule that some roles need.
+    """
+    for stage in graph.on_ranks().stages.values():
+        pool = pool_of(stage, config)
+        if pool not in config.cluster.pool_ranks:
+            allowed = f"1 or more ranks for {stage.role}, or cluster.pool_of.{pool}=POOL with it"
+            raise ConfigError(f"cluster.pools.{pool}", 0, allowed)
     graphs = graphs_of(graph, config)
-    for pool, role, has_work in (
-        ("actor", "an actor", "actor" in graphs["actor"].roles),
-        ("critic", "a critic, reward.kind=model, ...", bool(graphs["critic"].stages)),
-    ):
+    if len(graphs) == 1:
+        return
+    _check_has_work(config, graphs)
+    for pool, of_pool in graphs.items():
+        if pool != HOME:
+            check_apart(config, pool, of_pool)
+            _check_sizes(config, pool, of_pool)
+
+
+def _check_has_work(config: Config, graphs: Mapping[str, Graph]) -> None:
+    for pool, of_pool in graphs.items():
+        has_work = "actor" in of_pool.roles if pool == HOME else bool(of_pool.stages)
         if not has_work:
-            allowed = f"colocate: the recipe has nothing for cluster.pools.{pool} ({role})"
-            raise ConfigError("cluster.placement", Placement.split.value, allowed)
-    for role in graphs["critic"].learned:
+            fields = PoolOfConfig.__dataclass_fields__
+            roles = [role for role in fields if config.cluster.pool_of_role(role) == pool]
+            held = "an actor" if pool == HOME else " or ".join(f"a {role}" for role in roles)
+            allowed = (
+                f"another: the recipe has nothing for cluster.pools.{pool} ({held} as a model)"
+            )
+            raise ConfigError("cluster.placement", config.cluster.placement.value, allowed)
+
+
+def check_apart(config: Config, pool: str, graph: Graph) -> None:
+    """Raise where a stage of another pool than the actor's needs what only that one has."""
+    schedule = config.schedule
+    for stage in graph.stages.values():
+        role = str(stage.role)
+        key = f"cluster.pool_of.{config.pool_field(role)}"
+        copy = graph.copies.get(role)
+        if copy is not None and copy.update != "frozen":
+            allowed = f"actor: {role} averages the actor's weights after every update"
+            raise ConfigError(key, pool, allowed)
+        if isinstance(stage, ComputeStage) and stage.privileged:
+            allowed = f"actor: {role} reads prompts of data.privileged_template, which stay there"
+            raise ConfigError(key, pool, allowed)
+        if role == "teacher" and config.teacher.by_source:
+            raise ConfigError(
+                key, pool, "actor with teacher.by_source: sources of samples stay there"
+            )
+        reads_learned = stage.method in (StageMethod.VALUES, StageMethod.LEARNED_SCORE)
+        if reads_learned and schedule.entry.may_be_stale:
+            # A group that is complete waits for its step with values of an older critic.
+            allowed = f"{on_policy_names()} with {role} in pool {pool}"
+            raise ConfigError("schedule", schedule.kind.value, allowed)
+
+
+def _check_sizes(config: Config, pool: str, graph: Graph) -> None:
+    """Raise where the ranks of a pool do not fit the layouts of its roles."""
+    for role in graph.learned:
         config.check_value_model(role)
-    layout, ranks = config.rollout.layout, len(config.cluster.pool_ranks["critic"])
-    for role in {*graphs["critic"].judges, *config.eval_judges}:
-        if config.is_neural(role) and ranks % (layout.pp * layout.tp):
+    layout, ranks = config.rollout.layout, len(config.cluster.pool_ranks[pool])
+    judges = {*graph.judges, *config.eval_judges}
+    scorers = {role for role in judges if config.is_neural(role) and config.pool_of(role) == pool}
+    scorers |= {*graph.roles} - {*graph.learned, *graph.judges}
+    for role in sorted(scorers):
+        if ranks % layout.ranks:
             allowed = (
                 f"a multiple of rollout.layout's {layout.pp} x {layout.tp}, the layout of {role}"
             )
-            raise ConfigError(config.cluster.pool_key("critic"), ranks, allowed)
+            raise ConfigError(config.cluster.pool_key(pool), ranks, allowed)

@@ -233,7 +233,7 @@ class WorkerGroup:
             trains = {role for role in training if role in graph.learned}
             if pool is self.home:
                 trains |= {"actor"} & training.keys()
-            elif graph.learned:  # they may begin as the actor is now
+            elif {*graph.roles} - {*graph.judges}:  # they may begin as the actor is now
                 weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
             calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
@@ -450,10 +450,13 @@ class WorkerGroup:
     # -- all ranks of a pool, not blocking -----------------------------------------------------
 
     def call_update(
-        self, pool: Pool, stage: UpdateStage, shares: list[UpdateShare]
-    ) -> dict[Reference[dict[str, float]], int]:
-        """Start a pass over an update's mini-batches; metrics but `mfu` are equal on all ranks."""
-        calls = pool.calls.per_rank(BaseWorker.update, [stage] * len(shares), shares)
+        self, pool: Pool, stages: tuple[UpdateStage, ...], shares: list[tuple[UpdateShare, ...]]
+    ) -> dict[Reference[list[dict[str, float]]], int]:
+        """Start a pass over the mini-batches of one update, or of several together.
+
+        The metrics of each, but for `mfu`, are equal on all ranks.
+        """
+        calls = pool.calls.per_rank(BaseWorker.update, [stages] * len(shares), shares)
         return _by_rank(pool, calls)
 
 

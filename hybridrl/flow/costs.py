@@ -61,10 +61,18 @@ class Drafting:
 
     def of_row(self, rows: Numbers, share: Numbers) -> tuple[Numbers, Numbers]:
         """Tokens that a row guesses in a pass of `rows`, and those that are right; on average."""
-        length = self.best_length(share) if self.tokens is None else float(self.tokens)
+        length: Numbers
+        if self.tokens is None:
+            length = self.best_length(share)
+            right: Numbers = _right(self.accept)[np.asarray(length, np.intp)]
+        else:
+            length = float(self.tokens)
+            right = self.expected(length) - 1
+        if self.pass_tokens >= UNLIMITED:
+            return length, right
         most = np.maximum(length * np.asarray(rows), 1e-9)
         room = np.clip((self.pass_tokens - np.asarray(rows)) / most, 0.0, 1.0)
-        return room * length, room * (self.expected(length) - 1)
+        return room * length, room * right
 
     @classmethod
     def from_json(cls, values: Any) -> "Drafting | None":
@@ -95,6 +103,13 @@ def _pays_below(accept: float) -> np.ndarray:
         rest = float(drafting.expected(length)) - (length + 1) * gain
         below.append(gain / rest if rest > 1e-12 else (np.inf if gain else 0.0))
     return np.array(below[::-1])
+
+
+@cache
+def _right(accept: float) -> np.ndarray:
+    """Right guesses of a draft of 0, 1, ... `LONGEST_DRAFT` tokens, on average."""
+    drafting = Drafting(tokens=None, accept=accept)
+    return np.array([drafting.expected(length) - 1 for length in range(LONGEST_DRAFT + 1)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,13 +177,21 @@ class Costs:
 
     def pass_s(self, rows: Numbers, held: Numbers = 0.0) -> Numbers:
         """Seconds of a decode step of `rows` rows that hold `held` tokens each, with guesses."""
-        drafted, _ = self.drafts(rows, held)
-        return self.step_s + rows * (self.row_s * (1 + drafted) + self.cached_token_s * held)
+        return self._pass(rows, held)[0]
 
-    def pace(self, rows: Numbers, held: Numbers = 0.0) -> Numbers:
-        """Seconds in which each of `rows` rows, of `held` tokens each, makes a token."""
-        _, right = self.drafts(rows, held)
-        return self.pass_s(rows, held) / (1 + right)
+    def pace(self, rows: Numbers, held: Numbers = 0.0, more_s: float = 0.0) -> Numbers:
+        """Seconds in which each of `rows` rows, of `held` tokens each, makes a token.
+
+        A pass takes `more_s` besides its own seconds.
+        """
+        seconds, tokens = self._pass(rows, held)
+        return (seconds + more_s) / tokens
+
+    def _pass(self, rows: Numbers, held: Numbers) -> tuple[Numbers, Numbers]:
+        """Seconds of a decode step, and the tokens that it makes of a row."""
+        drafted, right = self.drafts(rows, held)
+        seconds = self.step_s + rows * (self.row_s * (1 + drafted) + self.cached_token_s * held)
+        return seconds, 1 + right
 
     def decode(self, rows: float, steps: int, cached: float = 0.0) -> float:
         """Seconds of `steps` decode steps of `rows` rows, which hold `cached` tokens on average.

@@ -153,12 +153,8 @@ class StepModel:
 
     def _pace(self, costs: Costs, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
         """Seconds in which each of `rows` rows of an instance makes a token, with its calls."""
-        pace = np.asarray(costs.pace(rows, held))
-        if not self.call_steps:
-            return pace
-        _, right = costs.drafts(rows, held)
-        call_s = (costs.call_s + costs.round_trip_s) / self.call_steps
-        return pace + call_s / (1 + np.asarray(right))
+        call_s = (costs.call_s + costs.round_trip_s) / self.call_steps if self.call_steps else 0.0
+        return np.asarray(costs.pace(rows, held, call_s))
 
     def _moving(
         self, tried: np.ndarray, keepers: np.ndarray, tokens: np.ndarray, costs: Costs

@@ -12,12 +12,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, RunConfig, compose
+from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, compose
 from hybridrl.jobs import containers, ray_jobs
 from hybridrl.jobs.batch import BatchScript
 from hybridrl.jobs.ray_jobs import RayJob
@@ -58,8 +56,10 @@ def submit(args: Sequence[str]) -> Iterator[str]:
 def _check_and_submit(
     batch: BatchScript, configs: Sequence[Config], dry_run: bool
 ) -> Iterator[str]:
+    from hybridrl.controller.dry_run import check_runs  # seconds
+
     _check_free(batch)
-    _prepare_all(configs, batch.run_dirs)
+    check_runs(configs, batch.run_dirs)
     on_ray = batch.cluster.kind is ClusterKind.ray
     if dry_run:
         yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
@@ -133,25 +133,6 @@ def _check_free(batch: BatchScript) -> None:
     if job:
         allowed = f"a directory whose job has ended; {job} has not"
         raise ConfigError("run.dir", _shown(batch.directory), allowed)
-
-
-def _prepare_all(configs: Sequence[Config], run_dirs: Sequence[Path]) -> None:
-    """Check every run as its job would, in a temporary directory, and the run that it resumes.
-
-    Runs that differ in their directory alone are checked once.
-    """
-    from hybridrl.controller.checkpoints import find_origin  # seconds
-    from hybridrl.controller.preflight import prepare
-
-    seen: list[Config] = []
-    for config, run_dir in zip(configs, run_dirs, strict=True):
-        alike = replace(config, run=RunConfig())
-        if alike not in seen:
-            seen.append(alike)
-            logger.debug("checking the run in %s", run_dir)
-            with tempfile.TemporaryDirectory() as folder:
-                prepare(deepcopy(replace(config, run=replace(config.run, dir=folder))))
-        find_origin(replace(config, run=replace(config.run, dir=str(run_dir))))
 
 
 def _submit_to_ray(batch: BatchScript) -> Iterator[str]:

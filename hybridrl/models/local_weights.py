@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridrl.layout.box import Box
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
@@ -32,6 +33,32 @@ def load_local(
     with StoredWeights(path, config, classifier=classifier, key=key) as weights:
         fill_parameters(weights, model.named_parameters(), layout, parallel.instance_rank)
         weights.fill_buffers(model)
+
+
+@torch.no_grad()
+def take_local(
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    config: PretrainedConfig,
+    parallel: GenParallel,
+) -> None:
+    """Fill `model` (`shard.local_model` of `config`) from whole parameters and buffers, by name.
+
+    They come one after the other, so no rank holds them all. Padding of a vocabulary stays as it
+    is.
+    """
+    layout = instance_layout(config, parallel.pp, parallel.tp, False, parallel.ep)
+    parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
+    for name, tensor in weights:
+        if name in parameters:
+            held = LocalTensor(layout.local(name, parallel.instance_rank))
+            for box in held.boxes:
+                unpadded = box.intersect(Box.whole(tuple(tensor.shape)))
+                if unpadded is not None:
+                    local = parameters[name].data[held.slices(unpadded)]
+                    local.copy_(tensor[unpadded.slices()])
+        elif name in buffers:
+            buffers[name].copy_(tensor)
 
 
 def load_buffers(model: PreTrainedModel, path: str, config: PretrainedConfig) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from hybridrl.config import ConfigError
 from hybridrl.flow.costs import Costs
+from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, PassRates
+from hybridrl.planner.model_shape import ModelShape
 
 _BYTES = 2  # bfloat16 weights and cache
 
@@ -30,63 +32,44 @@ class Accelerator:
     memory_bytes: float
     network_bytes_per_s: float
     """To other nodes, one accelerator's share."""
+    node_bytes_per_s: float
+    """To accelerators of the same node, each way."""
+    host_bytes_per_s: float
+    """To the host's memory, each way."""
 
 
 ACCELERATORS = {
-    # NVIDIA H100 SXM5 datasheet; 400 Gb/s a GPU.
-    "h100": Accelerator(989e12, 3.35e12, 80e9, 50e9),
-    # An H100 SXM5 with half of its NVLink, which no cost here uses; 400 Gb/s a GPU.
-    "h800": Accelerator(989e12, 3.35e12, 80e9, 50e9),
+    # NVIDIA H100 SXM5 datasheet: NVLink 900 GB/s and PCIe 128 GB/s in both directions together;
+    # 400 Gb/s a GPU.
+    "h100": Accelerator(989e12, 3.35e12, 80e9, 50e9, 450e9, 64e9),
+    # An H100 SXM5 with NVLink of 400 GB/s; 400 Gb/s a GPU.
+    "h800": Accelerator(989e12, 3.35e12, 80e9, 50e9, 200e9, 64e9),
     # The Hopper of RLHFuse's testbed is not named further; its network is 8 x 200 Gb/s a node.
-    "hopper-200g": Accelerator(989e12, 3.35e12, 80e9, 25e9),
-    # NVIDIA A100 SXM4 80 GB datasheet; 200 Gb/s a GPU.
-    "a100": Accelerator(312e12, 2.04e12, 80e9, 25e9),
+    "hopper-200g": Accelerator(989e12, 3.35e12, 80e9, 25e9, 450e9, 64e9),
+    # NVIDIA A100 SXM4 80 GB datasheet: NVLink 600 GB/s, PCIe 64 GB/s; 200 Gb/s a GPU.
+    "a100": Accelerator(312e12, 2.04e12, 80e9, 25e9, 300e9, 32e9),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Llama:
-    """The sizes of a Llama-like decoder that determine costs."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocabulary: int = 32_000
-
-    @property
-    def parameters(self) -> int:
-        """Weights, embedding and head included."""
-        attention = 2 * self.hidden**2 * (1 + self.kv_heads / self.heads)
-        layer = attention + 3 * self.hidden * self.ffn
-        return round(self.layers * layer) + 2 * self.vocabulary * self.hidden
-
-    @property
-    def kv_bytes(self) -> int:
-        """Keys and values of a token."""
-        return 2 * self.layers * self.hidden * self.kv_heads // self.heads * _BYTES
 
 
 # LLaMA (arXiv 2302.13971, table 2); 8b and 70b are Llama 3 (arXiv 2407.21783, table 3). Qwen2.5:
 # arXiv 2412.15115, table 1, and the models' config.json.
 MODELS = {
-    "7b": Llama(32, 4096, 11_008, 32, 32),
-    "13b": Llama(40, 5120, 13_824, 40, 40),
-    "33b": Llama(60, 6656, 17_920, 52, 52),
-    "65b": Llama(80, 8192, 22_016, 64, 64),
-    "8b": Llama(32, 4096, 14_336, 32, 8, 128_256),
-    "70b": Llama(80, 8192, 28_672, 64, 8, 128_256),
-    "qwen2.5-7b": Llama(28, 3584, 18_944, 28, 4, 152_064),
-    "qwen2.5-14b": Llama(48, 5120, 13_824, 40, 8, 152_064),
-    "qwen2.5-32b": Llama(64, 5120, 27_648, 40, 8, 152_064),
+    "7b": ModelShape(32, 4096, 11_008, 32, 32),
+    "13b": ModelShape(40, 5120, 13_824, 40, 40),
+    "33b": ModelShape(60, 6656, 17_920, 52, 52),
+    "65b": ModelShape(80, 8192, 22_016, 64, 64),
+    "8b": ModelShape(32, 4096, 14_336, 32, 8, 128_256),
+    "70b": ModelShape(80, 8192, 28_672, 64, 8, 128_256),
+    "qwen2.5-7b": ModelShape(28, 3584, 18_944, 28, 4, 152_064),
+    "qwen2.5-14b": ModelShape(48, 5120, 13_824, 40, 8, 152_064),
+    "qwen2.5-32b": ModelShape(64, 5120, 27_648, 40, 8, 152_064),
 }
 
 
 def roofline(
-    actor: Llama,
-    forward: Mapping[str, Llama],
-    trained: Mapping[str, Llama],
+    actor: ModelShape,
+    forward: Mapping[str, ModelShape],
+    trained: Mapping[str, ModelShape],
     accelerator: Accelerator,
     gpus: int,
     total_gpus: int,
@@ -115,7 +98,42 @@ def roofline(
     )
 
 
-def samples_held(actor: Llama, accelerator: Accelerator, gpus: int, tokens_per_sample: int) -> int:
+def layer_roofline(accelerator: Accelerator, itemsize: int = 2) -> LayerCosts:
+    """What a layer costs on an accelerator, by the same shares as `roofline`.
+
+    The shares of floating-point operations contain what other kernels take. Training does six
+    operations a parameter and token at its share. Forward passes have their own, so a backward pass
+    takes the rest.
+    """
+    flop_s = 1 / (accelerator.flops * _FORWARD_SHARE)
+    train_s = 3 / (accelerator.flops * _TRAIN_SHARE)  # by operation of the forward pass
+    byte_s = 1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE)
+    forward = PassRates(flop_s=flop_s, pair_s=flop_s)
+    backward = PassRates(flop_s=train_s - flop_s, pair_s=train_s - flop_s)
+    return LayerCosts(
+        source="roofline",
+        forward=forward,
+        backward=backward,
+        head_forward=forward,
+        head_backward=backward,
+        decode=DecodeRates(
+            step_s=_STEP_S, weight_byte_s=byte_s, cached_byte_s=byte_s, flop_s=flop_s
+        ),
+        prefill=forward,
+        row_s=_STEP_S,
+        update_s=_CALL_S,
+        # AdamW reads four float32 of an element and writes three; weights are cast, gradients too.
+        gradient_element_s=(4 + 2 * itemsize + 4) * byte_s,
+        optimizer_element_s=7 * 4 * byte_s,
+        switch_byte_s=(4 + itemsize) / itemsize * byte_s,
+        round_trip_s=_CALL_S,
+        itemsize=itemsize,
+    )
+
+
+def samples_held(
+    actor: ModelShape, accelerator: Accelerator, gpus: int, tokens_per_sample: int
+) -> int:
     """Samples whose cache fits an instance with the weights, in nine tenths of its memory."""
     free = 0.9 * accelerator.memory_bytes * gpus - actor.parameters * _BYTES
     return int(free // (actor.kv_bytes * tokens_per_sample))
@@ -123,7 +141,7 @@ def samples_held(actor: Llama, accelerator: Accelerator, gpus: int, tokens_per_s
 
 def read_roofline(
     text: str, gpus: int = 8, total: int = 64, widths: Sequence[int] = ()
-) -> tuple[Costs, int, Llama, Accelerator, int]:
+) -> tuple[Costs, int, ModelShape, Accelerator, int]:
     """`gpu:model=13b[,critic=33b][,gpu=h100][,gpus=8][,total=256]`: costs and instances of it.
 
     `gpus` and `total` hold where the text has none. With `widths` also costs of so many instances

@@ -26,12 +26,15 @@ from hybridrl.flow.graph import (
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
+from hybridrl.planner.mapped_work import MappedWork
+from hybridrl.planner.mapping import SampleLength
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Workload
 
 logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 2**31
+_UPDATE = "update_"
 
 
 def default_schedules() -> tuple[ScheduleConfig, ...]:
@@ -61,6 +64,8 @@ class Setting:
     """Tokens that rows guess where speculation is compared; None: as many as pay."""
     pass_tokens: int = UNLIMITED
     """The most tokens of such a pass."""
+    mapped: MappedWork | None = None
+    """The device mapping, whose roles then have stages and updates; see `mapped_setting`."""
 
     @property
     def scope_of(self) -> dict[str, Scope]:
@@ -123,6 +128,11 @@ class Outcome:
     """Samples that decoded on a wide instance, a step."""
     off_policy: float
     """Share of trained tokens that older weights generated."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the weight switch (`to_generate`), `front`, `to_train`, and each stage after it.
+
+    Updates in different pools overlap.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,41 @@ def variants(setting: Setting) -> list[Variant]:
         if names > 1:
             lines.append(every)
     return lines
+
+
+def mapped_setting(
+    mapped: MappedWork,
+    workload: Workload,
+    group_size: int,
+    *,
+    max_held: int,
+    decode_steps: int = 64,
+) -> Setting:
+    """The setting of a device mapping, for `replay`.
+
+    The scheduler's own costs are those of an instance's share of a step, of samples of the first
+    step's lengths.
+    """
+    mapping = mapped.mapping
+    groups = workload.groups[: workload.prompts_per_step]
+    samples = [
+        SampleLength(group.prompt_tokens, group.lengths[k % len(group.lengths)])
+        for group in groups
+        for k in range(group_size)
+    ]
+    share = samples[:: mapping.instances]
+    return Setting(
+        costs=mapped.flow_costs(share),
+        num_instances=mapping.instances,
+        max_held=max_held,
+        decode_steps=decode_steps,
+        chunk_tokens=mapped.costs.row_tokens,
+        scopes=mapped.scopes,
+        schedules=(mapping.schedule,),
+        workload=workload,
+        group_size=group_size,
+        mapped=mapped,
+    )
 
 
 def what_if(
@@ -254,13 +299,15 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
         verifier_s=setting.verifier_s,
         widths=setting.widths,
         counts_tokens=config.entry.counts_tokens,
+        mapped=setting.mapped,
     )
     schedule = schedule_class(config).build(_parts(setting, executor), config)
-    steps = []
+    steps, phases = [], []
     for step in range(1, setting.workload.num_steps + 1):
         start = executor.clock.now()
         executor.slices.clear()
         result = schedule.run_step(step)
+        phases.append(_phases(result))
         steps.append(_measure(setting, executor, result, executor.clock.now() - start))
     steady = steps[skip:] or steps
     chosen = None
@@ -270,7 +317,11 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
             chosen = round(fmean(step["threshold"] for step in steady))
     logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
-    return Outcome(schedule=config.kind.value, mechanisms="", threshold=chosen, **means)
+    spans = phases[skip:] or phases
+    mean_phases = {name: fmean(step[name] for step in spans) for name in spans[0]}
+    return Outcome(
+        schedule=config.kind.value, mechanisms="", threshold=chosen, phases=mean_phases, **means
+    )
 
 
 def _measure(
@@ -294,10 +345,21 @@ def _measure(
     }
 
 
+def _phases(result: StepResult) -> dict[str, float]:
+    """Seconds of the weight switch, of the front, and of what follows it, by name."""
+    ended = next(span.start for span in result.spans if span.name == "to_train")
+    begun = next(span.stop for span in result.spans if span.name == "to_generate")
+    seconds = {"front": ended - begun}
+    for span in result.spans:
+        if span.name == "to_generate" or span.start >= ended:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.stop - span.start
+    return seconds
+
+
 def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
     tokens_of, drafting = setting.workload.prompt_tokens_of, setting.costs.drafting
     return ScheduleParts(
-        graph=simulated_graph(setting.costs, setting.group_size),
+        graph=simulated_graph(setting.costs, setting.group_size, setting.mapped),
         executor=executor,
         prompts=((position, position) for position in itertools.count()),
         settings=StepSettings(
@@ -314,10 +376,11 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
     )
 
 
-def simulated_graph(costs: Costs, group_size: int) -> Graph:
+def simulated_graph(costs: Costs, group_size: int, mapped: MappedWork | None = None) -> Graph:
     """Generate, every forward-only stage with costs, a verifier without a reward model; update.
 
-    A stage has the name under which it was measured.
+    A stage has the name under which it was measured. Under a mapping each trained role has an
+    update, and passes are those of the roles.
     """
     graph = Graph()
     graph.add(PromptsStage(name="prompts"))
@@ -336,20 +399,26 @@ def simulated_graph(costs: Costs, group_size: int) -> Graph:
         graph.add(_forward("reward", last, StageMethod.SCORE, ("reward", "reward_status")))
         last = "reward"
         fields.append("reward")
-    for name in costs.token_s:
-        graph.add(_forward(name, last, StageMethod.LOG_PROBS, ()))
+    passes = {name: name for name in costs.token_s}
+    trained = ["actor"]
+    if mapped is not None:
+        passes = {stage: role.name for role in mapped.roles for stage in role.passes}
+        trained = [role.name for role in mapped.trained]
+    for name, role in passes.items():
+        graph.add(_forward(name, last, StageMethod.LOG_PROBS, (), role))
         last = name
         fields.append(name)
-    graph.add(
-        UpdateStage(
-            name="update_actor",
-            upstream=(last,),
-            role="actor",
-            inputs=tuple(fields),
-            loss=_Simulated(),
-            fields={},
+    for role in trained:
+        graph.add(
+            UpdateStage(
+                name=f"{_UPDATE}{role}",
+                upstream=(last,),
+                role=role,
+                inputs=tuple(fields),
+                loss=_Simulated(),
+                fields={},
+            )
         )
-    )
     return graph
 
 
@@ -360,11 +429,13 @@ class _Simulated(Loss[Any]):
         raise AssertionError("a simulated update computes nothing")
 
 
-def _forward(name: str, upstream: str, method: StageMethod, scalars: tuple[str, ...]) -> Stage:
+def _forward(
+    name: str, upstream: str, method: StageMethod, scalars: tuple[str, ...], role: str = ""
+) -> Stage:
     return ComputeStage(
         name=name,
         upstream=(upstream,),
-        role=name,
+        role=role or name,
         method=method,
         inputs=("tokens",),
         outputs=scalars or (name,),

@@ -27,6 +27,8 @@ from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.layout.wide import wide_instances
 from hybridrl.planner.instance import ModeledInstance
+from hybridrl.planner.mapped_work import MappedWork
+from hybridrl.planner.mapping import ACTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class SimulatedExecutor:
     others wait. `widths` are the numbers of instances that may become one (`layout.wide`). With
     `counts_tokens` a call bounds tokens where rows guess ahead.
 
+    Under a mapping (`mapped`) an instance has the ranks of the mapping's generation layout, and
+    forward passes and updates the seconds of their roles. Pools are independent: each runs one call
+    at a time, and updates of different pools run at once. `costs` are those of an instance, and
+    what the scheduler assumes of the rest.
+
     Invariants: the clock never decreases; `slices` of an instance do not overlap. A sample's
     response has its known length, whether it was parked or moved or not.
 
@@ -72,6 +79,7 @@ class SimulatedExecutor:
         verifier_s: float = 0.0,
         widths: Sequence[int] = (),
         counts_tokens: bool = False,
+        mapped: MappedWork | None = None,
     ) -> None:
         self._clock = VirtualClock()
         self.clock: Clock = self._clock
@@ -93,7 +101,9 @@ class SimulatedExecutor:
             for number, members in {**ones, **self.wide}.items()
         }
         self._free_at = [0.0] * num_instances
-        self._pool_free_at = 0.0
+        self._mapped = mapped
+        self._pool_free_at: dict[str, float] = {}  # of pools besides the instances'
+        self._active: dict[int | str, str | None] = {}  # the role on an instance, or in a pool
         self._pending: list[tuple[float, int, Event]] = []
         self._num_calls = 0
 
@@ -109,8 +119,30 @@ class SimulatedExecutor:
         return self.scopes.get(stage.name, Scope.RANK)
 
     def pool(self, stage: Stage) -> str:
-        """Stages of scope POOL share one."""
+        """That of the mapping; without one stages of scope POOL share one."""
+        if self._mapped is not None:
+            return self._mapped.pool(stage)
         return "critic" if self.scope(stage) is Scope.POOL else "actor"
+
+    def _pass_s(
+        self,
+        stage: Stage,
+        samples: Sequence[Sample],
+        places: Sequence[int | str],
+        instances: int = 1,
+    ) -> float:
+        """Of one call of a forward-only stage whose tokens `instances` share.
+
+        Under a mapping its role comes onto the device first, unless it was the last one there.
+        """
+        if self._mapped is not None and self._mapped.has_pass(stage):
+            seconds = self._mapped.pass_s(stage, samples)
+            if any(self._active.get(place) != stage.role for place in places):
+                seconds += self._mapped.onload_s(stage)
+            self._active |= dict.fromkeys(places, stage.role)
+            return seconds
+        tokens = sum(sample.tokens for sample in samples)
+        return self.costs.compute(stage.name, tokens / instances)
 
     def enter(self, phase: Phase) -> None:
         """The weight switch takes `switch_s`, the switch to training `train_switch_s`."""
@@ -130,6 +162,7 @@ class SimulatedExecutor:
         members = self.wide.get(instance, ())
         assert not any(self._servers[i].unfinished for i in members), "a member has samples"
         assert self._training.isdisjoint(members), "a member trains"
+        self._active.pop(instance, None)
         server = self._servers[instance]
         advance = server.advance(commands, num_decode_steps, self.version)
         done = tuple(
@@ -163,11 +196,11 @@ class SimulatedExecutor:
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Judges run concurrently with instances, sharded roles on all or in their own pool."""
         scope, now = self.scope(stage), self.clock.now()
-        tokens = sum(sample.tokens for sample in samples)
         if scope is Scope.POOL:
-            seconds = self.costs.compute(stage.name, tokens)
-            self._pool_free_at = max(now, self._pool_free_at) + seconds
-            self._push(self._pool_free_at, self._computed(stage, samples, seconds=seconds))
+            pool = self.pool(stage)
+            seconds = self._pass_s(stage, samples, [pool])
+            end = self._take_pool(pool, seconds)
+            self._push(end, self._computed(stage, samples, seconds=seconds))
             return
         if scope is Scope.DRIVER:
             self._push(now, SamplesRead(stage.name, tuple(sample.id for sample in samples)))
@@ -185,7 +218,7 @@ class SimulatedExecutor:
                     seconds += self.verifier_s
                 self._push(now + seconds, self._computed(stage, mine, seconds=seconds))
             return
-        seconds = self.costs.compute(stage.name, tokens / self.num_instances)
+        seconds = self._pass_s(stage, samples, self.instances, self.num_instances)
         start = max([self.clock.now(), *self._free_at])
         for instance in range(self.num_instances):
             self._free_at[instance] = start + seconds
@@ -197,7 +230,7 @@ class SimulatedExecutor:
         assert not self._servers[instance].running, (
             "a forward pass concurrent with unfinished samples"
         )
-        seconds = self.costs.compute(stage.name, sum(sample.tokens for sample in samples))
+        seconds = self._pass_s(stage, samples, [instance])
         for sample in samples:
             sample.rank = instance
         event = self._computed(stage, samples, instance, seconds)
@@ -245,17 +278,40 @@ class SimulatedExecutor:
         self._clock.advance_to(max(when, self.clock.now()))
         return [event]
 
-    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Takes `train_token_s` a token of the batch, without those that were trained early."""
-        assert not self._pending, "an update while calls are in flight"
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        """Never: a fused plan has no costs here."""
+        return False
+
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
+        """Takes `train_token_s` a token of the batch, without those that were trained early.
+
+        Under a mapping it takes what the role's layout takes. Updates of other pools may run.
+        """
+        ((stage, samples),) = updates
+        in_flight = (isinstance(event, UpdateDone) for _, _, event in self._pending)
+        assert all(in_flight), "an update while calls are in flight"
         late = [sample for sample in samples if sample.id not in self._early]
         self._early.clear()
-        seconds = self.costs.train_token_s * sum(sample.tokens for sample in late)
-        start = self.clock.now()
+        start, pool = self.clock.now(), self.pool(stage)
+        self._active.clear()
+        if self._mapped is not None:
+            seconds = self._mapped.update_s(stage, late)
+        else:
+            seconds = self.costs.train_token_s * sum(sample.tokens for sample in late)
+        if self._mapped is not None and pool != self._mapped.home:
+            self._push(self._take_pool(pool, seconds), UpdateDone(stage.name, {}))
+            return
         for instance in range(self.num_instances):
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
-        self._num_updates += 1
+        if self._mapped is None or stage.role == ACTOR:
+            self._num_updates += 1
         self._push(start + seconds, UpdateDone(stage.name, {}))
+
+    def _take_pool(self, pool: str, seconds: float) -> float:
+        """When a separate pool ends this work, which follows its earlier calls."""
+        start = max(self.clock.now(), self._pool_free_at.get(pool, 0.0))
+        self._pool_free_at[pool] = start + seconds
+        return start + seconds
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is stored."""

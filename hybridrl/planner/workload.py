@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ class Workload:
     def group_size(self) -> int:
         """Samples of a prompt; of the largest group, if groups differ."""
         return max(len(group.lengths) for group in self.groups)
+
+    def cut_at(self, max_tokens: int | None) -> "Workload":
+        """The same with responses of at most so many tokens."""
+        if max_tokens is None:
+            return self
+        groups = (
+            Group(group.prompt_tokens, tuple(min(n, max_tokens) for n in group.lengths))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
 
     def length_of(self, id: SampleId) -> int:
         """Response tokens of a sample; an attempt that draws anew has other ones."""
@@ -133,7 +143,7 @@ def read_workload(text: str, shape: Shape) -> Workload:
     groups = tuple(group for step in steps for group in step)
     prompts_per_step = shape.prompts_per_step or max(len(step) for step in steps)
     num_steps = shape.num_steps or max(1, len(groups) // prompts_per_step)
-    return Workload(groups, prompts_per_step, num_steps)
+    return Workload(groups, prompts_per_step, num_steps).cut_at(shape.max_tokens)
 
 
 def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
@@ -178,8 +188,7 @@ def _drawn(lengths: LogNormal, shape: Shape) -> Workload:
         shape.of(shape.group_size, "group"),
         shape.of(shape.prompt_tokens, "prompt_tokens"),
     )
-    groups = tuple(_cut(group, shape) for group in drawn)
-    return Workload(groups, prompts, steps, lengths.accept)
+    return Workload(tuple(drawn), prompts, steps, lengths.accept).cut_at(shape.max_tokens)
 
 
 def _rows(text: str, file: Path) -> list[dict[str, Any]]:
@@ -221,10 +230,4 @@ def _groups(text: str, row: Mapping[str, Any], shape: Shape) -> list[Group]:
     for position, prompt, length in zip(positions, prompt_tokens, lengths, strict=True):
         lengths_by_prompt.setdefault(position, []).append(length)
         tokens[position] = shape.prompt_tokens or prompt
-    return [_cut(Group(tokens[p], tuple(lengths_by_prompt[p])), shape) for p in lengths_by_prompt]
-
-
-def _cut(group: Group, shape: Shape) -> Group:
-    if shape.max_tokens is None:
-        return group
-    return Group(group.prompt_tokens, tuple(min(n, shape.max_tokens) for n in group.lengths))
+    return [Group(tokens[p], tuple(lengths_by_prompt[p])) for p in lengths_by_prompt]

@@ -83,4 +83,4 @@ def _line(error: Exception) -> str:
 def _least_ranks(config: Config) -> int:
     train, gen = config.trainer.layout, config.rollout.layout
     replica = train.pp * train.replicas * (train.fsdp or 1) * train.tp
-    return math.lcm(replica, gen.pp * gen.tp) * (2 if config.split else 1)
+    return math.lcm(replica, gen.pp * gen.tp) * len(config.cluster.pool_names)

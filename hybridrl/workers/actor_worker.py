@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 class ActorWorker(BaseWorker):
     """One rank of the actor's pool, the only pool under `cluster.placement=colocate`.
 
-    It hosts the actor (training shard and rollout engine), the frozen copies and the verifiers.
-    Under `colocate` it hosts value models and neural judges, too. All samples live in this pool: a
+    It hosts the actor (training shard and rollout engine) and the verifiers, and of the other roles
+    those that are not in another pool. All samples live in this pool: a
     sample stays in `store` from the call that made it until `release`, or until it moves.
 
     In GENERATE the rollout engine holds the actor's newest weights, and every instance works alone.
@@ -102,11 +102,11 @@ class ActorWorker(BaseWorker):
         if not self.config.is_neural(name):
             self.verifiers[name] = self.build.verifier(name)
             logger.debug("verifier %s made", name)
-        elif not self.config.split:
+        elif self.config.pool_of(name) == "actor":
             self.scorers[name] = self.build.neural_judge(name, self.actor.parallel)
             logger.debug("neural judge %s made", name)
 
-    def _add_scorers(self, graph: Graph) -> None:
+    def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
         central = [name for name in graph.judges if self.config.is_central(name)]
         known = {*self.trained, *self.verifiers, *self.scorers, *central}
         for name in graph.roles:

@@ -1,4 +1,4 @@
-"""One rank of the critic's pool: value models and neural judges, on copies of samples."""
+"""One rank of another pool than the actor's: models that train or score, on copies of samples."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hybridrl.config import Grouping
+from hybridrl.config import Config, Grouping
 from hybridrl.flow.executor import Computed
-from hybridrl.flow.graph import Stage, UpdateStage
+from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
+from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.role_factory import RoleFactory
@@ -26,12 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class CriticWorker(BaseWorker):
-    """One rank of the critic's pool (`cluster.placement=split`).
+    """One rank of a pool without the actor (`cluster.placement`, `cluster.pool_of`).
 
-    It hosts value models, which it trains, and neural judges. It never generates. Samples live in
-    the actor's pool: `parcels` bring copies of the samples that a call reads, and the call drops
-    them when it ends. New tensors go into the data plane.
+    It hosts value models, which it trains, neural judges, the reference and the teacher. It never
+    generates. Samples live in the actor's pool: `parcels` bring copies of the samples that a call
+    reads, and the call drops them when it ends. New tensors go into the data plane.
     """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        config: Config,
+        model_path: str,
+        data_plane: DataPlane,
+        *,
+        pool: str,
+    ) -> None:
+        """`rank` of `size` in the `pool`."""
+        super().__init__(rank, size, config, model_path, data_plane)
+        self.pool = pool
 
     @dispatch(Dispatch.SAME)
     def setup(self, host: str, port: int) -> Reply[RankDescription]:
@@ -48,7 +63,7 @@ class CriticWorker(BaseWorker):
 
     @cached_property
     def _parallel(self) -> GenParallel:
-        """A judge's replicas, laid out as generation instances in the actor's pool. Collective."""
+        """Replicas of roles that only score, as generation instances are laid out. Collective."""
         layout = self.config.rollout.layout
         axes = TrainAxes(fsdp=self.size)
         positions = gen_positions(axes, layout.pp, layout.tp, Grouping.vanilla)
@@ -64,9 +79,17 @@ class CriticWorker(BaseWorker):
         return ((name, from_dlpack(self.data_plane.get([ref])[0])) for name, ref in references)
 
     def _add_judge(self, name: str) -> None:
-        if self.config.is_neural(name) and name not in self.scorers:
+        is_here = self.config.is_neural(name) and self.config.pool_of(name) == self.pool
+        if is_here and name not in self.scorers:
             self.scorers[name] = self.build.neural_judge(name, self._parallel)
             logger.debug("neural judge %s made", name)
+
+    def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
+        for name in graph.roles:
+            if name not in self.trained and name not in self.scorers:
+                start = self._actor_weights(weights)
+                self.scorers[name] = self.build.copy_or_teacher(name, self._parallel, start)
+                logger.debug("scorer %s made", name)
 
     @dispatch(Dispatch.SAME)
     def compute(
@@ -79,8 +102,11 @@ class CriticWorker(BaseWorker):
         return Reply(published, reply.spans, reply.memory)
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply[dict[str, float]]:
+    def update(
+        self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]
+    ) -> Reply[list[dict[str, float]]]:
         """As in any pool."""
-        reply = super().update(stage, share)
-        self.store.drop(share.ids)
+        reply = super().update(stages, shares)
+        for share in shares:
+            self.store.drop(share.ids)
         return reply

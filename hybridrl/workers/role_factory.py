@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import Config
 from hybridrl.flow.graph import Graph
+from hybridrl.models.load import load_config
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.critic import Critic
@@ -39,11 +40,17 @@ class RoleFactory:
     device: torch.device
 
     def value_model(
-        self, name: str, weights: Iterable[tuple[str, torch.Tensor]] | None
+        self,
+        name: str,
+        weights: Iterable[tuple[str, torch.Tensor]] | None,
+        reverse: bool = False,
     ) -> ValueModel:
-        """A model with a value head; it starts with `weights` unless it has its own path."""
+        """A model with a value head; it starts with `weights` unless it has its own path.
+
+        With `reverse` its pipeline runs from the last rank to the first.
+        """
         kind = LearnedReward if name == "reward" else Critic
-        model = kind(name, self.config, self.model_path, self.store, self.device)
+        model = kind(name, self.config, self.model_path, self.store, self.device, reverse)
         if self.config.value_model_of(name).path is None and weights is not None:
             model.train_engine.take_weights(weights)
         model.train_engine.offload()
@@ -67,6 +74,48 @@ class RoleFactory:
             key=f"{name}.model",
             deterministic=self.config.strict,
         )
+        scorer.offload()
+        return scorer
+
+    def copy_or_teacher(
+        self,
+        name: str,
+        parallel: GenParallel,
+        weights: Iterable[tuple[str, torch.Tensor]] | None,
+    ) -> ReferenceScorer:
+        """A role that only scores, in a pool without the actor.
+
+        The teacher's own model, or the actor's with its present `weights`, whole parameters; None
+        where they are those of its file.
+        """
+        path = self.config.teacher.path if name == "teacher" else None
+        if path is not None:
+            return self.frozen(path, parallel, key="teacher.path")
+        return self.frozen(self.model_path, parallel, present=weights)
+
+    def frozen(
+        self,
+        path: str,
+        parallel: GenParallel,
+        *,
+        key: str = "model.path",
+        shared: Mapping[str, torch.Tensor] | None = None,
+        present: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> ReferenceScorer:
+        """The weights at `path`, or `shared` ones, or whole parameters that are `present`."""
+        scorer = ReferenceScorer(
+            self.config,
+            path,
+            parallel,
+            self.device,
+            self.store,
+            key=key,
+            deterministic=self.config.strict,
+            weights=shared,
+            num_likeliest=load_config(self.model_path).vocab_size,
+        )
+        if present is not None:
+            scorer.engine.take_weights(present)
         scorer.offload()
         return scorer
 
@@ -129,17 +178,4 @@ class ActorRoleFactory(RoleFactory):
     def _frozen(
         self, path: str, key: str, weights: Mapping[str, torch.Tensor] | None = None
     ) -> ReferenceScorer:
-        actor, strict = self.actor, self.config.strict
-        scorer = ReferenceScorer(
-            self.config,
-            path,
-            actor.parallel,
-            actor.device,
-            self.store,
-            key=key,
-            deterministic=strict,
-            weights=weights,
-            num_likeliest=actor.train_engine.model.config.vocab_size,
-        )
-        scorer.offload()
-        return scorer
+        return self.frozen(path, self.actor.parallel, key=key, shared=weights)

@@ -1,4 +1,4 @@
-"""The class of the ranks of each pool."""
+"""The worker of each rank, by its pool."""
 
 from pathlib import Path
 
@@ -9,8 +9,6 @@ from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.base_worker import BaseWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import DataPlane
-
-POOLS: dict[str, type[BaseWorker]] = {"actor": ActorWorker, "critic": CriticWorker}
 
 
 def make_worker(
@@ -26,4 +24,5 @@ def make_worker(
     rank_in_pool = pools[name].index(rank)
     if config.cluster.device is Device.cuda:
         record_collectives(logs / f"{NCCL_TRACE}{name}-", rank_in_pool)
-    return POOLS[name](rank_in_pool, len(pools[name]), config, model_path, data_plane)
+    place = rank_in_pool, len(pools[name]), config, model_path, data_plane
+    return ActorWorker(*place) if name == "actor" else CriticWorker(*place, pool=name)

@@ -80,7 +80,7 @@ def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None
         max_held=config.samples_held,
         decode_steps=config.rollout.decode_steps,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
-        workload=emulated_workload(config, group_size),
+        workload=emulated_workload(config, group_size).cut_at(config.rollout.max_new_tokens),
         group_size=group_size,
         widths=emulated_widths(config),
         scopes={"critic": Scope.WORLD},  # values need the critic's training shards

@@ -57,6 +57,7 @@ def take_turns(
             run = Run(config, prepare(config), telemetry, launcher, Origin())
             try:
                 if blocks.begin():
+                    run.begin_recipe()
                     run.run_recipe()
             finally:
                 run.group.kill()

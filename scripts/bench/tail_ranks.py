@@ -1,8 +1,8 @@
 """The mechanisms of the tail on two real ranks: serial, fused, fused with each, and all.
 
 `make bench-tail-ranks`. The long-tailed task and the model of `make bench-fusion`. The sides are
-runs of their own that take turns, block by block; the others wait. "The tail" in docs/benchmarks.md
-explains the figures, and what two cores allow.
+runs of their own that take turns, block by block; the others wait. Four are alive at a
+time. "The tail" in docs/benchmarks.md explains the figures, and what two cores allow.
 """
 
 import argparse
@@ -31,8 +31,10 @@ SIDES: dict[str, tuple[str, ...]] = {
     "wide": ("schedule=fused", *WIDE),
     "speculate": ("schedule=fused", *SPECULATE),
     "packed": ("schedule=packed",),
-    "all": ("schedule=fused", *EARLY, *WIDE, *SPECULATE),
+    "all": ("schedule=fused", *EARLY, "rollout.tail_tp=auto", *SPECULATE),  # where each pays
 }
+BASES = ("serial", "fused")  # what the others are compared with, in the same rounds
+AT_ONCE = 2  # others in a group: seven runs alive take more than 24 GB
 # Every side has it, since early backward needs whole replicas.
 COMMON = ("trainer.layout.replicas=2",)
 
@@ -58,7 +60,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare(
     roles: str, command: Sequence[str], names: Sequence[str], rounds: int, steps: int
 ) -> None:
-    """Blocks of all sides in turns, the order drawn anew each round; one of each warms up."""
+    """The sides in groups that the memory holds, each with serial and fused; then their lines."""
+    others = [name for name in names if name not in BASES]
+    for i in range(0, max(1, len(others)), AT_ONCE):
+        group = [*BASES, *others[i : i + AT_ONCE]]
+        blocks = in_turns(command, group, rounds, steps)
+        for name in group[len(BASES) * (i > 0) :]:
+            show_side(roles, name, blocks, steps)
+
+
+def in_turns(
+    command: Sequence[str], names: Sequence[str], rounds: int, steps: int
+) -> dict[str, list[dict[str, float]]]:
+    """Blocks of the sides in turns, the order drawn anew each round; one of each warms up."""
     draw = random.Random(0)
     blocks: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with ExitStack() as stack:
@@ -73,8 +87,7 @@ def compare(
                 block = sides[name].block(steps)
                 if i:
                     blocks[name].append(block)
-    for name in names:
-        show_side(roles, name, blocks, steps)
+    return blocks
 
 
 def show_side(roles: str, name: str, blocks: dict[str, list[dict[str, float]]], steps: int) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.config import TrainLayoutConfig
 from hybridrl.controller.load_balance import RankWork, assign_ranks
-from hybridrl.engines.train.balance import SequenceCost
 from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.pipelines.balance import SequenceCost
 
 
 def samples(lengths, ranks):

@@ -34,6 +34,14 @@ RUNS = {
         "cluster.placement=split", "cluster.ranks=3", "cluster.pools.actor=2",
         "schedule=fused", "schedule.migration_threshold=12",
     ],
+    "standalone": [
+        "cluster.placement=standalone", "cluster.ranks=5", "cluster.pools.critic=1",
+        "cluster.pools.reference=1", "cluster.pools.reward=1", "schedule=fused",
+    ],
+    "judges apart": [
+        "cluster.pool_of={reference: reference, reward: reference}", "cluster.ranks=3",
+        "cluster.pools.reference=1", "schedule=fused",
+    ],
 }  # fmt: skip
 KEYS = ("critic/loss", "critic/grad_norm", "critic/explained_variance", "loss", "grad_norm")
 MOMENTS = ("num_tokens", "mean", "squares")
@@ -81,6 +89,8 @@ def change(run: Any, folder: str) -> torch.Tensor:
         pytest.param("critic of tp 2", marks=pytest.mark.slow),
         pytest.param("split, fused", marks=pytest.mark.layouts),
         pytest.param("split", marks=pytest.mark.slow),
+        pytest.param("standalone", marks=pytest.mark.layouts),
+        pytest.param("judges apart", marks=pytest.mark.layouts),
     ],
 )
 def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) -> None:
@@ -100,6 +110,7 @@ def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) ->
         for key in KEYS:
             assert (key in a) == (key in b)
             assert abs(a.get(key, 0) - b.get(key, 0)) < 1e-6 * max(1.0, abs(a.get(key, 0))), key
+    # Samples move where the instances of the actor's pool have forward passes to run.
     assert all((line["migrated"] > 0) == ("fused" in name) for line in other.metrics)
     for folder in ("final", "final/critic"):
         moved, others = change(serial, folder), change(other, folder)

@@ -55,7 +55,7 @@ def test_pools_are_the_first_and_the_last_ranks(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.pools.critic=1"], "cluster.pools=0 + 1: wanted cluster.placement=split with"),
+        (["cluster.pools.critic=1"], "cluster.pools.critic=1: wanted 0, or a role in it: "),
         (
             [*SPLIT, "cluster.ranks=4", "cluster.pools.actor=2", "cluster.pools.critic=1"],
             "cluster.pools=2 + 1: wanted actor + critic = cluster.ranks=4, each 1 or more",
@@ -70,8 +70,8 @@ def test_pools_are_the_first_and_the_last_ranks(
             [*SPLIT, "critic.layout.tp=2"],
             "critic.layout=1 x 1 x ? x 2: wanted pp x replicas x fsdp x tp = cluster.pools.",
         ),
-        ([*SPLIT, "recipe=grpo"], "the recipe has nothing for cluster.pools.critic (a critic"),
-        ([*SPLIT, "recipe=rm"], "the recipe has nothing for cluster.pools.actor (an actor)"),
+        ([*SPLIT, "recipe=grpo"], "the recipe has nothing for cluster.pools.critic (a critic or "),
+        ([*SPLIT, "recipe=rm"], "the recipe has nothing for cluster.pools.actor (an actor"),
         (
             [
                 *SPLIT, "cluster.ranks=3", "cluster.pools.actor=2", "recipe=grpo",
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.slow
-def test_a_critic_begins_as_the_warmed_up_actor_of_the_other_pool(
+def test_roles_begin_as_the_warmed_up_actor_of_the_other_pool(
     train: Callable[..., Any], tiny_run: list[str], user_rewards: Path, tmp_path: Path
 ) -> None:
     """Colocated it has those weights beside it. Two critics, two verifiers; all learn.
@@ -101,16 +101,17 @@ def test_a_critic_begins_as_the_warmed_up_actor_of_the_other_pool(
     cost = ["cost=function", f"cost.function={user_rewards}:score", "cost.extract=null"]
     recipe = ["recipe=safe_rlhf", *PPO[1:], *cost]
     lines = []
-    for name, placement in (("colocate", []), ("split", SPLIT)):
+    apart = [*SPLIT, "cluster.pool_of.reference=critic"]
+    for name, placement in (("colocate", []), ("split", SPLIT), ("apart", apart)):
         run = train(tmp_path / name, *kept, *recipe, "warm_start.steps=2", *placement)
         lines.append([x for x in read_lines(run.dir / "metrics.jsonl") if "critic/loss" in x])
         assert run.stored == [0, 0]
         for folder in ("critic", "cost_critic"):
             assert load_file(run.dir / "final" / folder / "model.safetensors")
-    for one, other in zip(*lines, strict=True):
+    for one, *others in zip(*lines, strict=True):
         for key in ("critic/loss", "critic/grad_norm", "cost_critic/grad_norm", "grad_norm"):
             assert one[key] > 0
-            assert math.isclose(one[key], other[key], rel_tol=1e-5), key
+            assert all(math.isclose(one[key], other[key], rel_tol=1e-5) for other in others), key
 
 
 @pytest.mark.slow
@@ -120,11 +121,11 @@ def test_a_killed_rank_of_the_critic_is_named(
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
     update = RayExecutor.update
 
-    def killing(self: RayExecutor, stage: Any, samples: Any) -> None:
+    def killing(self: RayExecutor, updates: Any) -> None:
         node, _ = self.group._locations[1]
-        if stage.role == "actor":  # while the critic trains
+        if updates[0][0].role == "actor":  # while the critic trains
             os.kill(int(node.partition("pid ")[2].rstrip(")")), signal.SIGKILL)
-        update(self, stage, samples)
+        update(self, updates)
 
     monkeypatch.setattr(RayExecutor, "update", killing)
     with pytest.raises(WorkerError, match=r"rank 1 of 2 \(critic\) on node .* process ended"):

@@ -6,7 +6,7 @@ among the instance's `pp` x `tp` ranks.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -18,18 +18,18 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
-from hybridrl.engines.train.balance import micro_batches
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.kernels.token_logits import top_log_probs
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
-from hybridrl.models.local_weights import load_buffers, load_local
+from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
+from hybridrl.pipelines.balance import micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,12 @@ class ScoreEngine:
         )
         self._host = []
         self.weights = Weights.here
+
+    def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy another model's full parameters [..], and buffers, to those of the same names."""
+        assert self.weights is Weights.here, f"take_weights: weights are {self.weights}"
+        assert not self._shares, "these weights are shared"
+        take_local(self.model, weights, self.config, self.parallel)
 
     def share(self, host: Mapping[str, torch.Tensor], path: str) -> None:
         """Use tensors in host memory by name, which other owners share and no one changes.

@@ -63,9 +63,13 @@ class TrainDims:
     """The ranks pp x tp, which compute the same sequences."""
     cp_group: ProcessGroup | None
     """The ranks that share rows too long for one of them: consecutive ones of fsdp. None for 1."""
+    reverse: bool = False
+    """Whether the first chunk is on the last pipeline rank."""
 
     @classmethod
-    def make(cls, layout: TrainLayoutConfig, ranks: int, device_type: str) -> "TrainDims":
+    def make(
+        cls, layout: TrainLayoutConfig, ranks: int, device_type: str, reverse: bool = False
+    ) -> "TrainDims":
         """All ranks of the world in the order of `TrainAxes`; raises ConfigError for the sizes."""
         layout.resolve(ranks)
         layout.check(ranks)
@@ -77,7 +81,7 @@ class TrainDims:
         cp_group = None
         if layout.cp > 1:
             cp_group = axis_group(context_mesh(axes, layout.cp), "cp")
-        return cls(axes, layout, *groups, cp_group)
+        return cls(axes, layout, *groups, cp_group, reverse)
 
     def groups(self) -> list[ProcessGroup]:
         """This rank's process groups, one an axis."""
@@ -109,15 +113,23 @@ class TrainDims:
         return self.schedule is PipelineSchedule.zero_bubble
 
     @property
+    def chunk_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each chunk."""
+        pp = self.axes.pp
+        ranks = (rank_of_chunk(chunk, pp, self.zigzag) for chunk in range(self.num_chunks))
+        return tuple(pp - 1 - rank if self.reverse else rank for rank in ranks)
+
+    @property
     def chunk_numbers(self) -> list[int]:
         """The chunks of this rank."""
-        pp, pp_rank = self.axes.pp, self.rank("pp")
-        return [i for i in range(self.num_chunks) if rank_of_chunk(i, pp, self.zigzag) == pp_rank]
+        own = self.rank("pp")
+        return [chunk for chunk, rank in enumerate(self.chunk_ranks) if rank == own]
 
     def stage_of_layer(self, num_layers: int) -> list[int]:
         """The pipeline rank of every layer."""
-        per_rank = self.num_chunks // self.axes.pp
-        return stages_of_layers(num_layers, self.axes.pp, per_rank, self.zigzag)
+        pp = self.axes.pp
+        stages = stages_of_layers(num_layers, pp, self.num_chunks // pp, self.zigzag)
+        return [pp - 1 - stage for stage in stages] if self.reverse else stages
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.algorithms.normalize import factor_of_totals
 from hybridrl.config import (
@@ -28,24 +26,25 @@ from hybridrl.config import (
 )
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
-from hybridrl.engines.train.chunks import score_in_passes, train_in_passes
+from hybridrl.engines.train.chunks import score_in_passes
 from hybridrl.engines.train.comparison import distance_metrics
+from hybridrl.engines.train.dropout import enabled_dropout
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
-from hybridrl.engines.train.interface import (
-    TrainSequence,
-    ended,
-)
+from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import allocate_state, make_optimizer
-from hybridrl.engines.train.packed import (
-    Candidates,
-    PackedBatch,
-    keep_experts,
-)
+from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.replica import MicroBatches, Replica
-from hybridrl.engines.train.update_sums import UpdateSums, forget_early_gradients, row_loss
+from hybridrl.engines.train.single_stage import train_rows
+from hybridrl.engines.train.update_sums import (
+    PreparedUpdate,
+    UpdateSums,
+    averages,
+    forget_early_gradients,
+    row_loss,
+)
 from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
@@ -96,6 +95,7 @@ class TrainEngine(ModelShards):
         lora: LoraConfig | None = None,
         seed: int = 0,
         key: str = "model.path",
+        reverse: bool = False,
     ) -> None:
         """Read this rank's part of `model_path`, as `trainer.layout` says; all ranks call it.
 
@@ -104,15 +104,16 @@ class TrainEngine(ModelShards):
         dimension FSDP shards (`layout.parameters.fsdp_dim`). With `gives_values` the model
         has a value head (`models.load.empty_value_model`) and `values`, not `log_probs`; losses are
         called with values. With `lora` of a rank above 0 adapters are trained, which `seed` draws,
-        and the value head; the weights are frozen, in the compute format. Raises ConfigError for a
+        and the value head; the weights are frozen, in the compute format. With `reverse` its
+        pipeline runs from the last rank to the first. Raises ConfigError for a
         model that cannot be used, naming `key`, and for axes that it cannot take. Raises ValueError
         for a temperature that is not above 0.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: training needs a number above 0")
         self.trainer, self.device, self.gives_values = trainer, device, gives_values
-        compute = self._compute = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
-        self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type)
+        compute = self.compute_dtype = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
+        self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type, reverse)
         warm_up(self.dims.groups(), device)
 
         # The whole model without its weights, and its adapters.
@@ -167,9 +168,9 @@ class TrainEngine(ModelShards):
             layers,
             trainer.chunk_tokens,
         )
-        self._flops = ForwardFlops.of(self.model.config)
+        self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
-            self._flops = replace(self._flops, per_scored=2 * self.model.config.hidden_size)
+            self.flops = replace(self.flops, per_scored=2 * self.model.config.hidden_size)
         self._early: UpdateSums | None = None
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
@@ -199,8 +200,7 @@ class TrainEngine(ModelShards):
             return None
         return Pipeline(
             stages,
-            self.dims.chunk_numbers,
-            self.dims.num_chunks,
+            self.dims.chunk_ranks,
             self.dims.schedule,
             self.dims.mesh.get_group("pp"),
             self.device,
@@ -228,7 +228,7 @@ class TrainEngine(ModelShards):
         """Of the present phase, after `steps` of its steps."""
         owners = None
         if self.optim.name is OptimName.muon:
-            owners = MatrixOwners(*self.trained_matrices(), self._compute, self.device)
+            owners = MatrixOwners(*self.trained_matrices(), self.compute_dtype, self.device)
         self.optimizer, self.lr_scheduler = make_optimizer(
             self.trained_parameters(), self.optim, self.total_steps, steps, owners
         )
@@ -283,7 +283,8 @@ class TrainEngine(ModelShards):
         (num_micro_batches,) = self._reduce([len(micros.parts)], dist.ReduceOp.MAX)
         micros = self._replica.same_number(micros, num_micro_batches)
         parts = micros.parts
-        batches = self._replica.pack(micros, records_experts=records_experts)
+        ragged = not self.trainer.chunk_tokens
+        batches = self._replica.pack(micros, records_experts=records_experts, ragged=ragged)
         scores = [torch.zeros(0)] * len(micros.sequences)
         logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
         if self.pipeline is None:
@@ -344,12 +345,12 @@ class TrainEngine(ModelShards):
         with self._replica.apart():
             pooled, micros = self._rows(sequences, loss)
             number = self._replica.most_micro_batches(micros)
-            early.counts = early.joined(self._replica.count(pooled, 0, self._flops))
+            early.counts = early.joined(self._replica.count(pooled, 0, self.flops))
             micros = self._replica.same_number(micros, number, loss.samples_per_row)
             batches = self._pack(micros, loss) if number else []
         logger.debug("early backward on %d sequences, %d micro-batches", len(pooled), len(batches))
         finish = row_loss(micros, batches, loss, (1, 1, 1), compare, early)
-        self._train_alone(batches, finish, all_reduce=False)
+        self._train_rows(batches, finish, all_reduce=False)
         early.add_padding(pooled, batches)
         self._early = early
 
@@ -397,49 +398,80 @@ class TrainEngine(ModelShards):
         If loss or gradient is not finite on any rank, no rank steps and `bad_step` is 1.0. Raises
         ValueError if no rank has a token to train, or this rank an incomplete row.
         """
+        prepared = self.prepare_update(
+            sequences,
+            loss,
+            max_response_tokens=max_response_tokens,
+            compare=compare,
+            continues=continues,
+        )
+        with self.training(prepared):
+            if self.pipeline is None:
+                self._train_rows(prepared.batches, prepared.finish)
+            else:
+                self.pipeline.train(prepared.batches, prepared.finish)
+        return self.finish_update(prepared)
+
+    def prepare_update(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: Loss[torch.Tensor],
+        *,
+        max_response_tokens: int = 0,
+        compare: Mapping[str, str] = MappingProxyType({}),
+        continues: bool = False,
+        ragged: bool = False,
+    ) -> PreparedUpdate:
+        """The rows of an `update` and the totals of all ranks; `finish_update` follows.
+
+        `ragged` rows keep their length, and ranks may have different numbers of them.
+        """
         assert continues or self._early is None, "an update that knows of no early gradient"
         sums, self._early = self._early or UpdateSums(), None
-
-        # The rows of this rank, and the totals of all.
         pooled, micros = self._rows(sequences, loss)
-        counts = self._replica.count(pooled, len(micros.parts), self._flops)
+        counts = self._replica.count(pooled, len(micros.parts), self.flops)
         totals = self._replica.totals(sums.joined(counts))
-        micros = self._replica.same_number(micros, totals.micro_batches, loss.samples_per_row)
-        batches = self._pack(micros, loss)
+        number = max(1, len(micros.parts)) if ragged else totals.micro_batches
+        micros = self._replica.same_number(micros, number, loss.samples_per_row)
+        if ragged:
+            micros = replace(micros, parts=[own for own in micros.parts if own] or [[]])
+        batches = self._pack(micros, loss, ragged)
         logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         known = totals.tokens, totals.sequences, max_response_tokens or totals.longest
         weighed = (1, 1, 1) if continues else known
         finish = row_loss(micros, batches, loss, weighed, compare, sums)
+        factor = factor_of_totals(loss.normalize, *known) if continues else 1.0
+        return PreparedUpdate(pooled, batches, loss, totals, compare, sums, finish, factor)
 
-        # Forward, backward, and the step.
-        self._expert_load.start(totals.sequences)
-        with self._dropout():
-            if self.pipeline is None:
-                self._train_alone(batches, finish)
-            else:
-                self.pipeline.train(batches, finish)
+    @contextmanager
+    def training(self, update: PreparedUpdate) -> Iterator[None]:
+        """Around forward and backward of an update: counts of experts, dropout of adapters."""
+        self._expert_load.start(update.totals.sequences)
+        with enabled_dropout(self._dropouts, self.device, self.version):
+            yield
+
+    def finish_update(self, update: PreparedUpdate) -> dict[str, float]:
+        """The optimizer step of gradients that are there; returns the metrics of `update`."""
+        sums, totals, compare = update.sums, update.totals, update.compare
         if self.pipeline is not None:
             sum_tied(self.chunks, self.dims)
             sums.sums, sums.compared = self._replica.from_last_stage(
                 (sums.sums, sums.compared), self.device
             )
-        sums.add_padding(pooled, batches)
+        sums.add_padding(update.sequences, update.batches)
         figures = (
             distance_metrics(sums.compared, tuple(compare.values()), self.device) if compare else {}
         )
-        lr_scale = loss.lr_scale(figures.get("effective_share", 1.0))
-        factor = factor_of_totals(loss.normalize, *known) if continues else 1.0
-        metrics = self._step(sums.sums, 1.0 if lr_scale is None else lr_scale, factor) | figures
-        if lr_scale is not None:
-            metrics["lr_scale"] = lr_scale
-        logger.debug("update ended, version %d", self.version)
+        lr_scale = update.loss.lr_scale(figures.get("effective_share", 1.0))
+        metrics = self._step(sums.sums, 1.0 if lr_scale is None else lr_scale, update.factor)
+        metrics |= figures if lr_scale is None else {**figures, "lr_scale": lr_scale}
         metrics["tokens"] = float(totals.tokens)
         # Backward has twice as many, but for the gradients of frozen weights.
         metrics["flops"] = totals.work * (3 if self.lora is None else 2)
         load = self._expert_load.metrics()
         if not metrics["bad_step"]:
             self._expert_load.move_biases()
-        return metrics | load | self._of_sequences(pooled, sums)
+        return metrics | load | self._of_sequences(update.sequences, sums)
 
     def _rows(
         self, sequences: Sequence[TrainSequence], loss: Loss[torch.Tensor]
@@ -457,10 +489,15 @@ class TrainEngine(ModelShards):
         pooled, _ = self._replica.gather(sequences)
         return pooled, self._replica.split(pooled, samples_per_row)
 
-    def _pack(self, micros: MicroBatches, loss: Loss[torch.Tensor]) -> list[PackedBatch]:
-        counts = self._expert_load.experts > 0
+    def _pack(
+        self, micros: MicroBatches, loss: Loss[torch.Tensor], ragged: bool = False
+    ) -> list[PackedBatch]:
         return self._replica.pack(
-            micros, trained_only=True, counts_experts=counts, candidates=Candidates.of(loss)
+            micros,
+            trained_only=True,
+            counts_experts=self._expert_load.experts > 0,
+            candidates=Candidates.of(loss),
+            ragged=ragged,
         )
 
     def _of_sequences(self, pooled: Sequence[TrainSequence], sums: UpdateSums) -> dict[str, float]:
@@ -475,47 +512,11 @@ class TrainEngine(ModelShards):
             metrics["padding_share"] = 1 - real / computed
         return metrics
 
-    @contextmanager
-    def _dropout(self) -> Iterator[None]:
-        """Enable dropout of adapters, seeded by step and rank, so that a resumed run repeats it."""
-        if not any(module.p for module in self._dropouts):
-            yield
-            return
-        # Of this device alone: by default torch saves the states of every GPU that it sees.
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.version * dist.get_world_size() + dist.get_rank())
-            for module in self._dropouts:
-                module.train()
-            yield
-            for module in self._dropouts:
-                module.eval()
-
-    def _train_alone(
+    def _train_rows(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], all_reduce: bool = True
     ) -> None:
-        """Forward and backward of all micro-batches on a model without pipeline chunks.
-
-        Without `all_reduce` FSDP keeps the gradients of this replica, and adds them when it next
-        sums over replicas.
-        """
         (root,) = self.roots
-        assert isinstance(root, FSDPModule)
-
-        def prepare(last_row: bool, last_pass: bool) -> None:
-            last = last_row and last_pass
-            if self._keep_unsharded:
-                root.set_requires_gradient_sync(last)
-                root.set_reshard_after_backward(last)
-            root.set_requires_all_reduce(all_reduce and (last or not self._keep_unsharded))
-
-        for number, batch in enumerate(batches):
-            last_row = number == len(batches) - 1
-            if batch.passes:
-                before_backward = partial(prepare, last_row)
-                train_in_passes(root, batch, partial(finish, number), before_backward)
-            else:
-                prepare(last_row, True)
-                finish(number, *root(batch.ids, batch, True)).backward()
+        train_rows(root, batches, finish, self._keep_unsharded, all_reduce)
 
     def _step(
         self, sums: dict[str, torch.Tensor], lr_scale: float, factor: float
@@ -525,15 +526,7 @@ class TrainEngine(ModelShards):
         Gradients and `sums` are to be multiplied by `factor`.
         """
         gradients, own_square = local_gradients(self.chunks, self.dims, factor)
-        names = sorted(sums)
-        # A value that is not finite on one rank is not finite in the sum over ranks.
-        each = [factor * sums[name].double() / self._replica.size for name in names]
-        values = torch.stack([own_square, *each])
-        dist.all_reduce(values)
-        square, *averages = values.tolist()
-        metrics = dict(zip(names, averages, strict=True))
-        weight = metrics.pop("weight")
-        metrics = {k: v if k == "loss" else v / weight for k, v in metrics.items()}
+        square, metrics = averages(own_square, sums, factor, self._replica.size)
         metrics |= {
             "grad_norm": square**0.5,
             "lr": lr_scale * float(self.lr_scheduler.get_last_lr()[0]),

@@ -20,7 +20,6 @@ from torch.distributed.pipelining.schedules import (
 from hybridrl.config import PipelineSchedule
 from hybridrl.engines.train.chunks import LossOfPasses, free_keys
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
-from hybridrl.layout.layout import rank_of_chunk
 
 Finish = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss that the last chunk computes from a micro-batch's number, log-probabilities and
@@ -70,15 +69,16 @@ class Pipeline:
     def __init__(
         self,
         chunks: Sequence[StageModel],
-        numbers: Sequence[int],
-        num_chunks: int,
+        ranks: Sequence[int],
         kind: PipelineSchedule,
         group: ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
         token_parts: int = 1,
     ) -> None:
-        self.chunks, self.numbers, self.num_chunks = chunks, numbers, num_chunks
+        """`ranks` are the pipeline ranks of all chunks; `chunks` are those of this one."""
+        self.chunks, self.ranks, self.num_chunks = chunks, ranks, len(ranks)
+        self.numbers = [chunk for chunk, rank in enumerate(ranks) if rank == group.rank()]
         self.kind, self.group, self.device, self.dtype = kind, group, device, dtype
         self._token_parts = token_parts
         self._features: int = chunks[0].model.config.hidden_size
@@ -132,7 +132,7 @@ class Pipeline:
         schedule = self._schedule(len(batches), batches[0].ids.shape[1])
         places = torch.arange(len(batches))
         inputs = [torch.cat([batch.ids for batch in batches])] if self.numbers[0] == 0 else []
-        with self._prepared(batches, finish_pass, with_entropy=True):
+        with self.prepared(batches, finish_pass, with_entropy=True):
             schedule.step(*inputs, target=places, number=places)
         free_keys(rows[numbers[0]])
 
@@ -170,7 +170,7 @@ class Pipeline:
         hidden: dict[tuple[int, int], torch.Tensor] = {}  # inputs by chunk and micro-batch
         messages: dict[int, list[dist.Work]] = {}  # by tick
         sent: list[torch.Tensor] = []  # kept until it has left
-        with self._prepared(batches, finish, with_entropy):
+        with self.prepared(batches, finish, with_entropy):
             for tick in range(starts[-1] + num_batches):
                 operations: list[dist.P2POp] = []
                 for index, number in _active(starts, num_batches, tick):
@@ -182,7 +182,7 @@ class Pipeline:
                             x = hidden.pop((index, number))
                         x = chunks[index](x, number)
                     elif target == rank:
-                        x = x.new_empty(self._hidden_shape(x.shape[1]), dtype=self.dtype)
+                        x = x.new_empty(self.hidden_shape(x.shape[1]), dtype=self.dtype)
                         operations.append(self._message(dist.irecv, x, holder))
                     if target == rank:
                         hidden[index + 1, number] = x
@@ -197,21 +197,19 @@ class Pipeline:
     def _message(self, kind: Callable[..., Any], x: torch.Tensor, peer: int | None) -> dist.P2POp:
         return dist.P2POp(kind, x, group=self.group, group_peer=peer)
 
-    def _hidden_shape(self, tokens: int) -> tuple[int, int, int]:
+    def hidden_shape(self, tokens: int) -> tuple[int, int, int]:
         """Shape sent for a row of `tokens`: under sequence parallelism a shard of them."""
         return 1, tokens // self._token_parts, self._features
 
     def _holder(self, index: int) -> int | None:
         """The pipeline rank of a chunk, None before the first and after the last."""
-        if not 0 <= index < self.num_chunks:
-            return None
-        zigzag = self.kind is PipelineSchedule.zero_bubble
-        return rank_of_chunk(index, self.group.size(), zigzag)
+        return self.ranks[index] if 0 <= index < self.num_chunks else None
 
     @contextmanager
-    def _prepared(
+    def prepared(
         self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool
     ) -> Iterator[None]:
+        """Within the body the chunks compute the rows by their numbers."""
         for chunk in self.chunks:
             chunk.batches, chunk.finish, chunk.with_entropy = batches, finish, with_entropy
         try:
@@ -245,10 +243,10 @@ class Pipeline:
 
     def _stage(self, chunk: StageModel, number: int, tokens: int) -> PipelineStage:
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        hidden = torch.zeros(self._hidden_shape(tokens), dtype=self.dtype, device="meta")
+        hidden = torch.zeros(self.hidden_shape(tokens), dtype=self.dtype, device="meta")
         hidden.requires_grad_()  # else no gradient is received for it
         loss = torch.zeros(1, device="meta", requires_grad=True)
-        return PipelineStage(
+        stage = PipelineStage(
             chunk,
             number,
             self.num_chunks,
@@ -257,6 +255,8 @@ class Pipeline:
             output_args=loss if chunk.last else hidden,
             group=self.group,
         )
+        stage.stage_index_to_group_rank = dict(enumerate(self.ranks))  # else i mod pp
+        return stage
 
 
 def _first_ticks(holders: Sequence[int | None], num_batches: int) -> list[int]:

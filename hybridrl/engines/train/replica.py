@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridrl.config import Attention
-from hybridrl.engines.train.balance import balance, micro_batches
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
 from hybridrl.models.flops import ForwardFlops
+from hybridrl.pipelines.balance import balance, micro_batches
 
 _WORK_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
 
@@ -240,13 +240,17 @@ class Replica:
         records_experts: bool = False,
         counts_experts: bool = False,
         candidates: Candidates | None = None,
+        ragged: bool = False,
     ) -> list[PackedBatch]:
-        """A row for each micro-batch, a multiple of the token shards; in a pipeline all equal."""
+        """A row for each micro-batch, a multiple of the token shards.
+
+        In a pipeline all are equally long, unless they may be `ragged`.
+        """
         group, multiple = self.dims.cp_group, self.dims.token_parts
         ranks = [self._num_ranks(micros, i) for i in range(len(micros.parts))]
         # Tokens of a rank.
         sizes = [max(1, -(-micros.tokens(i) // number)) for i, number in enumerate(ranks)]
-        if self.pipeline is not None:
+        if self.pipeline is not None and not ragged:
             sizes = [min(size, self.chunk_tokens or size) for size in sizes]
             sizes = [self._largest(max(sizes))] * len(sizes)
         sizes = [-(-size // multiple) * multiple for size in sizes]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hybridrl.algorithms.normalize import token_weights
@@ -13,7 +14,7 @@ from hybridrl.engines.train.build import fsdp_modules
 from hybridrl.engines.train.comparison import compare_row
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, loss_inputs, scored_fields
-from hybridrl.engines.train.replica import MicroBatches
+from hybridrl.engines.train.replica import MicroBatches, UpdateTotals
 
 _LONGEST = 3  # of `UpdateTotals`: a maximum, the others are sums
 
@@ -47,6 +48,24 @@ class UpdateSums:
         rows = [row for batch in batches for row in batch.passes or (batch,)]
         self.real += sum(len(sequence.ids) for sequence in sequences)
         self.computed += sum(row.ids.numel() for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """An update whose rows are packed: what forward and backward read, and then the step.
+
+    `finish` gives the loss of a row by its number. The gradient and `sums` are to be multiplied by
+    `factor`.
+    """
+
+    sequences: Sequence[TrainSequence]
+    batches: Sequence[PackedBatch]
+    loss: Loss[torch.Tensor]
+    totals: UpdateTotals
+    compare: Mapping[str, str]
+    sums: UpdateSums
+    finish: Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    factor: float
 
 
 def row_loss(
@@ -85,6 +104,25 @@ def row_loss(
         return total
 
     return finish
+
+
+def averages(
+    own_square: torch.Tensor, sums: Mapping[str, torch.Tensor], factor: float, sharers: int
+) -> tuple[float, dict[str, float]]:
+    """The sum of `own_square` over ranks; the loss, and metrics averaged by weight. Collective.
+
+    `sums` are those of a rank's rows (`row_loss`), to be multiplied by `factor`. So many `sharers`
+    have the same sums.
+    """
+    names = sorted(sums)
+    # A value that is not finite on one rank is not finite in the sum over ranks.
+    each = [factor * sums[name].double() / sharers for name in names]
+    values = torch.stack([own_square, *each])
+    dist.all_reduce(values)
+    square, *totals = values.tolist()
+    metrics = dict(zip(names, totals, strict=True))
+    weight = metrics.pop("weight")
+    return square, {k: v if k == "loss" else v / weight for k, v in metrics.items()}
 
 
 def forget_early_gradients(roots: Sequence[nn.Module]) -> None:

@@ -112,9 +112,11 @@ class StreamedUpdate:
         able = [s for s in self._waiting.values() if self.stages.may_move(s)]
         if not able:
             return []
+        affordable = self._affordable(instance, num_rows, progress, width)
+        if affordable is not None and affordable < min(s.tokens for s in able):
+            return []
         in_order = sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id))
         wanted: float = max(self.chunk_tokens, in_order[0].tokens)
-        affordable = self._affordable(instance, num_rows, progress, width)
         if affordable is not None:
             wanted = min(wanted, affordable)
         chosen: list[Sample] = []

@@ -50,7 +50,13 @@ def score_all(
         actor = engine_of(path, parallel, temperature=0.7, max_tokens_per_micro_batch=20)
         reward = engine_of(classifier, parallel, classifier=True, max_tokens_per_micro_batch=20)
         strict = engine_of(path, parallel, temperature=0.7, deterministic=True)
+        taken = engine_of(path, parallel, temperature=0.7, max_tokens_per_micro_batch=20)
+        for parameter in taken.parameters().values():
+            parameter.zero_()
+        whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        taken.take_weights((name, x.detach()) for name, x in whole.named_parameters())
         results[family] = {
+            "taken": taken.log_probs(sequences),
             "log_probs": actor.log_probs(sequences),
             "values": reward.values_at_end(sequences),
             "strict": strict.log_probs(sequences),
@@ -88,6 +94,7 @@ def test_equals_transformers(
             for one, other in zip(scores["log_probs"], wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
             assert all(map(torch.equal, scores["log_probs"], results[0][family]["log_probs"]))
+            assert all(map(torch.equal, scores["taken"], scores["log_probs"]))
             assert scores["values"] == pytest.approx(values, abs=1e-5)
             assert scores["values"] == results[0][family]["values"]
             assert all(map(torch.equal, scores["strict"], scores["alone"]))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from hybridrl.engines.train.balance import balance, micro_batches
+from hybridrl.pipelines.balance import balance, micro_batches
 
 lengths_of = st.lists(st.integers(1, 300), max_size=60)
 

@@ -1,0 +1,329 @@
+"""One rank of `hybridrl plan calibrate`: it measures links with the others, then layers alone.
+
+Layers are measured by the engines' own code, on models of a few layers with random weights. The
+other ranks do the same meanwhile, so what ranks take from each other (memory's bandwidth) is in it.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from hybridrl.algorithms.losses import CrossEntropyLoss
+from hybridrl.config import Config, Device, TrainLayoutConfig
+from hybridrl.doctor.measure import Link, Probe
+from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.layout.switching import plan_switch
+from hybridrl.models.context import context_tokens
+from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.pipelines.balance import micro_batches
+from hybridrl.planner.layer_fit import PackedTokens, TimedDecoding, TimedPass, TimedSwitch
+from hybridrl.planner.mapping import SampleLength
+from hybridrl.planner.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+
+_REPEATS = 3
+_CPU_TOKENS = 2048  # of a row: more only takes longer
+_STEPS = 8  # of a timed call of the rollout engine
+_ROWS = (1, 4, 16, 64)
+_COPY_BYTES = {"cpu": 2**26, "cuda": 2**28}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """What a rank has measured."""
+
+    links: list[Link]
+    passes: list[TimedPass] = field(default_factory=list)
+    decoding: list[TimedDecoding] = field(default_factory=list)
+    switches: list[TimedSwitch] = field(default_factory=list)
+    flops: float = 0.0
+    """A second, of large products in the compute format."""
+    memory_bytes_per_s: float = 0.0
+    """Read and written by a copy within the device's memory."""
+    host_bytes_per_s: float = 0.0
+    """From the device to the host; 0 where they are one."""
+
+
+def models_of(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Small models that tell costs apart: numbers of layers, and half of the width.
+
+    Head sizes, the vocabulary and the family's code are those of `config`.
+    """
+    kinds = [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}]
+    if all(getattr(config, key, 0) % 2 == 0 for key in _WIDTHS):
+        halves = {key: getattr(config, key) // 2 for key in _WIDTHS}
+        halves["num_key_value_heads"] = max(1, config.num_key_value_heads // 2)
+        halves["head_dim"] = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        kinds.append({**halves, "num_hidden_layers": 2})
+    settings = config.to_dict()
+    for key in ("layer_types", "architectures"):
+        settings.pop(key, None)
+    return [AutoConfig.for_model(**{**settings, **kind}) for kind in kinds]
+
+
+_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def write_models(config: PretrainedConfig, folder: Path) -> list[Path]:
+    """The models of `models_of`, each in a directory below `folder`."""
+    import torch
+
+    paths = []
+    for number, shape in enumerate(models_of(config)):
+        torch.manual_seed(number)
+        path = folder / str(number)
+        AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(path)
+        paths.append(path)
+    return paths
+
+
+def measure_rank(
+    rank: int, size: int, host: str, port: int, config: Config, models: Sequence[Path], out: Path
+) -> None:
+    """Write this rank's `RankTimes` to `out`/RANK, pickled."""
+    import pickle
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config.cluster.threads_per_rank or 1)
+    links = []
+    if size > 1:
+        probe = Probe(rank, size, config.cluster)
+        probe.join(host, port)
+        links = probe.measure()
+    torch.set_num_threads(config.cluster.threads_per_rank or 1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    device = torch.device("cpu")
+    if config.cluster.device is Device.cuda:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    flops, within, host_rate = _of_device(device, config)
+    times = RankTimes(
+        links=links, flops=flops, memory_bytes_per_s=within, host_bytes_per_s=host_rate
+    )
+    for path in models:
+        _measure_model(path, config, device, times)
+        gc.collect()
+    dist.destroy_process_group()
+    (out / str(rank)).write_bytes(pickle.dumps(times))
+
+
+def _of_device(device: "torch.device", config: Config) -> tuple[float, float, float]:
+    """`RankTimes.flops`, `memory_bytes_per_s`, `host_bytes_per_s`."""
+    import torch
+
+    from hybridrl.system.peak_flops import measure_peak
+
+    tensor = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
+    copy = torch.empty_like(tensor)
+    within = _median_s(device, lambda: copy.copy_(tensor))
+    host = 0.0
+    if device.type == "cuda":
+        pinned = torch.empty(tensor.shape, pin_memory=True)
+        host = tensor.nbytes / _median_s(device, lambda: pinned.copy_(tensor))
+    peak = measure_peak(device, TORCH_DTYPES[config.model.compute_dtype])
+    return peak, 2 * tensor.nbytes / within, host
+
+
+def _measure_model(path: Path, config: Config, device: "torch.device", times: RankTimes) -> None:
+    shape_config = AutoConfig.from_pretrained(path)
+    shape = ModelShape.of_config(shape_config.to_dict())
+    trainer = config.trainer
+    trainer.layout = TrainLayoutConfig(fsdp=1)
+    if device.type == "cpu":
+        trainer.max_tokens_per_micro_batch = min(trainer.max_tokens_per_micro_batch, _CPU_TOKENS)
+    engine = TrainEngine(str(path), model=config.model, trainer=trainer, device=device)
+    longest = context_tokens(shape_config)
+    _measure_training(engine, shape, longest, times)
+    _measure_generation(engine, shape, config, longest, times)
+
+
+def _measure_training(
+    engine: TrainEngine, shape: ModelShape, longest: int, times: RankTimes
+) -> None:
+    """Forward passes and updates: rows of several sizes, of long and of short sequences."""
+    import torch
+
+    budget, loss = engine.trainer.max_tokens_per_micro_batch, CrossEntropyLoss()
+    lengths = sorted({max(4, min(longest, budget) // share) for share in (1, 4, 16)})
+    for length in lengths:
+        for tokens in (budget // 4, budget, 2 * budget):
+            number = max(1, tokens // length)
+            # Half and a quarter of the tokens are scored, so that the head is told from layers.
+            scored = length // 2 if number % 2 else length // 4
+            sample = SampleLength(length - scored, scored)
+            ids = torch.randint(0, shape.vocabulary, (number, length))
+            sequences = [TrainSequence(row, scored) for row in ids]
+            rows = tuple(
+                PackedTokens(
+                    tokens=len(row) * length,
+                    scored=len(row) * scored,
+                    pairs=len(row) * sample.pairs,
+                )
+                for row in micro_batches([length] * number, budget)
+            )
+            for _ in range(1 + _REPEATS):
+                with _clock(engine.device) as seconds:
+                    engine.log_probs(sequences)
+                score = TimedPass(shape=shape, rows=rows, trains=False, seconds=seconds[0])
+                with _optimizer_clock(engine) as stepped, _clock(engine.device) as seconds:
+                    engine.update(sequences, loss)
+                update = TimedPass(
+                    shape=shape,
+                    rows=rows,
+                    trains=True,
+                    seconds=seconds[0],
+                    optimizer_s=stepped[0],
+                )
+                times.passes.extend((score, update))
+            del times.passes[-2 * (1 + _REPEATS) : -2 * _REPEATS]  # the first of each warms up
+
+
+def _measure_generation(
+    engine: TrainEngine, shape: ModelShape, config: Config, longest: int, times: RankTimes
+) -> None:
+    """Prompts, decode steps of a few and of many rows, and the weights' way to the engine."""
+    rollout = config.rollout
+    budget = engine.trainer.max_tokens_per_micro_batch
+    prompts = sorted({max(2, min(longest - 4 * _STEPS, budget // 4) // share) for share in (1, 8)})
+    most = max(n for n in _ROWS if n <= rollout.max_running or n == 1)
+    native = NativeEngine(
+        engine.model.config,
+        dtype=TORCH_DTYPES[rollout.dtype],
+        device=engine.device,
+        max_running=most,
+        block_size=rollout.block_size,
+        kv_cache_tokens=0,
+        max_sequence=prompts[-1] + 4 * _STEPS,
+    )
+    stages = engine.dims.stage_of_layer(shape.layers)
+    plan = plan_switch(engine.parameters, engine.dims.axes, 1, 1, stage_of_layer=stages).plan
+    for _ in range(1 + _REPEATS):
+        with _clock(engine.device) as seconds:
+            native.update_weights(plan, engine.named_shards())
+        times.switches.append(TimedSwitch(shape=shape, seconds=seconds[0]))
+    del times.switches[-1 - _REPEATS]
+    for prompt in prompts:
+        for rows in (n for n in _ROWS if n <= most):
+            _measure_rows(native, shape, prompt, rows, times)
+
+
+def _measure_rows(
+    engine: NativeEngine, shape: ModelShape, prompt: int, rows: int, times: RankTimes
+) -> None:
+    """So many rows of a prompt each: their prefill with a step, then steps alone."""
+    import torch
+
+    device = engine.parameters()[next(iter(engine.parameters()))].device
+    ids = torch.randint(0, shape.vocabulary, (rows, prompt)).tolist()
+    params = SamplingParams(max_new_tokens=2 * _STEPS + 1)
+    engine.submit([Request(i, row, params, stream_key(0, i)) for i, row in enumerate(ids)])
+    before = engine.stats()
+    with _clock(device) as first:
+        engine.step()
+    after = engine.stats()
+    steps = []
+    for _ in range(2):
+        begun = engine.stats()
+        with _clock(device) as seconds:
+            for _ in range(_STEPS):
+                engine.step()
+        ended = engine.stats()
+        steps.append(
+            TimedDecoding(
+                shape=shape,
+                steps=ended.decode_steps - begun.decode_steps,
+                rows=ended.decode_tokens - begun.decode_tokens,
+                cached=ended.cached_tokens - begun.cached_tokens,
+                seconds=seconds[0],
+            )
+        )
+    while engine.stats().running:
+        engine.step()
+    times.decoding.extend(steps)
+    step_s = min(timed.seconds / timed.steps for timed in steps)
+    filled = after.prefill_tokens - before.prefill_tokens
+    times.decoding.append(
+        TimedDecoding(
+            shape=shape,
+            calls=after.prefill_calls - before.prefill_calls,
+            prefill=filled,
+            pairs=rows * prompt * (prompt - 1) // 2,
+            seconds=max(0.0, first[0] - step_s),
+        )
+    )
+
+
+@contextmanager
+def _clock(device: "torch.device") -> Iterator[list[float]]:
+    """Appends the seconds of its body to the list, once the device has ended it."""
+    seconds: list[float] = []
+    _wait(device)
+    start = _now(device)
+    yield seconds
+    _wait(device)
+    seconds.append(_now(device) - start)
+
+
+def _now(device: "torch.device") -> float:
+    """Seconds; on a CPU those of this process, which another one on its core does not lengthen."""
+    import torch
+
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if alone else time.perf_counter()
+
+
+@contextmanager
+def _optimizer_clock(engine: TrainEngine) -> Iterator[list[float]]:
+    """The seconds of the optimizer's step within the body."""
+    seconds: list[float] = []
+    begun: list[float] = []
+
+    def before(*_: object) -> None:
+        _wait(engine.device)
+        begun.append(_now(engine.device))
+
+    def after(*_: object) -> None:
+        _wait(engine.device)
+        seconds.append(_now(engine.device) - begun.pop())
+
+    hooks = [
+        engine.optimizer.register_step_pre_hook(before),
+        engine.optimizer.register_step_post_hook(after),
+    ]
+    yield seconds
+    for hook in hooks:
+        hook.remove()
+
+
+def _median_s(device: "torch.device", work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        with _clock(device) as clock:
+            work()
+        seconds += clock
+    return statistics.median(seconds[1:])
+
+
+def _wait(device: "torch.device") -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

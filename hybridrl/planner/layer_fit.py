@@ -1,0 +1,210 @@
+"""Layer costs from measured seconds: of updates, forward passes, decode steps and weight switches.
+
+All seconds are linear in the costs, so they are found by least squares without negative costs
+(`flow.costs.robust_fit`), of all sizes and lengths together. Then calls that another process slowed
+down do not count. What measurements cannot tell apart is divided between the costs, and predicts
+such calls as well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybridrl.flow.costs import robust_fit
+from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, LayerWork, PassRates
+from hybridrl.planner.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedTokens:
+    """What a micro-batch has: tokens, those that are scored, pairs of a query and a key."""
+
+    tokens: int
+    scored: int
+    pairs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedPass:
+    """Micro-batches of a model on one rank, scored or trained, and their seconds together.
+
+    `optimizer_s` of an update's seconds are those of the optimizer's step.
+    """
+
+    shape: ModelShape
+    rows: tuple[PackedTokens, ...]
+    trains: bool
+    seconds: float
+    optimizer_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedDecoding:
+    """A few steps of a rollout engine on one rank, or the admission of prompts.
+
+    `rows` and `cached` tokens are summed over the steps. Prompts have `prefill` tokens, in `calls`
+    passes.
+    """
+
+    shape: ModelShape
+    steps: int = 0
+    rows: int = 0
+    cached: int = 0
+    calls: int = 0
+    prefill: int = 0
+    pairs: int = 0
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedSwitch:
+    """A weight switch on one rank alone, in which nothing moves between ranks."""
+
+    shape: ModelShape
+    seconds: float
+
+
+def fit_layers(
+    passes: Sequence[TimedPass],
+    decoding: Sequence[TimedDecoding],
+    switches: Sequence[TimedSwitch],
+    *,
+    source: str,
+    itemsize: int,
+    overlaps: bool,
+) -> LayerCosts:
+    """The costs that explain the measurements best; `itemsize` is that of the compute format.
+
+    Updates and forward passes of at least two numbers of layers, and of two widths, tell most costs
+    apart. Raises ValueError without an update, a forward pass and a decode step.
+    """
+    if not any(p.trains for p in passes) or all(p.trains for p in passes):
+        raise ValueError("layer costs need updates and forward passes")
+    if not any(timed.steps for timed in decoding):
+        raise ValueError("layer costs need decode steps")
+    costs = _fit_passes(passes, source)
+    rates, prefill = _fit_decoding(decoding, itemsize)
+    moved = [(1.0, itemsize * float(timed.shape.parameters)) for timed in switches]
+    seconds = [timed.seconds for timed in switches]
+    switch_s, switch_byte_s = _fit(moved, seconds) if switches else [0.0, 0.0]
+    return replace(
+        costs,
+        decode=rates,
+        prefill=prefill,
+        switch_s=switch_s,
+        switch_byte_s=switch_byte_s,
+        itemsize=itemsize,
+        overlaps=overlaps,
+    )
+
+
+def _fit_passes(passes: Sequence[TimedPass], source: str) -> LayerCosts:
+    """Forward and backward passes together: what is in both is measured twice."""
+    rows = []
+    for timed in passes:
+        layers, head = _pass_work(timed)
+        # A trained micro-batch has its fixed part in forward and in backward, a scored one once.
+        number = float(len(timed.rows) * (1 + timed.trains))
+        trained = [float(timed.trains) * x for x in (*layers, *head)]
+        elements = float(timed.shape.parameters)
+        update = [float(timed.trains), elements * timed.trains]
+        rows.append([*layers, *head, *trained, number, *update, float(not timed.trains)])
+    seconds = [timed.seconds - timed.optimizer_s for timed in passes]
+    fitted = _fit(rows, seconds)
+    forward, backward = fitted[:6], fitted[6:12]
+    row_s, update_s, gradient_s, pass_s = fitted[12:]
+    stepped = [timed for timed in passes if timed.trains]
+    optimizer = _fit(
+        [[float(timed.shape.parameters)] for timed in stepped],
+        [timed.optimizer_s for timed in stepped],
+    )
+    return LayerCosts(
+        source=source,
+        forward=_rates(forward[:4]),
+        head_forward=PassRates(flop_s=forward[4], element_s=forward[5]),
+        backward=_rates(backward[:4]),
+        head_backward=PassRates(flop_s=backward[4], element_s=backward[5]),
+        decode=DecodeRates(),
+        row_s=row_s,
+        pass_s=pass_s,
+        update_s=update_s,
+        gradient_element_s=gradient_s,
+        optimizer_element_s=optimizer[0],
+    )
+
+
+def _rates(fitted: Sequence[float]) -> PassRates:
+    call_s, flop_s, element_s, pair_s = fitted
+    return PassRates(call_s=call_s, flop_s=flop_s, element_s=element_s, pair_s=pair_s)
+
+
+def _pass_work(timed: TimedPass) -> tuple[list[float], list[float]]:
+    """Calls, operations, elements and pairs of all layers; operations and logits of the head."""
+    shape, work = timed.shape, LayerWork.of(timed.shape)
+    tokens = sum(row.tokens for row in timed.rows)
+    scored = sum(row.scored for row in timed.rows)
+    pairs = sum(row.pairs for row in timed.rows)
+    layers = [
+        float(shape.layers * len(timed.rows)),
+        shape.layers * work.flops * tokens,
+        shape.layers * work.elements * tokens,
+        shape.layers * work.pair_flops * pairs,
+    ]
+    logits = float(scored * shape.vocabulary)
+    return layers, [2 * shape.hidden * logits, logits]
+
+
+def _fit_decoding(
+    decoding: Sequence[TimedDecoding], itemsize: int
+) -> tuple[DecodeRates, PassRates]:
+    """Decode steps first; what is left of a call with prompts is their prefill."""
+    stepped = [timed for timed in decoding if timed.steps]
+    works = [_decode_work(timed, itemsize) for timed in stepped]
+    fitted = _fit(works, [timed.seconds for timed in stepped])
+    step_s, layer_s, byte_s, cached_s, row_s, flop_s, logit_s = fitted
+    rates = DecodeRates(
+        step_s=step_s,
+        layer_s=layer_s,
+        weight_byte_s=byte_s,
+        cached_byte_s=cached_s,
+        row_s=row_s,
+        flop_s=flop_s,
+        logit_s=logit_s,
+    )
+    filled = [timed for timed in decoding if timed.prefill and not timed.steps]
+    if not filled:
+        return rates, PassRates()
+    rows = []
+    for timed in filled:
+        work = LayerWork.of(timed.shape)
+        layers = timed.shape.layers
+        rows.append(
+            [
+                float(layers * timed.calls),
+                layers * work.flops * timed.prefill,
+                layers * work.elements * timed.prefill,
+                layers * work.pair_flops * timed.pairs,
+            ]
+        )
+    return rates, _rates(_fit(rows, [timed.seconds for timed in filled]))
+
+
+def _decode_work(timed: TimedDecoding, itemsize: int) -> list[float]:
+    shape, steps = timed.shape, float(timed.steps)
+    read = shape.layers * shape.layer_parameters + shape.head_parameters
+    return [
+        steps,
+        steps * shape.layers,
+        steps * read * itemsize,
+        float(timed.cached) * shape.kv_elements * itemsize,
+        float(timed.rows),
+        2.0 * read * timed.rows,
+        float(timed.rows) * shape.vocabulary,
+    ]
+
+
+def _fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Costs without negative ones; a column that no measurement has costs nothing."""
+    columns = np.array(work, dtype=np.float64)
+    return robust_fit(columns, np.array(seconds, dtype=np.float64), per_call=False)

@@ -1,0 +1,112 @@
+"""The stages of a step under a device mapping: their scopes, pools and seconds.
+
+`SimulatedExecutor` asks it in place of seconds a token.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridrl.config import ConfigError
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Scope
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import Sample
+from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength
+from hybridrl.planner.mapping_costs import MappingCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedWork:
+    """A mapping, its roles, and their seconds.
+
+    Invariant: every role is in one pool, and every trained role has a layout of its pool's ranks.
+    """
+
+    costs: MappingCosts
+    mapping: DeviceMapping
+    roles: Sequence[PlannedRole]
+    mini_batches: int = 1
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where pools, layouts and ranks do not fit each other."""
+        mapping = self.mapping
+        names = [role.name for role in self.roles]
+        placed = sorted(role for roles in mapping.pools.values() for role in roles)
+        if placed != sorted(names):
+            raise ConfigError("mapping.pools", placed, f"each of {sorted(names)} once")
+        if sum(mapping.ranks.values()) > self.costs.cluster.ranks:
+            allowed = f"at most the {self.costs.cluster.ranks} ranks of the cluster"
+            raise ConfigError("mapping.ranks", dict(mapping.ranks), allowed)
+        for role in self.roles:
+            if role.trained and mapping.train[role.name].ranks != len(mapping.ranks_of(role.name)):
+                ranks = len(mapping.ranks_of(role.name))
+                allowed = f"pp x replicas x fsdp x tp = {ranks}, the ranks of its pool"
+                raise ConfigError(f"mapping.train.{role.name}", mapping.train[role.name], allowed)
+        if len(mapping.ranks_of(ACTOR)) % mapping.gen.ranks:
+            allowed = f"pp x tp that divides {len(mapping.ranks_of(ACTOR))} ranks"
+            raise ConfigError("mapping.gen", mapping.gen, allowed)
+
+    @cached_property
+    def _by_stage(self) -> dict[str, PlannedRole]:
+        return {stage: role for role in self.roles for stage in role.passes}
+
+    @property
+    def trained(self) -> list[PlannedRole]:
+        """The roles that are trained, in the order of their updates."""
+        return [role for role in self.roles if role.trained]
+
+    @property
+    def home(self) -> str:
+        """The pool of the actor and its instances."""
+        return self.mapping.pool_of(ACTOR)
+
+    @property
+    def scopes(self) -> dict[str, Scope]:
+        """Those of forward-only stages, by their names."""
+        return {
+            stage: self.costs.stage_layout(role, self.mapping)[1]
+            for stage, role in self._by_stage.items()
+        }
+
+    def flow_costs(self, samples: Sequence[SampleLength]) -> Costs:
+        """For the scheduler's choices, of an instance's share of samples like these."""
+        return self.costs.costs(self.roles, self.mapping, samples)
+
+    def pool(self, stage: Stage) -> str:
+        """That of the stage's role; of a verifier that of the actor."""
+        role = stage.role
+        is_known = any(role in roles for roles in self.mapping.pools.values())
+        return self.mapping.pool_of(role) if role is not None and is_known else self.home
+
+    def has_pass(self, stage: Stage) -> bool:
+        """Whether a stage is a forward pass of a role."""
+        return stage.name in self._by_stage
+
+    def pass_s(self, stage: Stage, samples: Sequence[Sample]) -> float:
+        """Of one call: on an instance, or on all ranks of the role's pool."""
+        return self.costs.stage_s(self._by_stage[stage.name], self.mapping, lengths_of(samples))
+
+    def onload_s(self, stage: Stage) -> float:
+        """Until the role of a forward pass is on the device, where it is not yet."""
+        role = self._by_stage[stage.name]
+        layout, _ = self.costs.stage_layout(role, self.mapping)
+        return self.costs.activate_s(role, layout)
+
+    def update_s(self, stage: Stage, samples: Sequence[Sample]) -> float:
+        """Of all epochs and mini-batches of a role, with its way onto the device and off."""
+        role = next(role for role in self.roles if role.name == stage.role)
+        layout, ranks = self.mapping.train[role.name], self.mapping.ranks_of(role.name)
+        number, lengths = self.mini_batches, lengths_of(samples)
+        bounds = [len(lengths) * i // number for i in range(number + 1)]
+        batches = [lengths[a:b] for a, b in itertools.pairwise(bounds) if a < b]
+        once = sum(self.costs.update_s(role, layout, ranks, batch) for batch in batches)
+        way = self.costs.activate_s(role, layout) + self.costs.deactivate_s(role, layout)
+        return way + self.epochs * once
+
+
+def lengths_of(samples: Sequence[Sample]) -> list[SampleLength]:
+    """Tokens of each sample's prompt and response."""
+    return [SampleLength(sample.prompt_tokens, sample.response_tokens) for sample in samples]

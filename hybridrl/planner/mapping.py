@@ -1,0 +1,264 @@
+"""What a mapping of models to devices consists of (HybridFlow, arXiv 2409.19256, section 6).
+
+A mapping has pools of ranks, the roles of each pool, the training layout of each trained role, the
+layout of generation, and a schedule. These are plain data: `MappingCosts` has their seconds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
+from hybridrl.planner.accelerators import Accelerator
+from hybridrl.planner.model_shape import ModelShape
+
+ACTOR = "actor"
+
+
+class SampleLength(NamedTuple):
+    """Tokens of a sample."""
+
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        """Both."""
+        return self.prompt + self.response
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it attends to."""
+        return self.tokens * (self.tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """A link between ranks: `message_s` for a message of any size, and bytes a second each way."""
+
+    bytes_per_s: float
+    message_s: float = 0.0
+
+    def send_s(self, nbytes: float) -> float:
+        """Of a message from one rank to another."""
+        return self.message_s + nbytes / self.bytes_per_s
+
+    def gather_s(self, nbytes: float, ranks: int) -> float:
+        """Of an all-gather or a reduce-scatter: `nbytes` are those of all ranks together."""
+        if ranks == 1:
+            return 0.0
+        steps = math.ceil(math.log2(ranks))
+        return steps * self.message_s + (ranks - 1) / ranks * nbytes / self.bytes_per_s
+
+    def all_reduce_s(self, nbytes: float, ranks: int) -> float:
+        """Of an all-reduce, which sends what a reduce-scatter and an all-gather send."""
+        return self.gather_s(2 * nbytes, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """Nodes of equal accelerators; ranks are on nodes one after the other, one an accelerator."""
+
+    nodes: int
+    per_node: int
+    accelerator: Accelerator
+    within: LinkSpeed
+    """Between accelerators of a node."""
+    between: LinkSpeed
+    """Between nodes: one accelerator's share."""
+    host: LinkSpeed
+    """From an accelerator's memory to the host's, and back."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, which `from_json` takes back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "ClusterShape":
+        """Raises ValueError on a name that is unknown or missing, or no number above 0."""
+        try:
+            nodes, per_node = (int(values[name]) for name in ("nodes", "per_node"))
+            links = [LinkSpeed(**values[name]) for name in ("within", "between", "host")]
+            within, between, host = links
+            accelerator = Accelerator(**values["accelerator"])
+            cluster = cls(nodes, per_node, accelerator, within, between, host)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"a cluster of {', '.join(cls.__slots__)}: {error}") from None
+        numbers = [nodes, per_node, *(link.bytes_per_s for link in links)]
+        if not all(isinstance(n, int | float) and n > 0 for n in numbers):
+            raise ValueError(f"a cluster: numbers above 0, not {numbers}")
+        return cluster
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.per_node
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.per_node
+
+    def link(self, ranks: Sequence[int]) -> LinkSpeed:
+        """The slowest link that a collective of these ranks crosses, or a message between two.
+
+        Members of a collective on one node send to others through their shares of the network
+        together.
+        """
+        nodes = len({self.node(rank) for rank in ranks})
+        if nodes == 1:
+            return self.within
+        shares = self.between.bytes_per_s * max(1, len(ranks) // nodes)
+        bytes_per_s = min(self.within.bytes_per_s, shares)
+        return LinkSpeed(bytes_per_s, max(self.within.message_s, self.between.message_s))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainLayout:
+    """How a role is trained: `trainer.layout` and the settings of its micro-batches, hashable.
+
+    Ranks of a pool are numbered pp, replicas, fsdp, tp, the last one fastest.
+    """
+
+    pp: int = 1
+    replicas: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
+    activations: ActivationMode = ActivationMode.keep
+    sequence_parallel: bool = False
+    micro_batch_tokens: int = 8192
+    """`trainer.max_tokens_per_micro_batch`."""
+    chunk_layers: tuple[int, ...] = ()
+    """Layers of each pipeline chunk, in the order of the forward pass; empty: as even as can be."""
+
+    @property
+    def ranks(self) -> int:
+        """The product of all axes."""
+        return self.pp * self.replicas * self.fsdp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Sets of ranks that compute different sequences."""
+        return self.replicas * self.fsdp
+
+    @property
+    def chunks(self) -> int:
+        """Pipeline chunks in all; 1 without a pipeline."""
+        return self.pp * self.schedule.chunks_per_rank if self.pp > 1 else 1
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether chunks run there and back."""
+        return self.pp > 1 and self.schedule is PipelineSchedule.zero_bubble
+
+    def layers_of_chunks(self, layers: int) -> tuple[int, ...]:
+        """Layers of each chunk. Raises ValueError where they are fewer than chunks."""
+        if self.chunk_layers:
+            if len(self.chunk_layers) != self.chunks or sum(self.chunk_layers) != layers:
+                wanted = f"{self.chunks} numbers whose sum is {layers}"
+                raise ValueError(f"layers of chunks {self.chunk_layers}, wanted {wanted}")
+            return self.chunk_layers
+        return tuple(stop - start for start, stop in chunk_bounds(layers, self.chunks))
+
+    def stage_of_chunk(self, chunk: int) -> int:
+        """The pipeline stage that holds a chunk."""
+        return rank_of_chunk(chunk, self.pp, self.zigzag)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward pass has two halves."""
+        return self.zigzag
+
+    def rank(self, stage: int = 0, replica: int = 0, shard: int = 0, column: int = 0) -> int:
+        """The number within the pool of a rank at a place of pp, replicas, fsdp and tp."""
+        return ((stage * self.replicas + replica) * self.fsdp + shard) * self.tp + column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenLayout:
+    """`rollout.layout`: the sizes of a rollout instance."""
+
+    pp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of an instance."""
+        return self.pp * self.tp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRole:
+    """A neural role of a recipe: its model, and what a step does with it."""
+
+    name: str
+    shape: ModelShape
+    trained: bool = False
+    passes: tuple[str, ...] = ()
+    """Its forward-only stages by name: `reference`, `values`, `old_log_probs`, ..."""
+    value_head: bool = False
+    """Whether it has one output a token, in place of the vocabulary's head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMapping:
+    """Which roles are on which ranks, and in which layouts.
+
+    Pools share no rank; the first one has the actor and its rollout instances. Example, PPO:
+    pools {"actor": ("actor", "reference"), "critic": ("critic", "reward")}, ranks {"actor": 48,
+    "critic": 16}, a `TrainLayout` for actor and critic each.
+    """
+
+    pools: Mapping[str, tuple[str, ...]]
+    """Roles of each pool, by its name."""
+    ranks: Mapping[str, int]
+    """Number of ranks of each pool, in the order in which they take the cluster's ranks."""
+    train: Mapping[str, TrainLayout]
+    """Of each trained role."""
+    gen: GenLayout = field(default_factory=GenLayout)
+    schedule: ScheduleConfig
+
+    @cached_property
+    def pool_ranks(self) -> dict[str, range]:
+        """The cluster's ranks of each pool."""
+        ranges, start = {}, 0
+        for pool, number in self.ranks.items():
+            ranges[pool] = range(start, start + number)
+            start += number
+        return ranges
+
+    def pool_of(self, role: str) -> str:
+        """The pool of a role."""
+        return next(pool for pool, roles in self.pools.items() if role in roles)
+
+    def ranks_of(self, role: str) -> range:
+        """The cluster's ranks of a role."""
+        return self.pool_ranks[self.pool_of(role)]
+
+    @property
+    def instances(self) -> int:
+        """Rollout instances."""
+        return len(self.ranks_of(ACTOR)) // self.gen.ranks
+
+
+_NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `accelerators.py`
+_MESSAGE_S = 5e-6  # of a small message; an all-reduce of eight takes three of them
+
+
+def cluster_of(accelerator: Accelerator, nodes: int, per_node: int) -> ClusterShape:
+    """A cluster by its accelerator's datasheet."""
+
+    def link(bytes_per_s: float) -> LinkSpeed:
+        return LinkSpeed(bytes_per_s * _NETWORK_SHARE, _MESSAGE_S)
+
+    return ClusterShape(
+        nodes,
+        per_node,
+        accelerator,
+        within=link(accelerator.node_bytes_per_s),
+        between=link(accelerator.network_bytes_per_s),
+        host=link(accelerator.host_bytes_per_s),
+    )

@@ -1,0 +1,556 @@
+"""Seconds of work under a mapping, by role and layout, from what a layer costs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+from hybridrl.config import ActivationMode, PipelineSchedule
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Scope
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
+from hybridrl.layout.switching import plan_switch
+from hybridrl.pipelines.balance import balance, micro_batches
+from hybridrl.pipelines.evaluation import evaluate
+from hybridrl.pipelines.problem import (
+    PassCosts,
+    PassKind,
+    PipelineAction,
+    PipelinedModel,
+    PipelinePlan,
+    PipelineProblem,
+)
+from hybridrl.pipelines.standard import interleaved, one_f_one_b, zero_bubble
+from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
+from hybridrl.planner.mapping import (
+    ACTOR,
+    ClusterShape,
+    DeviceMapping,
+    GenLayout,
+    LinkSpeed,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+)
+from hybridrl.planner.model_shape import ModelShape
+
+SampleLengths = Sequence[SampleLength]
+"""Of a micro-batch, or of a batch."""
+
+KEPT_PARAMETERS = 512 * 2**20
+"""Models up to this size stay unsharded over an update: `engines.train.engine`."""
+MASTER = 4
+_MOMENTS = 2 * MASTER
+_HALF = 0.5  # of a backward pass's operations on matrices are for the weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Passes over one pipeline chunk, and the seconds of FSDP's traffic for each micro-batch."""
+
+    forward: LinearPass
+    backward: LinearPass
+    weights: LinearPass
+    gather_s: float
+    reduce_s: float
+
+
+class MappingCosts:
+    """Predicts seconds of roles in layouts on a cluster.
+
+    `ranks` are always the cluster's ranks of the role's pool: they decide which links are crossed.
+    A forward-only stage packs `row_tokens` tokens at most. Example: of two ranks on one node,
+    `update_s(actor, TrainLayout(fsdp=2), range(2), lengths)` is the time of an optimizer step.
+    """
+
+    def __init__(
+        self, layer_costs: LayerCosts, cluster: ClusterShape, row_tokens: int = 8192
+    ) -> None:
+        self.layer_costs, self.cluster, self.row_tokens = layer_costs, cluster, row_tokens
+        # A search asks for the same ones again and again.
+        self._chunks = lru_cache(4096)(self._make_chunks)
+        self._moved = lru_cache(4096)(self._switch_traffic_s)
+
+    # Training
+
+    def passes(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, row: SampleLengths
+    ) -> tuple[PassCosts, ...]:
+        """Of a micro-batch of these samples on each pipeline chunk, in the forward order.
+
+        Tensor-parallel traffic is in them, that of FSDP where weights are gathered for each
+        micro-batch. With recomputation a backward pass has a forward pass in it.
+        """
+        tokens = sum(sample.tokens for sample in row)
+        scored = sum(sample.response for sample in row)
+        pairs = sum(sample.pairs for sample in row)
+        return self._passes(role, layout, ranks, tokens, scored, pairs)
+
+    def _passes(
+        self,
+        role: PlannedRole,
+        layout: TrainLayout,
+        ranks: range,
+        tokens: float,
+        scored: float,
+        pairs: float,
+    ) -> tuple[PassCosts, ...]:
+        work = tokens, scored, pairs
+        return tuple(
+            PassCosts(
+                forward_s=self._together(chunk.forward(*work), chunk.gather_s),
+                backward_s=self._together(chunk.backward(*work), chunk.reduce_s),
+                weights_s=chunk.weights(*work) if layout.splits_backward else 0.0,
+            )
+            for chunk in self._chunks(role, layout, ranks)
+        )
+
+    def _together(self, compute_s: float, traffic_s: float) -> float:
+        """Of work and the traffic of other layers."""
+        if self.layer_costs.overlaps:
+            return max(compute_s, traffic_s)
+        return compute_s + traffic_s
+
+    def _make_chunks(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range
+    ) -> tuple[_Chunk, ...]:
+        costs, shape, tp = self.layer_costs, role.shape, layout.tp
+        work = LayerWork.of(shape, tp, layout.sequence_parallel)
+        reduce = self._tp_reduce(shape, layout, ranks).times(2)
+        forward = LinearPass.of_layer(costs.forward, work) + reduce
+        backward = LinearPass.of_layer(costs.backward, work) + reduce
+        weights = LinearPass()
+        if layout.splits_backward:
+            weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
+            backward += weights.times(-1)
+        if layout.activations is ActivationMode.recompute:
+            backward += forward
+        outputs = 1.0 if role.value_head else shape.vocabulary / tp
+        head_forward = LinearPass.of_head(costs.head_forward, shape.hidden, outputs)
+        head_backward = LinearPass.of_head(costs.head_backward, shape.hidden, outputs)
+        row = LinearPass(costs.row_s)
+        gather_s, reduce_s = self._layer_traffic(role, layout, ranks)
+        chunks = []
+        numbers = layout.layers_of_chunks(shape.layers)
+        for number, layers in enumerate(numbers):
+            is_last = number == len(numbers) - 1
+            chunks.append(
+                _Chunk(
+                    row + forward.times(layers) + head_forward.times(is_last),
+                    row + backward.times(layers) + head_backward.times(is_last),
+                    weights.times(layers),
+                    layers * gather_s,
+                    layers * (gather_s + reduce_s),
+                )
+            )
+        return tuple(chunks)
+
+    def _tp_reduce(
+        self, shape: ModelShape, layout: TrainLayout | GenLayout, ranks: range
+    ) -> LinearPass:
+        """One all-reduce of hidden states among tp ranks; of two in a layer's forward pass."""
+        if layout.tp == 1:
+            return LinearPass()
+        link = self.cluster.link(ranks[: layout.tp])
+        nbytes = shape.hidden * self.layer_costs.itemsize
+        call_s = link.all_reduce_s(0, layout.tp)
+        return LinearPass(call_s, link.all_reduce_s(nbytes, layout.tp) - call_s)
+
+    def _layer_traffic(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range
+    ) -> tuple[float, float]:
+        """Of a layer that is gathered for each micro-batch, and its gradients reduced."""
+        if layout.fsdp == 1 or self._stays_whole(role, layout):
+            return 0.0, 0.0
+        link, elements = self._fsdp_link(layout, ranks), role.shape.layer_parameters / layout.tp
+        gather = link.gather_s(self.layer_costs.itemsize * elements, layout.fsdp)
+        return gather, link.gather_s(MASTER * elements, layout.fsdp)
+
+    @staticmethod
+    def _stays_whole(role: PlannedRole, layout: TrainLayout) -> bool:
+        return role.shape.parameters <= KEPT_PARAMETERS or layout.pp > 1
+
+    def _fsdp_link(self, layout: TrainLayout, ranks: range) -> LinkSpeed:
+        return self.cluster.link([ranks[layout.rank(shard=i)] for i in range(layout.fsdp)])
+
+    def send_s(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, row: SampleLengths
+    ) -> float:
+        """Of a micro-batch from one pipeline stage to the next one."""
+        return self._send(role, layout, ranks, sum(sample.tokens for sample in row))
+
+    def _send(self, role: PlannedRole, layout: TrainLayout, ranks: range, tokens: float) -> float:
+        if layout.pp == 1:
+            return 0.0
+        neighbors = [ranks[layout.rank(stage=i)] for i in (0, 1)]
+        nbytes = tokens * role.shape.hidden * self.layer_costs.itemsize
+        parts = layout.tp if layout.sequence_parallel else 1
+        return self.cluster.link(neighbors).send_s(nbytes / parts)
+
+    def pipeline(
+        self,
+        role: PlannedRole,
+        layout: TrainLayout,
+        ranks: range,
+        rows: Sequence[SampleLengths],
+        trains: bool = True,
+    ) -> tuple[PipelineProblem, PipelinePlan]:
+        """The micro-batches of one data-parallel rank, and the order of them that the engine takes.
+
+        In a pipeline all rows are as long as the longest.
+        """
+        longest = max(sum(sample.tokens for sample in row) for row in rows)
+        costs = []
+        for row in rows:
+            tokens = longest if layout.pp > 1 else sum(sample.tokens for sample in row)
+            scored = sum(sample.response for sample in row)
+            pairs = sum(sample.pairs for sample in row)
+            costs.append(self._passes(role, layout, ranks, max(1, tokens), scored, pairs))
+        stages = tuple(layout.stage_of_chunk(chunk) for chunk in range(layout.chunks))
+        kinds: tuple[PassKind, ...] = (PassKind.backward,) if trains else ()
+        if trains and layout.splits_backward:
+            kinds = (PassKind.backward_input, PassKind.backward_weights)
+        model = PipelinedModel(name=role.name, ranks=stages, costs=costs, backward=kinds)
+        problem = PipelineProblem(
+            models=[model],
+            num_ranks=layout.pp,
+            send_s=self._send(role, layout, ranks, longest),
+        )
+        return problem, _plan(model, layout, trains)
+
+    def gradient_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """Of what comes once an update: weights gathered, gradients reduced over fsdp, replicas."""
+        costs = self.layer_costs
+        elements = self._stage_elements(role.shape, layout, role.value_head)
+        seconds = costs.gradient_element_s * elements
+        if layout.fsdp > 1 and self._stays_whole(role, layout):
+            link = self._fsdp_link(layout, ranks)
+            seconds += link.gather_s(costs.itemsize * elements, layout.fsdp)
+            seconds += link.gather_s(MASTER * elements, layout.fsdp)
+        if layout.replicas > 1:
+            group = [ranks[layout.rank(replica=i)] for i in range(layout.replicas)]
+            shard = MASTER * elements / layout.fsdp
+            seconds += self.cluster.link(group).all_reduce_s(shard, layout.replicas)
+        return seconds
+
+    @staticmethod
+    def _stage_elements(shape: ModelShape, layout: TrainLayout, value_head: bool = False) -> float:
+        """Parameters of the largest pipeline stage on a tp rank, not sharded by FSDP."""
+        elements = [0.0] * layout.pp
+        numbers = layout.layers_of_chunks(shape.layers)
+        for chunk, layers in enumerate(numbers):
+            stage = layout.stage_of_chunk(chunk)
+            is_tied = shape.tied and layout.pp == 1 and not value_head
+            ends = chunk == 0, chunk == len(numbers) - 1 and not (is_tied or value_head)
+            elements[stage] += layers * shape.layer_parameters + sum(ends) * shape.head_parameters
+        return max(elements) / layout.tp
+
+    def optimizer_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """Of an optimizer step, with the clipping of gradients."""
+        elements = self._stage_elements(role.shape, layout, role.value_head) / layout.fsdp
+        norm = self.cluster.link(ranks).all_reduce_s(0, layout.ranks)
+        return self.layer_costs.optimizer_element_s * elements + norm
+
+    def update_s(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
+    ) -> float:
+        """Of one optimizer step on these samples, on all ranks, pipelines action by action.
+
+        They are dealt to ranks and micro-batches as the engine does.
+        """
+        seconds = self._rows_s(role, layout, ranks, samples, trains=True)
+        rest = self.gradient_s(role, layout, ranks) + self.optimizer_s(role, layout, ranks)
+        return self.layer_costs.update_s + seconds + rest
+
+    def _rows_s(
+        self,
+        role: PlannedRole,
+        layout: TrainLayout,
+        ranks: range,
+        samples: SampleLengths,
+        trains: bool,
+    ) -> float:
+        """Of the micro-batches of the rank that takes longest."""
+        shares = self._dealt(role, layout, samples)
+        number = 1
+        rows_by_share: list[list[list[SampleLength]]] = []
+        for share in shares:
+            lengths = [sample.tokens for sample in share]
+            split = micro_batches(lengths, layout.micro_batch_tokens)
+            number = max(number, len(split))
+            rows_by_share.append([[share[i] for i in row] for row in split])
+        number = -(-number // layout.pp) * layout.pp
+        problems = []
+        for share, rows in zip(shares, rows_by_share, strict=True):
+            same = rows + [[]] * (number - len(rows))
+            if layout.pp > 1:
+                lengths = [sample.tokens for sample in share]
+                same = [[share[i] for i in row] for row in balance(lengths, number)]
+            problems.append(self.pipeline(role, layout, ranks, same, trains))
+        # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
+        problem, plan = max(problems, key=lambda pair: _work_s(pair[0]))
+        return evaluate(problem, plan).seconds
+
+    def _dealt(
+        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
+    ) -> list[list[SampleLength]]:
+        """The samples of each data-parallel rank: dealt to all ranks by operations, then pooled."""
+        shape = role.shape
+        per_token = 2 * (shape.layers * shape.layer_parameters + shape.head_parameters)
+        per_pair = 2 * shape.layers * shape.heads * shape.features
+        costs = [per_token * s.tokens + per_pair * s.tokens**2 for s in samples]
+        shares: list[list[SampleLength]] = [[] for _ in range(layout.data_ranks)]
+        for rank, numbers in enumerate(balance(costs, layout.ranks)):
+            shares[rank // layout.tp % layout.data_ranks] += [samples[i] for i in numbers]
+        return shares
+
+    def bound_s(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
+    ) -> float:
+        """A closed form that `update_s` is never below: the busiest stage without a gap."""
+        tokens = sum(sample.tokens for sample in samples) / layout.data_ranks
+        scored = sum(sample.response for sample in samples) / layout.data_ranks
+        pairs = sum(sample.pairs for sample in samples) / layout.data_ranks
+        rows = max(1, math.ceil(tokens / layout.micro_batch_tokens))
+        if any(sample.tokens > layout.micro_batch_tokens for sample in samples):
+            rows = 1  # a long sample is a row by itself
+        stages = [0.0] * layout.pp
+        for number, chunk in enumerate(self._chunks(role, layout, ranks)):
+            whole = chunk.forward + chunk.backward + chunk.weights.times(layout.splits_backward)
+            once = whole.call_s * (rows - 1)
+            stages[layout.stage_of_chunk(number)] += whole(tokens, scored, pairs) + once
+        rest = self.gradient_s(role, layout, ranks) + self.optimizer_s(role, layout, ranks)
+        return self.layer_costs.update_s + max(stages) + rest
+
+    # Forward-only stages
+
+    def score_s(
+        self,
+        role: PlannedRole,
+        layout: TrainLayout | GenLayout,
+        ranks: range,
+        samples: SampleLengths,
+    ) -> float:
+        """Of a forward-only stage on these samples.
+
+        With a `GenLayout` of one instance, whose `ranks` these are; else of all ranks of the pool.
+        """
+        if not samples:
+            return 0.0
+        if isinstance(layout, GenLayout):
+            layout = TrainLayout(pp=layout.pp, tp=layout.tp, micro_batch_tokens=self.row_tokens)
+        return self.layer_costs.pass_s + self._rows_s(role, layout, ranks, samples, trains=False)
+
+    # Between phases
+
+    def activate_s(self, role: PlannedRole, layout: TrainLayout | GenLayout) -> float:
+        """Of a role's way from the host's memory onto the device: shards, and moments."""
+        if isinstance(layout, GenLayout):
+            nbytes = self.layer_costs.itemsize * role.shape.parameters / layout.ranks
+        else:
+            elements = self._stage_elements(role.shape, layout, role.value_head) / layout.fsdp
+            nbytes = (MASTER + _MOMENTS) * elements
+        return self.cluster.host.send_s(nbytes)
+
+    def deactivate_s(self, role: PlannedRole, layout: TrainLayout | GenLayout) -> float:
+        """Of its way back; weights that no update changes are only freed."""
+        return 0.0 if isinstance(layout, GenLayout) else self.activate_s(role, layout)
+
+    def switch_s(
+        self, role: PlannedRole, train: TrainLayout, gen: GenLayout, ranks: range
+    ) -> float:
+        """Of the weight switch from training to generation: its plan's bytes by link."""
+        own = role.shape.parameters / gen.ranks * self.layer_costs.itemsize
+        local = self.layer_costs.switch_s + self.layer_costs.switch_byte_s * own
+        return local + self._moved(role.shape, train, gen, ranks)
+
+    def _switch_traffic_s(
+        self, shape: ModelShape, train: TrainLayout, gen: GenLayout, ranks: range
+    ) -> float:
+        """Of the rank that sends or receives longest, within its node and across nodes."""
+        numbers = train.layers_of_chunks(shape.layers)
+        stages = [train.stage_of_chunk(chunk) for chunk, n in enumerate(numbers) for _ in range(n)]
+        axes = TrainAxes(pp=train.pp, replicas=train.replicas, fsdp=train.fsdp, tp=train.tp)
+        switch = plan_switch(_parameters(shape), axes, gen.pp, gen.tp, stage_of_layer=stages)
+        seconds: dict[tuple[int, bool], float] = {}
+        for (sender, receiver), elements in switch.plan.traffic.links.items():
+            link = self.cluster.link([ranks[sender], ranks[receiver]])
+            each = elements * self.layer_costs.itemsize / link.bytes_per_s
+            for end in ((sender, True), (receiver, False)):
+                seconds[end] = seconds.get(end, 0.0) + each
+        return max(seconds.values(), default=0.0)
+
+    # Generation
+
+    def generation(self, role: PlannedRole, gen: GenLayout, ranks: range) -> Costs:
+        """Of one rollout instance: decode steps, rows and cached tokens, for the scheduler.
+
+        Stages of a pipeline decode as many batches in turns. So a step takes the time of one rank
+        that reads all weights, and rows and cached tokens a stage's part of theirs.
+        """
+        costs, shape, decode = self.layer_costs, role.shape, self.layer_costs.decode
+        reduce = self._tp_reduce(shape, gen, ranks).times(2 * shape.layers)
+        read = shape.layers * shape.layer_parameters + shape.head_parameters
+        send = 0.0
+        if gen.pp > 1:
+            send = self.cluster.link([ranks[0], ranks[gen.tp]]).send_s(0) * gen.pp
+        step = decode.step_s * gen.pp + decode.layer_s * shape.layers + reduce.call_s + send
+        logit = decode.logit_s * shape.vocabulary
+        row = decode.row_s + decode.flop_s * 2 * read / gen.tp + logit / gen.tp
+        work = LayerWork.of(shape, gen.tp)
+        prefill = LinearPass.of_layer(costs.prefill, work).times(shape.layers)
+        kv_bytes = shape.kv_elements * costs.itemsize
+        return Costs(
+            step_s=step + decode.weight_byte_s * costs.itemsize * read / gen.tp,
+            row_s=(row + reduce.token_s) / gen.pp,
+            cached_token_s=decode.cached_byte_s * kv_bytes / gen.ranks,
+            prefill_token_s=(prefill.token_s + reduce.token_s) / gen.pp,
+            admit_s=prefill.call_s / gen.pp,
+            call_s=costs.call_s,
+            kv_token_s=self.cluster.between.send_s(kv_bytes / gen.ranks),
+            round_trip_s=costs.round_trip_s,
+        )
+
+    # The scheduler's view
+
+    def stage_layout(
+        self, role: PlannedRole, mapping: DeviceMapping
+    ) -> tuple[TrainLayout | GenLayout, Scope]:
+        """The layout of a role's forward-only stages, and the ranks that take part in one.
+
+        As runs have it: value models that are trained use their training shards. The actor and
+        roles that only score have generation's layout, and a copy on every instance.
+        """
+        home = mapping.pool_of(role.name) == mapping.pool_of(ACTOR)
+        if role.trained and role.name != ACTOR:
+            return mapping.train[role.name], Scope.WORLD if home else Scope.POOL
+        return mapping.gen, Scope.INSTANCE if home else Scope.POOL
+
+    def stage_s(self, role: PlannedRole, mapping: DeviceMapping, samples: SampleLengths) -> float:
+        """Of one call of a role's forward-only stage: on one instance, or on all ranks of a pool.
+
+        In a separate pool the copies of a role that only scores share the samples.
+        """
+        layout, scope = self.stage_layout(role, mapping)
+        ranks = mapping.ranks_of(role.name)
+        if isinstance(layout, TrainLayout):
+            return self.score_s(role, layout, ranks, samples)
+        ranks = ranks[: layout.ranks]
+        if scope is Scope.INSTANCE:
+            return self.score_s(role, layout, ranks, samples)
+        copies = len(mapping.ranks_of(role.name)) // layout.ranks
+        shares = balance([sample.tokens for sample in samples], copies)
+        return max(
+            self.score_s(role, layout, ranks, [samples[i] for i in share]) for share in shares
+        )
+
+    def costs(
+        self, roles: Sequence[PlannedRole], mapping: DeviceMapping, samples: SampleLengths
+    ) -> Costs:
+        """All of it for the scheduler, whose choices need seconds a token, of `samples` like these.
+
+        `SimulatedExecutor` has the seconds of updates and forward passes from this object.
+        """
+        (actor,) = [role for role in roles if role.name == ACTOR]
+        token_s, call_s = {}, {}
+        for role in roles:
+            layout, _ = self.stage_layout(role, mapping)
+            for stage in role.passes:
+                # Of one more row of these samples, and of none.
+                one, two = (self.stage_s(role, mapping, [*samples] * n) for n in (1, 2))
+                tokens = sum(sample.tokens for sample in samples)
+                token_s[stage] = max(0.0, two - one) / tokens
+                call_s[stage] = max(0.0, 2 * one - two)
+                call_s[stage] += self.activate_s(role, layout)
+        trained = sum(
+            self.update_s(role, mapping.train[role.name], mapping.ranks_of(role.name), samples)
+            for role in roles
+            if role.trained
+        )
+        return replace(
+            self.generation(actor, mapping.gen, mapping.ranks_of(ACTOR)),
+            token_s=token_s,
+            stage_call_s=call_s,
+            train_token_s=trained / sum(sample.tokens for sample in samples),
+            switch_s=self.to_generation_s(actor, mapping),
+            train_switch_s=0.0,
+        )
+
+    def to_generation_s(self, actor: PlannedRole, mapping: DeviceMapping) -> float:
+        """From training to generation: the actor's shards come, its weights move, they leave."""
+        train, home = mapping.train[ACTOR], mapping.ranks_of(ACTOR)
+        elements = self._stage_elements(actor.shape, train) / train.fsdp
+        onload = self.cluster.host.send_s(MASTER * elements)
+        return onload + self.switch_s(actor, train, mapping.gen, home)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, which `from_json` takes back: `hybridrl plan calibrate` writes it."""
+        return {
+            "layer_costs": self.layer_costs.to_json(),
+            "cluster": self.cluster.to_json(),
+            "row_tokens": self.row_tokens,
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> "MappingCosts":
+        """Raises ValueError for anything else."""
+        wanted = {"layer_costs", "cluster"}
+        if not isinstance(values, dict) or not wanted <= set(values):
+            raise ValueError("costs of a mapping: wanted layer_costs and cluster")
+        return cls(
+            LayerCosts.from_json(values["layer_costs"]),
+            ClusterShape.from_json(values["cluster"]),
+            int(values.get("row_tokens", 8192)),
+        )
+
+
+def _plan(model: PipelinedModel, layout: TrainLayout, trains: bool) -> PipelinePlan:
+    """The order of passes that the engine takes."""
+    if not trains:  # one chunk of a rank after the other
+        actions: list[list[PipelineAction]] = [[] for _ in range(layout.pp)]
+        for chunk, rank in enumerate(model.ranks):
+            for number in range(len(model.costs)):
+                actions[rank].append(PipelineAction(0, PassKind.forward, chunk, number))
+        return actions
+    if layout.pp == 1:
+        return one_f_one_b(model)
+    match layout.schedule:
+        case PipelineSchedule.one_f_one_b:
+            return one_f_one_b(model)
+        case PipelineSchedule.interleaved:
+            return interleaved(model)
+        case PipelineSchedule.zero_bubble:
+            return zero_bubble(model)
+
+
+def _work_s(problem: PipelineProblem) -> float:
+    """Seconds of all passes."""
+    (model,) = problem.models
+    return sum(c.forward_s + c.backward_s + c.weights_s for row in model.costs for c in row)
+
+
+@cache
+def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
+    """The matrices of the model as layouts see them, without norms."""
+    hidden, features = shape.hidden, shape.features
+    matrices: list[tuple[str, tuple[int, ...], int, int]] = [
+        ("q", (shape.heads * features, hidden), 0, shape.heads),
+        ("k", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
+        ("v", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
+        ("o", (hidden, shape.heads * features), 1, shape.heads),
+        ("gate", (shape.ffn, hidden), 0, 0),
+        ("up", (shape.ffn, hidden), 0, 0),
+        ("down", (hidden, shape.ffn), 1, 0),
+    ]
+    parameters = [
+        Parameter(f"layers.{layer}.{name}", size, layer, dim, units)
+        for layer in range(shape.layers)
+        for name, size, dim, units in matrices
+    ]
+    ends = (shape.vocabulary, hidden)
+    parameters.append(Parameter("embedding", ends, BOTH if shape.tied else FIRST, 0))
+    if not shape.tied:
+        parameters.append(Parameter("head", ends, LAST, 0))
+    return tuple(parameters)

@@ -1,0 +1,83 @@
+"""The sizes of a decoder that determine seconds and bytes, without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder with a gated feed-forward layer, as Llama's and Qwen's are.
+
+    Example: of `ModelShape(32, 4096, 14_336, 32, 8, 128_256)` (Llama 3 8B) a layer has 218 million
+    parameters, and a token's keys and values have 131,072 bytes in bfloat16.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 32_000
+    head_size: int = 0
+    """Features of a head; 0: hidden / heads."""
+    tied: bool = False
+    """Whether embedding and head are one matrix."""
+
+    @property
+    def features(self) -> int:
+        """Features of a head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer, without norms."""
+        attention = 2 * self.hidden * self.features * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the vocabulary's head, and of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Weights, embedding and head included."""
+        ends = self.head_parameters * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + ends
+
+    @property
+    def kv_elements(self) -> int:
+        """Keys and values of a token."""
+        return 2 * self.layers * self.kv_heads * self.features
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of a token in bfloat16."""
+        return 2 * self.kv_elements
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """That of a Hugging Face `config.json`.
+
+        Raises ValueError for a mixture of experts, or sizes that are missing.
+        """
+        if any(config.get(key) for key in _EXPERTS):
+            raise ValueError("a mixture of experts: costs are those of dense models")
+        try:
+            heads = int(config["num_attention_heads"])
+            return cls(
+                layers=int(config["num_hidden_layers"]),
+                hidden=int(config["hidden_size"]),
+                ffn=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                vocabulary=int(config["vocab_size"]),
+                head_size=int(config.get("head_dim") or 0),
+                tied=bool(config.get("tie_word_embeddings")),
+            )
+        except KeyError as error:
+            raise ValueError(f"a config without {error.args[0]}") from None
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

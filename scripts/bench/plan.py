@@ -1,0 +1,187 @@
+"""Predicted updates against measured ones, on two ranks of one thread under every layout.
+
+`hybridrl plan calibrate` measures this machine once. Then updates of the same samples are measured
+under fsdp, replicas, tp, and pp with each schedule, in turns. The model is the tiny one, with more
+layers than calibration has seen. A line's value is the predicted seconds, its baseline the measured
+ones. Two more lines are the median and the worst error of all layouts. The last one says how much
+longer the layout with the least predicted seconds takes than the best one.
+"""
+
+import argparse
+import logging
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lines import line, show, take_turns
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoConfig
+
+from hybridrl.algorithms.losses import CrossEntropyLoss
+from hybridrl.config import (
+    Config,
+    ModelConfig,
+    PipelineSchedule,
+    TinyModelConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+    compose,
+)
+from hybridrl.doctor.calibrate import calibrate
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.models.shape import model_shape
+from hybridrl.models.tiny import make_tiny_model
+from hybridrl.pipelines.balance import balance
+from hybridrl.planner.mapping import PlannedRole, SampleLength, TrainLayout
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.model_shape import ModelShape
+
+RANKS, TOKENS = 2, 2048
+LAYERS = 8
+LAYOUTS = {
+    "fsdp_2": TrainLayout(fsdp=2, micro_batch_tokens=TOKENS),
+    "replicas_2": TrainLayout(replicas=2, micro_batch_tokens=TOKENS),
+    "tp_2": TrainLayout(tp=2, micro_batch_tokens=TOKENS),
+    **{
+        f"pp_2_{schedule.value}": TrainLayout(pp=2, schedule=schedule, micro_batch_tokens=TOKENS)
+        for schedule in PipelineSchedule
+    },
+}
+
+
+def samples_of(number: int, longest: int) -> list[SampleLength]:
+    """Long-tailed responses to prompts of 16 to 32 tokens."""
+    draw = random.Random(0)
+    return [
+        SampleLength(draw.randint(16, 32), min(longest - 32, round(draw.lognormvariate(4.5, 0.7))))
+        for _ in range(number)
+    ]
+
+
+def measure(
+    rank: int, store: str, model: str, samples: Sequence[SampleLength], rounds: int, out: str
+) -> None:
+    """One rank: all layouts in turns; rank 0 writes the seconds of each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    ids = [torch.randint(3, 60, (sample.tokens,)) for sample in samples]
+    sequences = [
+        TrainSequence(tokens, sample.response) for tokens, sample in zip(ids, samples, strict=True)
+    ]
+    own = balance([sample.tokens for sample in samples], RANKS)[rank]
+    sides: dict[str, Callable[[], float]] = {}
+    for name, layout in LAYOUTS.items():
+        engine = TrainEngine(
+            model,
+            model=ModelConfig(),
+            trainer=TrainerConfig(
+                max_tokens_per_micro_batch=layout.micro_batch_tokens,
+                layout=TrainLayoutConfig(
+                    pp=layout.pp,
+                    replicas=layout.replicas,
+                    fsdp=layout.fsdp,
+                    tp=layout.tp,
+                    schedule=layout.schedule,
+                ),
+            ),
+            device=torch.device("cpu"),
+        )
+        sides[name] = partial(_seconds, engine, [sequences[i] for i in own])
+    seconds = take_turns(sides, rounds)
+    if rank == 0:
+        torch.save(seconds, out)
+    dist.destroy_process_group()
+
+
+def _seconds(engine: TrainEngine, sequences: Sequence[TrainSequence]) -> float:
+    """Of an update, from the moment that all ranks are there."""
+    dist.barrier()
+    start = time.perf_counter()
+    engine.update(sequences, CrossEntropyLoss())
+    return time.perf_counter() - start
+
+
+def report(
+    costs: MappingCosts,
+    shape: ModelShape,
+    samples: Sequence[SampleLength],
+    measured: dict[str, list[float]],
+) -> None:
+    """A line for each layout, and those of all."""
+    role = PlannedRole(name="actor", shape=shape, trained=True)
+    predicted = {
+        name: costs.update_s(role, layout, range(RANKS), samples)
+        for name, layout in LAYOUTS.items()
+    }
+    medians = {name: statistics.median(seconds) for name, seconds in measured.items()}
+    for name, seconds in measured.items():
+        same = [predicted[name]] * len(seconds)
+        show(line(f"plan_update_{name}", "s", "closer to 1", same, seconds))
+    errors = sorted(abs(predicted[name] / medians[name] - 1) for name in LAYOUTS)
+    chosen = min(predicted, key=lambda name: predicted[name])
+    best = min(medians, key=lambda name: medians[name])
+    figures = {
+        "median_error": (statistics.median(errors), 0.05),
+        "worst_error": (errors[-1], 0.1),
+        "chosen_over_best": (medians[chosen] / medians[best] - 1, 0.03),
+    }
+    for name, (value, wanted) in figures.items():
+        extra = {"chosen": chosen, "best": best} if name == "chosen_over_best" else {}
+        show(
+            {
+                "name": f"plan_update_{name}",
+                "value": round(value, 4),
+                "unit": "share",
+                "wanted": wanted,
+                "better": "lower",
+                **extra,
+            }
+        )
+
+
+def _config() -> Config:
+    """That of calibration: the model as it comes, two ranks."""
+    compose.register()
+    config = compose.check(
+        ["cluster.device=cpu", f"cluster.ranks={RANKS}", "cluster.threads_per_rank=1"]
+    )
+    config.trainer.max_tokens_per_micro_batch = TOKENS
+    config.resolve_device(0, "this machine")
+    return config
+
+
+def main() -> None:
+    """Calibrate, measure, compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = _config()
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        costs = calibrate(config, model_shape(config.model))
+        model = str(folder / "model")
+        make_tiny_model(model, TinyModelConfig(num_layers=LAYERS), seed=0)
+        hf_config = AutoConfig.from_pretrained(model)
+        samples = samples_of(args.samples, hf_config.max_position_embeddings)
+        out = str(folder / "times")
+        spawn(measure, (str(folder / "store"), model, samples, args.rounds, out), nprocs=RANKS)
+        shape = ModelShape.of_config(hf_config.to_dict())
+        report(costs, shape, samples, torch.load(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""A step under a device mapping: pools, instances of several ranks, updates of each role."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.config import ConfigError, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
+from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.mapped_work import MappedWork
+from hybridrl.planner.mapping import (
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.schedule import mapped_setting, replay
+from hybridrl.planner.workload import Group, Workload
+
+A100 = ACCELERATORS["a100"]
+COSTS = MappingCosts(layer_roofline(A100), cluster_of(A100, nodes=2, per_node=8))
+SHAPE = MODELS["7b"]
+ACTOR = PlannedRole(name="actor", shape=SHAPE, trained=True)
+CRITIC = PlannedRole(name="critic", shape=SHAPE, trained=True, passes=("values",), value_head=True)
+REFERENCE = PlannedRole(name="reference", shape=SHAPE, passes=("reference",))
+ROLES = (ACTOR, REFERENCE, CRITIC)
+LENGTHS = (200, 300, 400, 100)
+WORKLOAD = Workload(tuple(Group(64, LENGTHS) for _ in range(24)), prompts_per_step=8, num_steps=3)
+SAMPLES = [SampleLength(64, n) for _ in range(8) for n in LENGTHS]
+
+
+def work(
+    pools: Mapping[str, tuple[str, ...]],
+    ranks: Mapping[str, int],
+    train: Mapping[str, TrainLayout],
+    schedule: ScheduleConfig | None = None,
+    tp: int = 2,
+) -> MappedWork:
+    """PPO of three 7B models."""
+    mapping = DeviceMapping(
+        pools=pools,
+        ranks=ranks,
+        train=train,
+        gen=GenLayout(tp=tp),
+        schedule=schedule or SerialScheduleConfig(),
+    )
+    return MappedWork(costs=COSTS, mapping=mapping, roles=ROLES)
+
+
+TOGETHER = work(
+    {"actor": ("actor", "reference", "critic")},
+    {"actor": 16},
+    {"actor": TrainLayout(pp=2, fsdp=8), "critic": TrainLayout(fsdp=16)},
+)
+APART = work(
+    {"actor": ("actor", "reference"), "critic": ("critic",)},
+    {"actor": 8, "critic": 8},
+    {"actor": TrainLayout(fsdp=8), "critic": TrainLayout(fsdp=8)},
+)
+
+
+def outcome(mapped: MappedWork):  # type: ignore[no-untyped-def]
+    """The mean step of the mapping's schedule."""
+    setting = mapped_setting(mapped, WORKLOAD, 4, max_held=64)
+    return replay(setting, mapped.mapping.schedule)
+
+
+def test_a_serial_step_is_the_sum_of_its_work() -> None:
+    """Roles on the same ranks follow one another, in their layouts, by way of the device."""
+    step = outcome(TOGETHER)
+    updates = {"update_actor", "update_critic"}
+    assert set(step.phases) == {"to_generate", "front", "to_train", "values"} | updates
+    for role in (ACTOR, CRITIC):
+        layout = TOGETHER.mapping.train[role.name]
+        update = COSTS.update_s(role, layout, range(16), SAMPLES)
+        update += 2 * COSTS.activate_s(role, layout)
+        assert step.phases[f"update_{role.name}"] == pytest.approx(update)
+    assert step.phases["to_generate"] == pytest.approx(
+        COSTS.to_generation_s(ACTOR, TOGETHER.mapping)
+    )
+    # Values take the critic's shards, on all ranks: after generation and the reference.
+    critic = TOGETHER.mapping.train["critic"]
+    values = COSTS.score_s(CRITIC, critic, range(16), SAMPLES) + COSTS.activate_s(CRITIC, critic)
+    assert step.phases["values"] == pytest.approx(values)
+    instance = COSTS.generation(ACTOR, GenLayout(tp=2), range(16))
+    assert step.front_s > 400 * instance.step_s
+    assert step.step_s == pytest.approx(sum(step.phases.values()))
+
+
+def test_pools_train_at_once() -> None:
+    """The actor's and the critic's updates overlap: a step waits for the longer one."""
+    step = outcome(APART)
+    actor, critic = step.phases["update_actor"], step.phases["update_critic"]
+    others = sum(step.phases[name] for name in ("to_generate", "front", "to_train"))
+    assert step.step_s == pytest.approx(others + max(actor, critic))
+    alone = COSTS.update_s(CRITIC, TrainLayout(fsdp=8), range(8, 16), SAMPLES)
+    assert critic == pytest.approx(alone + 2 * COSTS.activate_s(CRITIC, TrainLayout(fsdp=8)))
+
+
+def test_instances_of_more_ranks() -> None:
+    """With tp 8 two instances instead of eight decode fewer rows a step each, of all samples."""
+    mappings = [
+        work(TOGETHER.mapping.pools, {"actor": 16}, TOGETHER.mapping.train, tp=tp) for tp in (2, 8)
+    ]
+    assert [m.mapping.instances for m in mappings] == [8, 2]
+    assert outcome(mappings[0]).front_s != pytest.approx(outcome(mappings[1]).front_s, rel=0.01)
+
+
+def test_fused_hides_the_reference() -> None:
+    """Inference on freed instances: no later than one after the other."""
+    train = APART.mapping.train
+    fused = work(APART.mapping.pools, APART.mapping.ranks, train, FusedScheduleConfig())
+    assert outcome(fused).front_s <= outcome(APART).front_s * 1.01
+
+
+def test_mini_batches_and_epochs() -> None:
+    """Two epochs of four mini-batches are eight optimizer steps on a quarter of the samples."""
+    several = replace(APART, mini_batches=4, epochs=2)
+    layout = TrainLayout(fsdp=8)
+    quarter = COSTS.update_s(ACTOR, layout, range(8), SAMPLES[:8])
+    way = 2 * COSTS.activate_s(ACTOR, layout)
+    assert outcome(several).phases["update_actor"] == pytest.approx(8 * quarter + way)
+
+
+@pytest.mark.parametrize(
+    ("pools", "ranks", "train", "tp", "message"),
+    [
+        ({"actor": ("actor", "reference")}, {"actor": 16}, {}, 2, "mapping.pools"),
+        (TOGETHER.mapping.pools, {"actor": 32}, {}, 2, "at most the 16 ranks of the cluster"),
+        (
+            TOGETHER.mapping.pools,
+            {"actor": 16},
+            {**TOGETHER.mapping.train, "critic": TrainLayout(fsdp=8)},
+            2,
+            "= 16, the ranks of its pool",
+        ),
+        (TOGETHER.mapping.pools, {"actor": 16}, TOGETHER.mapping.train, 3, "divides 16 ranks"),
+    ],
+)
+def test_mappings_that_do_not_fit(
+    pools: Mapping[str, tuple[str, ...]],
+    ranks: Mapping[str, int],
+    train: Mapping[str, TrainLayout],
+    tp: int,
+    message: str,
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        work(pools, ranks, train, tp=tp)

@@ -1,0 +1,234 @@
+"""Seconds under a mapping: by hand of one model, in proportion between layouts and sizes."""
+
+import json
+import math
+import random
+
+import pytest
+
+from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
+from hybridrl.flow.executor import Scope
+from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.layer_costs import LayerCosts
+from hybridrl.planner.mapping import (
+    ClusterShape,
+    DeviceMapping,
+    GenLayout,
+    LinkSpeed,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.model_shape import ModelShape
+
+H100 = ACCELERATORS["h100"]
+LLAMA = MODELS["8b"]
+ACTOR = PlannedRole(name="actor", shape=LLAMA, trained=True)
+COSTS = MappingCosts(layer_roofline(H100), cluster_of(H100, nodes=2, per_node=8))
+SAMPLES = [SampleLength(512, 1536)] * 64
+
+
+def test_the_sizes_of_llama_3_8b() -> None:
+    # Its model card: 8.03 B parameters. Norms are left out: 65 vectors of 4,096.
+    assert LLAMA.parameters + 65 * 4096 == 8_030_261_248
+    assert LLAMA.kv_bytes == 2 * 32 * 8 * 128 * 2
+    config = {
+        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+    }  # fmt: skip
+    assert ModelShape.of_config(config) == LLAMA
+    with pytest.raises(ValueError, match="mixture of experts"):
+        ModelShape.of_config(config | {"num_experts": 8})
+    with pytest.raises(ValueError, match="without vocab_size"):
+        ModelShape.of_config({k: v for k, v in config.items() if k != "vocab_size"})
+
+
+def test_a_roofline_by_hand() -> None:
+    """One rank, one micro-batch of four samples of 2,048 tokens, 1,536 of them scored."""
+    row = SAMPLES[:4]
+    (passes,) = COSTS.passes(ACTOR, TrainLayout(), range(1), row)
+    matrices = 2 * 32 * 218_103_808 * 8192  # q and o, k and v, gate, up, down
+    head = 2 * 128_256 * 4096 * 4 * 1536
+    attention = 32 * 4 * 32 * 128 * 4 * (2048 * 2049 // 2)
+    flops = matrices + head + attention
+    assert passes.forward_s == pytest.approx(1e-3 + flops / (0.5 * 989e12), rel=1e-9)
+    both = passes.forward_s + passes.backward_s - 2e-3
+    assert both == pytest.approx(3 * flops / (0.4 * 989e12), rel=1e-9)
+
+
+def test_decoding_by_hand() -> None:
+    """Two ranks of an instance read half of the weights each, and reduce twice a layer."""
+    costs = COSTS.generation(ACTOR, GenLayout(tp=2), range(16))
+    read = 8_030_261_248 - 65 * 4096 - 128_256 * 4096  # a row of the embedding is looked up
+    weights = 2 * read / 2 / (0.7 * 3.35e12)
+    assert costs.step_s == pytest.approx(1e-3 + weights + 64 * 5e-6, rel=1e-6)
+    assert costs.cached_token_s == pytest.approx(131_072 / 2 / (0.7 * 3.35e12), rel=1e-9)
+    four = COSTS.generation(ACTOR, GenLayout(tp=4), range(16))
+    assert four.step_s == pytest.approx(1e-3 + weights / 2 + 64 * 2 * 5e-6, rel=1e-6)
+
+
+def test_traffic_by_hand() -> None:
+    """Gradients of the whole model, in float32, over two nodes of eight ranks."""
+    small = PlannedRole(name="actor", shape=ModelShape(4, 1024, 4096, 8, 8), trained=True)
+    copies = COSTS.gradient_s(small, TrainLayout(replicas=16), range(16))
+    alone = COSTS.gradient_s(small, TrainLayout(), range(1))
+    nbytes = 4 * small.shape.parameters
+    # Eight ranks of a node share eight links of 400 Gb/s, which NVLink does not exceed here.
+    rate = 0.7 * min(450e9, 8 * 50e9)
+    wanted = 4 * 5e-6 + 15 / 16 * 2 * nbytes / rate
+    assert copies - alone == pytest.approx(wanted, rel=1e-9)
+    # Every other rank of a node is a member: four links.
+    group = [*range(0, 16, 2)]
+    assert COSTS.cluster.link(group).bytes_per_s == pytest.approx(0.7 * 4 * 50e9)
+
+
+def test_a_pipeline_by_hand() -> None:
+    """Two stages, four equal micro-batches, links that take no time: 1F1B is five passes long."""
+    still = LinkSpeed(math.inf)
+    costs = MappingCosts(layer_roofline(H100), ClusterShape(1, 2, H100, still, still, still))
+    layout = TrainLayout(pp=2, micro_batch_tokens=8192)
+    shape = ModelShape(32, 4096, 14_336, 32, 8, vocabulary=1)  # a head that takes nothing
+    role = PlannedRole(name="actor", shape=shape, trained=True)
+    _, plan = costs.pipeline(role, layout, range(2), [SAMPLES[:4]] * 4)
+    first, last = costs.passes(role, layout, range(2), SAMPLES[:4])
+    assert first.forward_s == pytest.approx(last.forward_s, rel=1e-6)
+    rest = costs.gradient_s(role, layout, range(2)) + costs.optimizer_s(role, layout, range(2))
+    seconds = costs.update_s(role, layout, range(2), SAMPLES[:16]) - rest - 2e-3
+    stage = first.forward_s + first.backward_s
+    assert seconds == pytest.approx(5 * stage, rel=1e-6)
+    assert [len(actions) for actions in plan] == [8, 8]
+
+
+def test_halves_and_recomputation() -> None:
+    row = SAMPLES[:4]
+    whole = COSTS.passes(ACTOR, TrainLayout(pp=2), range(2), row)
+    halves = COSTS.passes(
+        ACTOR, TrainLayout(pp=2, schedule=PipelineSchedule.zero_bubble), range(2), row
+    )
+    assert sum(x.backward_s + x.weights_s for x in halves) == pytest.approx(
+        sum(x.backward_s for x in whole) + 2e-3  # four chunks in place of two
+    )
+    kept, again = (
+        COSTS.passes(ACTOR, TrainLayout(activations=mode), range(1), row)[0]
+        for mode in (ActivationMode.keep, ActivationMode.recompute)
+    )
+    head = 2 * 128_256 * 4096 * 4 * 1536 / (0.5 * 989e12)
+    assert again.backward_s - kept.backward_s == pytest.approx(kept.forward_s - 1e-3 - head)
+
+
+LAYOUTS = [
+    TrainLayout(pp=pp, replicas=replicas, fsdp=16 // pp // replicas // tp, tp=tp, schedule=schedule)
+    for pp in (1, 2, 4)
+    for replicas in (1, 2)
+    for tp in (1, 4)
+    for schedule in PipelineSchedule
+    if 16 // pp // replicas // tp and (pp > 1 or schedule is PipelineSchedule.one_f_one_b)
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_is_below(seed: int) -> None:
+    """Of every layout of 16 ranks, on samples of random lengths."""
+    draw = random.Random(seed)
+    samples = [SampleLength(draw.randint(1, 900), draw.randint(1, 4000)) for _ in range(96)]
+    for layout in LAYOUTS:
+        assert layout.ranks == 16
+        bound = COSTS.bound_s(ACTOR, layout, range(16), samples)
+        seconds = COSTS.update_s(ACTOR, layout, range(16), samples)
+        assert bound <= seconds * (1 + 1e-9), layout
+        assert seconds < 3 * bound, layout
+
+
+def test_the_switch_by_hand() -> None:
+    """Two ranks with a half each make two instances: each receives the other half."""
+    still = LinkSpeed(1e9)
+    cluster = ClusterShape(1, 2, H100, still, still, still)
+    costs = MappingCosts(LayerCosts.from_json(NOTHING), cluster)
+    switch = costs.switch_s(ACTOR, TrainLayout(fsdp=2), GenLayout(), range(2))
+    assert switch == pytest.approx(LLAMA.parameters * 2 / 2 / 1e9, rel=1e-3)
+    assert costs.switch_s(ACTOR, TrainLayout(tp=2), GenLayout(tp=2), range(2)) == 0
+    shards = costs.activate_s(ACTOR, TrainLayout(fsdp=2))
+    assert shards == pytest.approx(12 * LLAMA.parameters / 2 / 1e9)
+
+
+FREE: dict[str, float] = {}
+NOTHING = {
+    "source": "nothing",
+    "decode": FREE,
+    "forward": FREE,
+    "backward": FREE,
+    "head_forward": FREE,
+    "head_backward": FREE,
+}
+
+
+def test_the_file() -> None:
+    values = json.loads(json.dumps(COSTS.to_json()))
+    again = MappingCosts.from_json(values)
+    assert again.to_json() == COSTS.to_json()
+    assert again.update_s(ACTOR, TrainLayout(fsdp=4), range(4), SAMPLES) == COSTS.update_s(
+        ACTOR, TrainLayout(fsdp=4), range(4), SAMPLES
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forwards": FREE}, r"got .*forwards"),
+        ({"forward": {"flop": 1}}, "forward: got flop, wanted some of call_s"),
+        ({"forward": {"flop_s": -1}}, "forward.flop_s: got -1, wanted a number, 0 or more"),
+        ({"row_s": True}, "row_s: got True"),
+        ({"overlaps": 1}, "overlaps: got 1, wanted a bool"),
+        ({"source": None}, "source: got None, wanted a str"),
+    ],
+)
+def test_costs_that_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerCosts.from_json(NOTHING | change)
+    with pytest.raises(ValueError, match="decode"):
+        LayerCosts.from_json({name: NOTHING[name] for name in NOTHING if name != "decode"})
+
+
+def test_a_cluster_that_is_refused() -> None:
+    values = COSTS.to_json()["cluster"]
+    with pytest.raises(ValueError, match="numbers above 0"):
+        ClusterShape.from_json(values | {"nodes": 0})
+    with pytest.raises(ValueError, match=r"a cluster of nodes, .*within"):
+        ClusterShape.from_json({name: values[name] for name in values if name != "within"})
+
+
+def test_the_layouts_of_forward_passes() -> None:
+    """Value models on their training shards; the reference on an instance, or in its own pool."""
+    critic = PlannedRole(name="critic", shape=LLAMA, trained=True, passes=("values",))
+    reference = PlannedRole(name="reference", shape=LLAMA, passes=("reference",))
+    train = {"actor": TrainLayout(fsdp=8), "critic": TrainLayout(fsdp=8)}
+    together = DeviceMapping(
+        pools={"actor": ("actor", "reference", "critic")},
+        ranks={"actor": 8},
+        train=train,
+        gen=GenLayout(tp=2),
+        schedule=SerialScheduleConfig(),
+    )
+    apart = DeviceMapping(
+        pools={"actor": ("actor",), "critic": ("critic",), "judges": ("reference",)},
+        ranks={"actor": 8, "critic": 8, "judges": 4},
+        train=train,
+        gen=GenLayout(tp=2),
+        schedule=SerialScheduleConfig(),
+    )
+    assert COSTS.stage_layout(critic, together) == (train["critic"], Scope.WORLD)
+    assert COSTS.stage_layout(reference, together) == (GenLayout(tp=2), Scope.INSTANCE)
+    assert COSTS.stage_layout(critic, apart) == (train["critic"], Scope.POOL)
+    assert COSTS.stage_layout(reference, apart) == (GenLayout(tp=2), Scope.POOL)
+    assert apart.ranks_of("reference") == range(16, 20)
+    assert together.instances == 4
+    # Two copies of the reference share what one instance would compute alone.
+    alone = COSTS.stage_s(reference, together, SAMPLES)
+    assert COSTS.stage_s(reference, apart, SAMPLES) == pytest.approx(alone / 2)
+    costs = COSTS.costs([ACTOR, critic, reference], together, SAMPLES)
+    assert set(costs.token_s) == {"values", "reference"}
+    tokens = sum(sample.tokens for sample in SAMPLES)
+    whole = costs.compute("reference", tokens) - COSTS.activate_s(reference, GenLayout(tp=2))
+    assert whole == pytest.approx(alone, rel=1e-6)
