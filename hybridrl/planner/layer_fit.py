@@ -207,4 +207,4 @@ def _decode_work(timed: TimedDecoding, itemsize: int) -> list[float]:
 def _fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Costs without negative ones; a column that no measurement has costs nothing."""
     columns = np.array(work, dtype=np.float64)
-    return robust_fit(columns, np.array(seconds, dtype=np.float64), per_call=False)
+    return robust_fit(columns, np.array(seconds, dtype=np.float64), doubtful=0)
