@@ -2,7 +2,7 @@
 
 Algorithm 1 there: for every placement (a partition of the roles into pools) and every allocation of
 ranks to the pools, find each role's best layout and add up. Algorithm 2 finds the layout, cached by
-role and ranks. Here a mapping also has a generation layout and a schedule, and candidates are
+role and ranks. Here a mapping also has a generation layout and a schedule. Candidates are
 ordered by a bound on their step, so that few are priced:
 
     1  bound      training by a closed form, generation in the largest batches without a gap
