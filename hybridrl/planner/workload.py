@@ -163,7 +163,8 @@ def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
     if parameters:
         raise ConfigError("--lengths", text, LENGTHS)
     if not (0 < drawn.median < 1e9 and 0 <= drawn.sigma < 10 and drawn.max >= 1):
-        raise ConfigError("--lengths", text, "median above 0, sigma from 0 to 10, max 1 or more")
+        allowed = "median above 0, sigma from 0 to 10 or p99 from the median up, max 1 or more"
+        raise ConfigError("--lengths", text, allowed)
     if not 0 <= drawn.alike <= 1:
         raise ConfigError("--lengths", text, "alike from 0 to 1")
     if drawn.accept is not None and not 0 <= drawn.accept <= 1:
