@@ -92,7 +92,8 @@ def _train_or_check(args: list[str]) -> None:
     from hybridrl.controller.dry_run import dry_run
 
     try:
-        result = dry_run(configs)
+        with command_log(configs[0].log.level):
+            result = dry_run(configs)
     except train.RUN_ERRORS as error:
         _fail(str(error), 1)
     _print_json(result)
@@ -257,6 +258,8 @@ def _plan(args: list[str]) -> None:
     """Plan a weight switch, memory or schedules, for machines that need not be present."""
     if args[:1] == ["schedule"]:
         return _plan_schedule(args[1:])
+    if args[:1] == ["auto"]:
+        return _plan_auto(args[1:])
     if args[:1] == ["calibrate"]:
         return _plan_calibrate(args[1:])
     from rich.console import Console
@@ -295,7 +298,6 @@ def _plan_calibrate(args: list[str]) -> None:
 def _plan_schedule(args: list[str]) -> None:
     """Replay response lengths under every schedule."""
     from rich.console import Console
-    from rich.table import Table
 
     from hybridrl.planner import command
 
@@ -306,6 +308,39 @@ def _plan_schedule(args: list[str]) -> None:
         lines, remarks, record = command.run(
             args, lambda done, of: status.update(f"replaying: {done} of {of}")
         )
+    _print_table(lines, remarks)
+    _print_json(record)
+
+
+def _plan_auto(args: list[str]) -> None:
+    """Search a mapping of a recipe's roles to a cluster."""
+    from rich.console import Console
+
+    from hybridrl.controller import mapping_command
+
+    if {"-h", "--help"} & set(args):
+        print(mapping_command.USAGE)
+        return
+    if args and args[0].startswith("--paper"):
+        with Console(stderr=True).status("searching") as status:
+            lines, remarks, record = mapping_command.run_paper(
+                args, lambda done, of: status.update(f"{done} of {of} cases")
+            )
+        _print_table(lines, remarks)
+        return _print_json(record)
+    with Console(stderr=True).status("searching") as status:
+        report = mapping_command.run(
+            args, lambda done, of: status.update(f"replayed {done} of {of} candidates at most")
+        )
+    _print_table(report.table(), report.remarks())
+    _print_json(report.record())
+
+
+def _print_table(lines: Sequence[tuple[str, ...]], remarks: Sequence[str]) -> None:
+    """The first line is the header."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="")
     for name in lines[0]:
         table.add_column(name, no_wrap=True)
@@ -315,8 +350,7 @@ def _plan_schedule(args: list[str]) -> None:
     console.width = max(100, console.width)  # without a terminal it takes 80
     console.print(table)
     for remark in remarks:
-        console.print(remark)
-    _print_json(record)
+        console.print(remark, markup=False)
 
 
 def _report(args: list[str]) -> None:

@@ -68,6 +68,7 @@ from hybridrl.config.schedule import (
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     ActivationMode,
+    FuseUpdates,
     LRSchedule,
     OptimConfig,
     OptimName,
@@ -443,6 +444,7 @@ __all__ = [
     "Engine",
     "EvalConfig",
     "EvalSetConfig",
+    "FuseUpdates",
     "FusedScheduleConfig",
     "Grouping",
     "JailKind",

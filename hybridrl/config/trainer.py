@@ -33,6 +33,14 @@ class ActivationMode(Enum):
     offload = "offload"  # to host memory, while other layers compute
 
 
+class FuseUpdates(Enum):
+    """Whether adjacent updates of roles on the same ranks are one pipeline plan."""
+
+    auto = "auto"  # where both roles fit on the device, and the plan is predicted to be shorter
+    always = "always"
+    never = "never"
+
+
 class RouterReplay(Enum):
     """The experts that the actor's tokens take in training."""
 
@@ -93,6 +101,9 @@ class TrainerConfig:
     chunk_tokens: int = bounded(0, least=0)
     """A sequence that is longer than a micro-batch is trained in chunks of so many tokens a rank,
     backward in reverse. 0 trains it whole."""
+    fuse_updates: FuseUpdates = FuseUpdates.auto
+    """Whether updates that follow each other on the same ranks are one pipeline plan, as those of
+    critic and actor. `auto`: where memory allows, and the plan is predicted to be shorter."""
     activations: ActivationMode = ActivationMode.keep
     """What happens to the activations of decoder layers until the backward pass."""
     router_replay: RouterReplay = RouterReplay.off
@@ -131,6 +142,11 @@ class TrainerConfig:
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")
+
+    @property
+    def fuses(self) -> bool:
+        """Whether roles on the same ranks train together; `auto` is decided before a run starts."""
+        return self.fuse_updates is FuseUpdates.always
 
     @property
     def of_experts(self) -> list[tuple[str, str | float, str]]:

@@ -60,6 +60,18 @@ UNKNOWN_WORK = RankWork()
 """Of a role whose ranks do not share rows, by tokens."""
 
 
+def joint_work(works: Sequence[RankWork]) -> RankWork:
+    """The work of roles that train on the same samples together; of one role its own.
+
+    Those of several roles share no rows.
+    """
+    if len(works) == 1:
+        return works[0]
+    assert not any(work.blocks for work in works), "roles with shared rows train alone"
+    per_token = sum(work.cost.per_token for work in works)
+    return RankWork(SequenceCost(per_token, sum(work.cost.per_pair for work in works)))
+
+
 def work_of_roles(config: Config, graph: Graph, model_path: str) -> dict[str, RankWork]:
     """The work of each role that is trained, by the operations of its model."""
     from hybridrl.models.flops import forward_flops

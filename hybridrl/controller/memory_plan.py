@@ -19,6 +19,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.controller.placement import HOME
+from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
@@ -106,6 +107,7 @@ def _pool_sizes(
         scoring=scoring_sizes(config, graph, shape, pool, inputs, gen_stage),
         generation=generation_sizes(config, shape, inputs, gen_stage) if pool == HOME else None,
         from_actor=from_actor,
+        together=roles_together(config, graph, pool) if config.trainer.fuses else (),
     )
 
 
@@ -167,7 +169,7 @@ def check_memory(
         shape = load_config(model_path)
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
         if gpu_memory is not None:  # whether ranks there can import flash-attn is not known
-            config = _with_flash(config, shape)
+            config = with_flash(config, shape)
         plan = plan_run(config, graph, shape, room)
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
@@ -179,7 +181,7 @@ def check_memory(
     logger.log(logging.INFO if plan.fits else logging.WARNING, "memory plan: %s", plan.verdict())
 
 
-def _with_flash(config: Config, shape: "PretrainedConfig") -> Config:
+def with_flash(config: Config, shape: "PretrainedConfig") -> Config:
     """With the attention that takes least, where it is not set: no run is refused for the other."""
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES

@@ -73,7 +73,7 @@ def check_placement(config: Config, graph: Graph) -> None:
     _check_has_work(config, graphs)
     for pool, of_pool in graphs.items():
         if pool != HOME:
-            _check_apart(config, pool, of_pool)
+            check_apart(config, pool, of_pool)
             _check_sizes(config, pool, of_pool)
 
 
@@ -90,7 +90,7 @@ def _check_has_work(config: Config, graphs: Mapping[str, Graph]) -> None:
             raise ConfigError("cluster.placement", config.cluster.placement.value, allowed)
 
 
-def _check_apart(config: Config, pool: str, graph: Graph) -> None:
+def check_apart(config: Config, pool: str, graph: Graph) -> None:
     """Raise where a stage of another pool than the actor's needs what only that one has."""
     schedule = config.schedule
     for stage in graph.stages.values():

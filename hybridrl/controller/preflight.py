@@ -27,6 +27,7 @@ from hybridrl.config.bounds import check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_judges import IsRecorded, check_groups, check_rows, try_judges
@@ -91,6 +92,7 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     data, eval_items = _load(config, model_path, graph)
     check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
     _check_schedule(config.schedule, graph)
+    decide_fused_updates(config, graph, model_path, gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start)

@@ -1,6 +1,5 @@
 """The executor of real runs: worker groups and wall time behind the schedules' seam."""
 
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,9 +19,17 @@ from hybridrl.controller.async_calls import (
 )
 from hybridrl.controller.driver_judges import DriverJudges
 from hybridrl.controller.event_lines import described
-from hybridrl.controller.load_balance import UNKNOWN_WORK, RankWork, assign_ranks, deal
+from hybridrl.controller.load_balance import (
+    UNKNOWN_WORK,
+    RankWork,
+    assign_ranks,
+    deal,
+    joint_work,
+)
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.recorded_samples import RecordedSamples
+from hybridrl.controller.roles_together import fuses
+from hybridrl.controller.update_shares import update_shares
 from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
@@ -417,7 +424,8 @@ class RayExecutor:
         """One event for an instance: each rank has the gradient of its samples."""
         arriving, parcels = yield from self._bring(instance, samples)
         members = self.group.instances[instance]
-        shares = self._shares(stage, samples, [sample.rank for sample in samples], members, 1)
+        ranks = [sample.rank for sample in samples]
+        shares = update_shares(stage, samples, ranks, members, self.config.trainer)
         calls = {}
         for rank in members:
             share = replace(shares[rank], parcels=_once(parcels[rank]))
@@ -449,7 +457,11 @@ class RayExecutor:
             for sample in ids:
                 self._published[sample] |= dict.fromkeys(fields, published.reference)
 
-    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        """Whether `stage` is trained in the pipeline plan of `stages`, other roles of its pool."""
+        return fuses(self.config, stages, stage)
+
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
         """Spread the samples by their work, move or copy those of other ranks, and train.
 
         Those that an instance has trained early stay where they are and cost nothing: all ranks
@@ -458,15 +470,22 @@ class RayExecutor:
         """
         self.before_update()
         self.may_abandon = False
-        logger.debug("stage %s begins on %d samples", stage.name, len(samples))
-        self._rounds.begin(self._update(stage, samples))
+        for stage, samples in updates:
+            logger.debug("stage %s begins on %d samples", stage.name, len(samples))
+        self._rounds.begin(self._update(updates))
 
-    def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> EventCalls:
-        early = self._early.pop(stage.name, set())
-        assert early <= {sample.id for sample in samples}, "trained early, and not of the batch"
-        samples = [sample for sample in samples if sample.id not in early]
-        pool = self._pool(stage)
-        samples_per_row, work = stage.samples_per_row, self._work(stage)
+    def _update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> EventCalls:
+        """One event for each stage. A sample of several has one rank, by the work of all roles."""
+        stages = [stage for stage, _ in updates]
+        early = {stage.name: self._early.pop(stage.name, set()) for stage in stages}
+        batches = []
+        for stage, samples in updates:
+            done = early[stage.name]
+            assert done <= {sample.id for sample in samples}, "trained early, and not of the batch"
+            batches.append([sample for sample in samples if sample.id not in done])
+        pool, samples_per_row = self._pool(stages[0]), stages[0].samples_per_row
+        work = joint_work([self._work(stage) for stage in stages])
+        samples = list({sample.id: sample for batch in batches for sample in batch}.values())
         if pool is self.group.home:
             move = self.config.strict
             ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move, work)
@@ -475,52 +494,22 @@ class RayExecutor:
             places = deal(samples, len(pool.ranks), samples_per_row, work)
             ranks = [pool.ranks[i] for i in places]
             common = set.intersection(*(sample.tensors for sample in samples))
-            read = {*stage.inputs, *self._fields_of_role[stage.role or ""], LOSS_MASK}
-            fields = common & read
-            parcels = yield from self._export_copies(samples, ranks, fields)
-        shares = self._shares(stage, samples, ranks, pool.ranks, samples_per_row)
-        filled = [
-            replace(shares[rank], parcels=_once(parcels[rank]), num_early=len(early))
-            for rank in pool.ranks
-        ]
-        metrics = yield from answers_of(self.group.call_update(pool, stage, filled))
-        return [UpdateDone(stage.name, metrics[0])]
-
-    def _shares(
-        self,
-        stage: UpdateStage,
-        samples: Sequence[Sample],
-        ranks: Sequence[int],
-        members: Iterable[int],
-        samples_per_row: int,
-    ) -> dict[int, UpdateShare]:
-        """Each member's share of an update, without parcels; `ranks` are those of the samples."""
-        wanted = {
-            sample.id: {
-                field: float(sample.scalars[field])
-                for field in stage.fields.values()
-                if field in sample.scalars
-            }
-            for sample in samples
-        }
-        versions = {s.id: min((x.version for x in s.spans), default=NO_VERSION) for s in samples}
-        num = stage.mini_batches or self.config.trainer.mini_batches
-        rows = -(-len(samples) // samples_per_row)
-        bounds = [rows * i // num * samples_per_row for i in range(num)] + [len(samples)]
-        # Without samples where all were trained early.
-        batches = [(a, b) for a, b in itertools.pairwise(bounds) if a < b or num == 1]
-        by_rank: dict[int, list[list[SampleId]]] = {rank: [[] for _ in batches] for rank in members}
-        for number, (a, b) in enumerate(batches):
-            for i in range(a, b):
-                by_rank[ranks[i]][number].append(samples[i].id)
-        shares = {}
-        for rank, ids_of_batches in by_rank.items():
-            mini_batches = tuple(map(tuple, ids_of_batches))
-            mine = [id for ids in mini_batches for id in ids]
-            scalars = {id: wanted[id] for id in mine}
-            oldest = {id: versions[id] for id in mine}
-            shares[rank] = UpdateShare(mini_batches, scalars, oldest, ())
-        return shares
+            read = {LOSS_MASK}
+            for stage in stages:
+                read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
+            parcels = yield from self._export_copies(samples, ranks, common & read)
+        rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
+        shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}
+        for stage, batch in zip(stages, batches, strict=True):
+            ranks = [rank_of[sample.id] for sample in batch]
+            of_stage = update_shares(stage, batch, ranks, pool.ranks, self.config.trainer)
+            for rank, share in of_stage.items():
+                first = () if shares[rank] else _once(parcels[rank])
+                share = replace(share, parcels=first, num_early=len(early[stage.name]))
+                shares[rank].append(share)
+        filled = [tuple(shares[rank]) for rank in pool.ranks]
+        answers = yield from answers_of(self.group.call_update(pool, tuple(stages), filled))
+        return [UpdateDone(s.name, metrics) for s, metrics in zip(stages, answers[0], strict=True)]
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Let the ranks forget samples."""

@@ -35,7 +35,13 @@ from hybridrl.models.activations import (
 from hybridrl.models.adapters import adapter_parameters, add_adapters, pair_of
 from hybridrl.models.load import SCORE, TORCH_DTYPES
 from hybridrl.models.parallel import meta_model, model_parameters, num_experts
-from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, MASTER, ActivationSizes, TrainSizes
+from hybridrl.planner.train_memory import (
+    EIGHT_BIT_MOMENT,
+    MASTER,
+    ActivationSizes,
+    TrainSizes,
+    rows_in_flight,
+)
 
 
 def train_sizes(
@@ -73,7 +79,7 @@ def train_sizes(
     earlier = not row.number or (early and not stays_whole)
     sizes = []
     for stage in range(layout.pp):
-        in_flight = _rows_in_flight(layout, stage, row.number)
+        in_flight = rows_in_flight(layout.pp, layout.schedule, stage, row.number)
         on_stage = _on_stage(placed, [*parameters, *adapters], stage, total)
         trained = [{n: s for n, s in g.items() if n not in frozen} for g in on_stage]
         of_rank = sum(sum(group.values()) for group in on_stage)
@@ -287,21 +293,6 @@ def _ends(
     )
     selected = row.scored * shape.hidden_size * itemsize_of(config)
     return ActivationSizes(head.kept + 2 * hidden + selected, head.backward)
-
-
-def _rows_in_flight(layout: TrainLayoutConfig, stage: int, rows: int) -> float:
-    """Rows whose activations a stage keeps, by the warm-up of torch's schedules."""
-    pp, chunks = layout.pp, layout.schedule.chunks_per_rank
-    if pp == 1:
-        return 1
-    match layout.schedule:
-        case PipelineSchedule.one_f_one_b:
-            most: float = pp - stage
-        case PipelineSchedule.interleaved:
-            most = ((chunks - 1) * pp + 2 * (pp - stage - 1) + 1) / chunks
-        case PipelineSchedule.zero_bubble:
-            most = pp
-    return min(most, rows or most)
 
 
 def _received(

@@ -450,10 +450,13 @@ class WorkerGroup:
     # -- all ranks of a pool, not blocking -----------------------------------------------------
 
     def call_update(
-        self, pool: Pool, stage: UpdateStage, shares: list[UpdateShare]
-    ) -> dict[Reference[dict[str, float]], int]:
-        """Start a pass over an update's mini-batches; metrics but `mfu` are equal on all ranks."""
-        calls = pool.calls.per_rank(BaseWorker.update, [stage] * len(shares), shares)
+        self, pool: Pool, stages: tuple[UpdateStage, ...], shares: list[tuple[UpdateShare, ...]]
+    ) -> dict[Reference[list[dict[str, float]]], int]:
+        """Start a pass over the mini-batches of one update, or of several together.
+
+        The metrics of each, but for `mfu`, are equal on all ranks.
+        """
+        calls = pool.calls.per_rank(BaseWorker.update, [stages] * len(shares), shares)
         return _by_rank(pool, calls)
 
 

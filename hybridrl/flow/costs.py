@@ -387,10 +387,10 @@ class CostMeter:
         calls = np.array(self._seen["advance"], dtype=np.float64)
         work, seconds = calls[:, 1:], calls[:, 0]
         if (work[:, 3] >= _LONG_PREFILL * np.maximum(1, work[:, 4])).any():
-            return robust_fit(work, seconds, per_call=True)
+            return robust_fit(work, seconds, doubtful=2)
         together = np.delete(work, 3, axis=1)
         together[:, 1] += work[:, 3]
-        fitted = robust_fit(together, seconds, per_call=True)
+        fitted = robust_fit(together, seconds, doubtful=2)
         return [*fitted[:3], fitted[1], *fitted[3:]]
 
     def state_dict(self) -> dict[str, list[list[float]]]:
@@ -411,15 +411,16 @@ class CostMeter:
 
     def _fit(self, kind: str, num: int) -> list[float]:
         calls = np.array(self._seen.get(kind, ()), dtype=np.float64)
-        return robust_fit(calls[:, 1:], calls[:, 0], num > 1) if len(calls) else [0.0] * num
+        return robust_fit(calls[:, 1:], calls[:, 0], int(num > 1)) if len(calls) else [0.0] * num
 
 
-def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[float]:
+def robust_fit(work: np.ndarray, seconds: np.ndarray, doubtful: int) -> list[float]:
     """Costs x >= 0 [kinds] with work [calls, kinds] @ x close to seconds [calls].
 
-    `per_call` says that the last kind is the call itself. Calls of about the same size hardly tell
-    its cost from that of the work. Then the cost is the work's, or smaller calls would seem as
-    dear.
+    The last `doubtful` kinds are the call itself, or admissions and the call. Calls of about the
+    same size hardly tell its cost from that of the work. Then the cost is the work's, or smaller
+    calls would seem as dear. Most calls begin with admissions. Were these not as doubtful, they
+    would explain what a call costs, and shorter calls would seem free.
 
     Least absolute residuals by reweighting, then least squares on the calls within three
     deviations. A call counts by the square root of its time: neither does a single long call rule
@@ -429,29 +430,29 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, per_call: bool) -> list[fl
     weight = 1 / np.sqrt(np.maximum(seconds, 1e-9))
     scale = np.maximum(np.abs(work).max(axis=0), 1e-30)
     rows, wanted = work / scale * weight[:, None], seconds * weight
-    fitted = _non_negative(rows, wanted, per_call)
+    fitted = _non_negative(rows, wanted, doubtful)
     for _ in range(20):
         residuals = np.abs(wanted - rows @ fitted)
         closeness = 1 / np.sqrt(np.maximum(residuals, 1e-3 * np.median(wanted) + 1e-12))
         before = fitted
-        fitted = _non_negative(rows * closeness[:, None], wanted * closeness, per_call)
+        fitted = _non_negative(rows * closeness[:, None], wanted * closeness, doubtful)
         if np.allclose(fitted, before, rtol=1e-9, atol=0):  # calls without noise need no more
             break
     residuals = wanted - rows @ fitted
     deviation = 1.4826 * np.median(np.abs(residuals))
     near = np.abs(residuals) <= 3 * deviation + 1e-9 * np.abs(wanted)
-    return [float(x) for x in _non_negative(rows[near], wanted[near], per_call) / scale]
+    return [float(x) for x in _non_negative(rows[near], wanted[near], doubtful) / scale]
 
 
-def _non_negative(rows: np.ndarray, wanted: np.ndarray, per_call: bool) -> np.ndarray:
+def _non_negative(rows: np.ndarray, wanted: np.ndarray, doubtful: int) -> np.ndarray:
     """Least squares with x >= 0, by the active set (Lawson and Hanson 1974, chapter 23).
 
     A trace of ridge makes the answer unique.
     """
     gram = rows.T @ rows
     gram += np.eye(len(gram)) * (1e-9 * max(np.trace(gram), 1e-30))
-    if per_call:
-        gram[-1, -1] *= 1 + _DOUBT
+    for kind in range(len(gram) - doubtful, len(gram)):
+        gram[kind, kind] *= 1 + _DOUBT
     right = rows.T @ wanted
     solution = np.zeros(len(gram))
     used = solution > 0

@@ -366,10 +366,15 @@ class Executor(Protocol):
         """
         ...
 
-    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        """Train on `samples`, which are in training order; in TRAIN. Ends with `UpdateDone`.
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        """Whether an update of the pool of `stages` joins them in one call."""
+        ...
 
-        Those of `train_early` are among them and count, but are not computed again.
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
+        """Train on samples, which are in training order; in TRAIN. Ends with an `UpdateDone` each.
+
+        Several updates are of one pool (`fuses`). Samples of `train_early` are among them and
+        count, but are not computed again.
         """
         ...
 

@@ -241,6 +241,8 @@ class TailPlan(NamedTuple):
     seconds: float
     migration: MigrationPlan = NO_MIGRATION
     trains_early: bool = False
+    overlaps: bool = True
+    """Whether forward passes run while others decode."""
 
 
 def tail_plans(
@@ -250,12 +252,14 @@ def tail_plans(
     stay_call_steps: int,
     threshold: int | None = None,
     widths: Sequence[int] = (1,),
+    late_inference_s_per_token: float | None = None,
 ) -> list[TailPlan]:
     """The plans of a step, the plainest first, each with its best threshold.
 
     | plan | what |
     |---|---|
-    | `stay` | no sample moves; all train when all samples are there |
+    | `stay` | no sample moves; passes and training begin when all samples are there |
+    | `overlap` | instances that have no sample left, though none is freed, run forward passes |
     | `migrate` | freed instances run forward passes |
     | `train early`, `migrate, train early` | free, or freed, instances train as well |
     | `widen to K`, `widen to K, train early` | K instances decode the tail as one |
@@ -263,14 +267,21 @@ def tail_plans(
     `models` are the last steps, over which the seconds are means. One step with an extraordinary
     response would else decide for all. They have the short calls whose ends are awaited, and the
     `training` that may be early, or None. Calls have `stay_call_steps` where nobody does anything
-    early. `threshold` is the user's own: then the tail migrates at it, at 0 never. `widths` without
-    1 want a wide tail.
+    early, and passes `late_inference_s_per_token` on an instance, since all run at once; None is
+    the models'. `threshold` is the user's own: then the tail migrates at it, at 0 never. `widths`
+    without 1 want a wide tail.
     """
     late = [replace(model, training=None) for model in models]
-    alone = [replace(model, call_steps=stay_call_steps) for model in late]
     first, plans = models[0], list[TailPlan]()
     barrier_s = fmean(model.training_s for model in models) / first.num_instances
-    stay = TailPlan("stay", fmean(model.serial_seconds() for model in alone) + barrier_s)
+    at_once = late_inference_s_per_token
+    if at_once is None:
+        at_once = first.inference_s_per_token
+    waiting = [
+        replace(model, call_steps=stay_call_steps, inference_s_per_token=at_once) for model in late
+    ]
+    seconds = fmean(model.serial_seconds() for model in waiting) + barrier_s
+    stay = TailPlan("stay", seconds, overlaps=False)
     if len(first.lengths) < 2 or first.num_instances < 2:
         return [stay]
 
@@ -285,9 +296,10 @@ def tail_plans(
     widths = [width for width in widths if width <= first.num_instances]
     passes = first.inference_s_per_token > 0
     if not threshold and (1 in widths or threshold == 0 or not widths):
-        if passes:  # on instances that have no sample left, though none is freed
-            stay = stay._replace(seconds=best_threshold(alone, max_held, 1)[0] + barrier_s)
         plans.append(stay)
+        if passes:
+            seconds, _ = best_threshold(late, max_held, 1)
+            plans.append(TailPlan("overlap", seconds + barrier_s))
         if first.training is not None:
             seconds, _ = best_threshold(models, max_held, 1)
             plans.append(TailPlan("train early", seconds, NO_MIGRATION, True))

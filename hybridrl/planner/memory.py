@@ -8,6 +8,7 @@
     generate      vLLM's share of the device, in place of prefill and decode
     score ROLE    generation weights, the role's weights, activations of a row
     train ROLE    training state, gathered weights, activations, gradients, at the largest moment
+    train together  the same of all roles that one pipeline plan trains, at once
     save ROLE     training state, one parameter whole
 
 Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: there the training
@@ -22,6 +23,7 @@ from hybridrl.planner.generation_memory import GenerationSizes
 from hybridrl.planner.train_memory import MASTER, TrainSizes
 
 GIB = 2**30
+TOGETHER = "together"
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
 LEFT_FOR = {
@@ -51,6 +53,8 @@ class PoolSizes:
     """The rollout engine, where the pool has the actor."""
     from_actor: Collection[str] = ()
     """Trained roles that begin as the actor."""
+    together: Sequence[Collection[str]] = ()
+    """Trained roles that are on the device at once (`trainer.fuse_updates`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,10 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         state = _sum(stays, weights) if stays else trained.state
         phases.append(_phase(f"train {role}", state, trained.update()))
         phases.append(_phase(f"save {role}", state, trained.saving()))
+    for roles in run.together:
+        states = [_sum(stays, weights)] if stays else [run.trained[role].state for role in roles]
+        updates = [run.trained[role].update() for role in roles]
+        phases.append(_phase(f"train {TOGETHER}", *states, *updates))
     return MemoryPlan(device, phases, capacity, reserved, tokens)
 
 

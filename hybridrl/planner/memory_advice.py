@@ -8,7 +8,7 @@ from hybridrl.config import (
     OptimName,
     TrainLayoutConfig,
 )
-from hybridrl.planner.memory import MemoryPhase
+from hybridrl.planner.memory import TOGETHER, MemoryPhase
 from hybridrl.planner.train_memory import CHUNK_KEYS
 
 _LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
@@ -19,6 +19,8 @@ _SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
 def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
     """What reduces the largest sizes of the `phase`, on ranks of the `pool`; may be empty."""
     work, _, role = phase.name.partition(" ")
+    if role == TOGETHER:
+        return "trainer.fuse_updates=never"
     if work in ("load", "train", "save") and (role == "actor" or role in VALUE_MODELS):
         settings = _of_training(config, role, pool)
     else:

@@ -278,13 +278,18 @@ class SimulatedExecutor:
         self._clock.advance_to(max(when, self.clock.now()))
         return [event]
 
-    def update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        """Never: a fused plan has no costs here."""
+        return False
+
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
         """Takes `train_token_s` a token of the batch, without those that were trained early.
 
         Under a mapping it takes what the role's layout takes. Updates of other pools may run.
         """
-        updates = (isinstance(event, UpdateDone) for _, _, event in self._pending)
-        assert all(updates), "an update while calls are in flight"
+        ((stage, samples),) = updates
+        in_flight = (isinstance(event, UpdateDone) for _, _, event in self._pending)
+        assert all(in_flight), "an update while calls are in flight"
         late = [sample for sample in samples if sample.id not in self._early]
         self._early.clear()
         start, pool = self.clock.now(), self.pool(stage)

@@ -9,6 +9,7 @@ parameter has its gradient.
 
 from dataclasses import dataclass
 
+from hybridrl.config import PipelineSchedule
 from hybridrl.planner.zero_bubble import ZeroBubbleUpdate
 
 MASTER = 4
@@ -17,6 +18,21 @@ EIGHT_BIT_MOMENT = 1 + 4 / 256
 """Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
 CHUNK_KEYS = "keys and values of chunks"
 EARLY = "early gradients"
+
+
+def rows_in_flight(pp: int, schedule: PipelineSchedule, stage: int, rows: int) -> float:
+    """Rows whose activations a stage keeps, by the warm-up of torch's schedules; 0: unknown."""
+    chunks = schedule.chunks_per_rank
+    if pp == 1:
+        return 1
+    match schedule:
+        case PipelineSchedule.one_f_one_b:
+            most: float = pp - stage
+        case PipelineSchedule.interleaved:
+            most = ((chunks - 1) * pp + 2 * (pp - stage - 1) + 1) / chunks
+        case PipelineSchedule.zero_bubble:
+            most = pp
+    return min(most, rows or most)
 
 
 @dataclass(frozen=True, slots=True)

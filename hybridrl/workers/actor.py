@@ -42,7 +42,13 @@ from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
-from hybridrl.workers.training import SampleFields, UpdateShare, accumulate, sequence_of, train
+from hybridrl.workers.training import (
+    SampleFields,
+    UpdateShare,
+    UpdateSteps,
+    accumulate,
+    sequence_of,
+)
 from hybridrl.workers.wide import WideShare, wide_shares
 
 
@@ -373,6 +379,7 @@ class Actor:
             sampling=self.sampling.params(sampling),
             stream=stream_key(self.config.run.seed, id.prompt, id.branch, id.k, id.attempt),
             prefix=(id.prompt, id.branch) if shares else None,
+            task=item.source,
         )
 
     def _finish(self, output: Output) -> Finished | None:
@@ -405,18 +412,18 @@ class Actor:
         replay = self.config.trainer.router_replay
         return log_probs_stage(self.train_engine, self.store, stage, ids, replay)
 
-    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
-        """Train on this rank's share, as `workers.training.train`.
+    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
+        """The steps of training on this rank's share.
 
         Before the first optimizer step the trainer's weights are those that have generated, so
         there its log-probabilities are compared with the rollout engine's: `ENGINE_GAPS`.
         """
-        return train(
-            self.train_engine,
-            self.store,
-            self.config,
-            stage,
-            share,
+        return UpdateSteps(
+            engine=self.train_engine,
+            store=self.store,
+            config=self.config,
+            stage=stage,
+            share=share,
             stepped=self._stepped,
             **self._compared(share),
         )

@@ -19,6 +19,7 @@ from hybridrl.checkpoint.distributed import Progress
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fused_update import FusedUpdate
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -33,7 +34,11 @@ from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
-from hybridrl.workers.device_residency import DeviceResidency, free_cached_memory
+from hybridrl.workers.device_residency import (
+    DeviceResidency,
+    ResidentGroup,
+    free_cached_memory,
+)
 from hybridrl.workers.digests import digests_of_weights
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.profiling import StepProfile
@@ -41,7 +46,8 @@ from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.store import SampleStore
-from hybridrl.workers.training import Training, UpdateShare
+from hybridrl.workers.training import Training, UpdateShare, UpdateSteps, train
+from hybridrl.workers.value_model import runs_reversed
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -81,8 +87,8 @@ class TrainableModel(Protocol):
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
         ...
 
-    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
-        """Train on this rank's share."""
+    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
+        """The steps of training on this rank's share."""
         ...
 
 
@@ -111,6 +117,7 @@ class BaseWorker:
         self._memory: list[MemoryReading] = []
         self._profile: StepProfile | None = None
         self._early_s = 0.0  # seconds of gradients for an update that is to come
+        self._together: dict[tuple[str, ...], FusedUpdate] = {}  # by roles
 
     # -- life --------------------------------------------------------------------------------
 
@@ -182,7 +189,8 @@ class BaseWorker:
         with self._span("load"):
             for name in graph.learned:
                 if name not in self.trained:
-                    model = self.build.value_model(name, self._actor_weights(weights))
+                    reverse = self.config.trainer.fuses and runs_reversed(name, graph)
+                    model = self.build.value_model(name, self._actor_weights(weights), reverse)
                     self.trained[name], descriptions[name] = model, model.describe()
                     logger.debug("value model %s made", name)
             for name in graph.judges:
@@ -278,22 +286,36 @@ class BaseWorker:
         return self._reply(Computed(stage.name, ids, scalars, tensors, seconds=seconds))
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply[dict[str, float]]:
-        """Train on this rank's share of every mini-batch.
+    def update(
+        self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]
+    ) -> Reply[list[dict[str, float]]]:
+        """Train on this rank's shares of every mini-batch: one role, or several together.
 
-        Metrics are the same on all ranks, but for `mfu`, which is over this rank's own time.
+        Metrics are the same on all ranks, but for `mfu`, which is over this rank's own time. Roles
+        that train together each have that of their own operations in the time of all.
         """
-        self._fetch(share.parcels, share.ids)
-        assert stage.role is not None
-        with self._span("update", len(share.ids)):
-            role = self.trained[stage.role]
-            self.residency.activate(role.train_engine)
+        ids = dict.fromkeys(id for share in shares for id in share.ids)
+        self._fetch(shares[0].parcels, tuple(ids))
+        roles = {stage.role: self.trained[stage.role] for stage in stages if stage.role}
+        with self._span("update", len(ids)):
+            together = self._fused(tuple(roles)) if len(stages) > 1 else None
+            (first, *others) = (role.train_engine for role in roles.values())
+            self.residency.activate(ResidentGroup((first, *others)) if others else first)
             start = time.perf_counter()
-            metrics = role.update(stage, share)
+            each = zip(roles.values(), stages, shares, strict=True)
+            metrics = train([r.update_steps(stage, share) for r, stage, share in each], together)
             seconds = time.perf_counter() - start + self._early_s
             self._early_s = 0.0
-            metrics["mfu"] = metrics["flops"] / seconds / self._pool_peak
+            for of_role in metrics:
+                of_role["mfu"] = of_role["flops"] / seconds / self._pool_peak
         return self._reply(metrics)
+
+    def _fused(self, roles: tuple[str, ...]) -> FusedUpdate:
+        """What trains these roles together; made once, since it has process groups. Collective."""
+        if roles not in self._together:
+            engines = [self.trained[role].train_engine for role in roles]
+            self._together[roles] = FusedUpdate(engines)
+        return self._together[roles]
 
     @dispatch(Dispatch.SAME)
     def digest_weights(self) -> Reply[dict[str, dict[str, ShardDigest]]]:

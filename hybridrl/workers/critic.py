@@ -9,7 +9,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.roles import Scalars
-from hybridrl.workers.training import UpdateShare
+from hybridrl.workers.training import UpdateShare, UpdateSteps
 from hybridrl.workers.value_model import ValueModel
 
 
@@ -28,20 +28,23 @@ class Critic(ValueModel):
             sample.tensors[self._values] = value
         return {}, (self._values,)
 
-    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
-        """Train on this rank's share, as `workers.training.train`.
+    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
+        """The steps of training on this rank's share.
 
         `explained_variance` is that of the values before the update.
         """
-        metrics = super().update(stage, share)
+        steps = super().update_steps(stage, share)
+        steps.more_metrics = lambda: self._explained(stage, share)
+        return steps
+
+    def _explained(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
+        """`explained_variance`, where the returns and values are there."""
         returns = stage.fields.get("returns")
-        if returns is not None:
-            tensors = [self.store[id].tensors for ids in share.mini_batches for id in ids]
-            if all(returns in t and self._values in t for t in tensors):
-                pairs = [(t[returns], t[self._values]) for t in tensors]
-                device = self.train_engine.device
-                metrics["explained_variance"] = explained_variance(pairs, device)
-        return metrics
+        tensors = [self.store[id].tensors for id in share.ids]
+        if returns is None or not all(returns in t and self._values in t for t in tensors):
+            return {}
+        pairs = [(t[returns], t[self._values]) for t in tensors]
+        return {"explained_variance": explained_variance(pairs, self.train_engine.device)}
 
 
 def explained_variance(

@@ -102,8 +102,11 @@ class CriticWorker(BaseWorker):
         return Reply(published, reply.spans, reply.memory)
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: UpdateStage, share: UpdateShare) -> Reply[dict[str, float]]:
+    def update(
+        self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]
+    ) -> Reply[list[dict[str, float]]]:
         """As in any pool."""
-        reply = super().update(stage, share)
-        self.store.drop(share.ids)
+        reply = super().update(stages, shares)
+        for share in shares:
+            self.store.drop(share.ids)
         return reply

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -25,6 +26,23 @@ class DeviceResident(Protocol):
     def offload(self) -> None:
         """Free the device of the weights."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentGroup:
+    """Roles that train together, all of them on the device at once."""
+
+    roles: tuple[DeviceResident, ...]
+
+    def onload(self) -> None:
+        """Bring the weights of all to the device."""
+        for role in self.roles:
+            role.onload()
+
+    def offload(self) -> None:
+        """Free the device of the weights of all."""
+        for role in self.roles:
+            role.offload()
 
 
 class RolloutResident(Protocol):
@@ -57,6 +75,8 @@ class DeviceStatus(Enum):
 
 class DeviceResidency:
     """The weights on this rank's device: of at most one role, and of an awake rollout engine.
+
+    Roles that train together count as one (`ResidentGroup`).
 
     Status      | call                        | next       | what moves, in order
     ------------|-----------------------------|------------|---------------------------------------
@@ -105,7 +125,7 @@ class DeviceResidency:
     def activate(self, role: DeviceResident | None) -> None:
         """Have the weights of `role` on the device and of no other role, or of none."""
         assert self.status is not DeviceStatus.SWITCHING, "a role is activated within a switch"
-        if role is self.active:
+        if role == self.active:
             return
         with self._measured():
             if self.active is not None:

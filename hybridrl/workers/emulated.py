@@ -436,8 +436,9 @@ class EmulatedWorker:
         return Task(value, lambda total: switch_s + per_token * total, tokens, "early backward")
 
     @dispatch(Dispatch.PER_RANK)
-    def update(self, stage: UpdateStage, share: UpdateShare) -> Task:
+    def update(self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]) -> Task:
         """All ranks share the tokens of the batch; several roles of a step share its seconds."""
+        (stage,), (share,) = stages, shares  # `trainer.fuse_updates` is off here
         self._accept(share.parcels, share.ids)
         epochs = stage.epochs or self.config.trainer.epochs
         steps = epochs * len(share.mini_batches)
@@ -448,7 +449,7 @@ class EmulatedWorker:
         tokens = self._tokens(share.ids)
         if self.instance is None:  # these were copies
             self._drop(share.ids)
-        return Task(lambda _: metrics, lambda total: per_token * total, tokens, "update")
+        return Task(lambda _: [metrics], lambda total: per_token * total, tokens, "update")
 
     # -- looking in --------------------------------------------------------------------------
 

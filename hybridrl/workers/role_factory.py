@@ -40,11 +40,17 @@ class RoleFactory:
     device: torch.device
 
     def value_model(
-        self, name: str, weights: Iterable[tuple[str, torch.Tensor]] | None
+        self,
+        name: str,
+        weights: Iterable[tuple[str, torch.Tensor]] | None,
+        reverse: bool = False,
     ) -> ValueModel:
-        """A model with a value head; it starts with `weights` unless it has its own path."""
+        """A model with a value head; it starts with `weights` unless it has its own path.
+
+        With `reverse` its pipeline runs from the last rank to the first.
+        """
         kind = LearnedReward if name == "reward" else Critic
-        model = kind(name, self.config, self.model_path, self.store, self.device)
+        model = kind(name, self.config, self.model_path, self.store, self.device, reverse)
         if self.config.value_model_of(name).path is None and weights is not None:
             model.train_engine.take_weights(weights)
         model.train_engine.offload()

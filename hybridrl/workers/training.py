@@ -1,14 +1,14 @@
-"""An update of the actor or a critic: this rank's samples, mini-batch by mini-batch."""
+"""Updates of the actor and of critics: this rank's samples, mini-batch by mini-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hybridrl.config import Config, OptimConfig
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, SampleId
@@ -30,9 +30,10 @@ class UpdateShare:
     """This rank's share of an update.
 
     `mini_batches` lists the sample ids of each optimizer step, `scalars` the driver's fields of
-    those samples. `versions` has the oldest policy version of their tokens, `parcels` the
-    references to samples from other ranks. `num_early` further samples of the update, on all ranks
-    together, are in their gradients already (`accumulate`).
+    those samples. `versions` has the oldest policy version of their tokens. `parcels` are the
+    references to samples from other ranks; in a call of several updates the first share has all.
+    `num_early` further samples of the update, on all ranks together, are in their gradients already
+    (`accumulate`).
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
@@ -47,50 +48,81 @@ class UpdateShare:
         return tuple(id for ids in self.mini_batches for id in ids)
 
 
-def train(
-    engine: TrainEngine,
-    store: SampleStore,
-    config: Config,
-    stage: UpdateStage,
-    share: UpdateShare,
-    *,
-    compare: Mapping[str, str] = MappingProxyType({}),
-    compared: Callable[[SampleId], SampleFields] | None = None,
-    stepped: Callable[[], None] = lambda: None,
-    replays: bool = False,
-) -> dict[str, float]:
-    """Every epoch over every mini-batch, one optimizer step each; metrics are means.
+@dataclass(kw_only=True, slots=True)
+class UpdateSteps:
+    """An update of a role as its optimizer steps: every epoch over every mini-batch.
 
     In the first step the weights are still those that made the samples. There sequences have the
     fields of `compared`, too, and `compare` names the metrics that they give: see
     `TrainEngine.update`. If the loss scales its steps, sequences have them in every step; the
     metrics are those of the first. `stepped` is called after every step. With `replays` tokens take
-    the experts that their samples have.
+    the experts that their samples have. `more_metrics` of the whole update are asked at its end.
     """
-    loss = stage.loss
-    history: list[dict[str, float]] = []
-    scales = loss.lr_scale(1.0) is not None
-    for _ in range(stage.epochs or config.trainer.epochs):
-        for ids in share.mini_batches:
-            compares = scales or not history
-            metrics = engine.update(
-                _sequences(store, stage, share, ids, compared if compares else None, replays),
-                loss,
-                max_response_tokens=config.rollout.max_new_tokens,
-                compare=compare if compares else {},
-                continues=share.num_early > 0,
-            )
-            if history:  # by now the policies differ, not only the engines
-                metrics = {
-                    k: v for k, v in metrics.items() if k.split("/")[0] not in compare.values()
-                }
-            history.append(metrics)
-            stepped()
-    means = mean_metrics(history)
-    means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in history)
-    means["optimizer_steps"] = len(history)
-    means["flops"] = sum(metrics["flops"] for metrics in history)
-    return means
+
+    engine: TrainEngine
+    store: SampleStore
+    config: Config
+    stage: UpdateStage
+    share: UpdateShare
+    compare: Mapping[str, str] = field(default_factory=dict)
+    compared: Callable[[SampleId], SampleFields] | None = None
+    stepped: Callable[[], None] = lambda: None
+    replays: bool = False
+    more_metrics: Callable[[], dict[str, float]] = dict
+    _history: list[dict[str, float]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """The number of steps."""
+        epochs = self.stage.epochs or self.config.trainer.epochs
+        return epochs * len(self.share.mini_batches)
+
+    def inputs(self) -> UpdateInputs:
+        """The arguments of the next step."""
+        loss, number = self.stage.loss, len(self._history)
+        compares = loss.lr_scale(1.0) is not None or not number
+        ids = self.share.mini_batches[number % len(self.share.mini_batches)]
+        compared = self.compared if compares else None
+        return UpdateInputs(
+            sequences=_sequences(self.store, self.stage, self.share, ids, compared, self.replays),
+            loss=loss,
+            max_response_tokens=self.config.rollout.max_new_tokens,
+            compare=self.compare if compares else {},
+            continues=self.share.num_early > 0,
+        )
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """The metrics of the step that `inputs` was of, which is done."""
+        if self._history:  # by now the policies differ, not only the engines
+            apart = self.compare.values()
+            metrics = {k: v for k, v in metrics.items() if k.split("/")[0] not in apart}
+        self._history.append(metrics)
+        self.stepped()
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the steps, once all are done."""
+        means = mean_metrics(self._history)
+        means["bad_steps"] = sum(metrics.get("bad_step", 0.0) for metrics in self._history)
+        means["optimizer_steps"] = len(self._history)
+        means["flops"] = sum(metrics["flops"] for metrics in self._history)
+        return means | self.more_metrics()
+
+
+def train(updates: Sequence[UpdateSteps], together: FusedUpdate | None) -> list[dict[str, float]]:
+    """Updates of several roles `together`, or of one; the metrics of each.
+
+    The k-th mini-batches of all of them are one plan. What is left over of one is trained alone.
+    """
+    for number in range(max(map(len, updates))):
+        due = [update for update in updates if number < len(update)]
+        if len(due) == 1:
+            due[0].record(due[0].inputs().train(due[0].engine))
+            continue
+        assert together is not None, "several roles are trained together"
+        ragged = not due[0].config.strict  # else equal bit for bit to separate updates
+        of_engines = [(update.engine, update.inputs()) for update in due]
+        for update, metrics in zip(due, together.update(of_engines, ragged), strict=True):
+            update.record(metrics)
+    return [update.metrics() for update in updates]
 
 
 def accumulate(
@@ -103,7 +135,7 @@ def accumulate(
     compared: Callable[[SampleId], SampleFields],
     replays: bool,
 ) -> None:
-    """The gradient of this rank's share, for an update that is to come: see `train`."""
+    """The gradient of this rank's share, for an update that is to come: see `UpdateSteps`."""
     sequences = _sequences(store, stage, share, share.ids, compared, replays)
     engine.accumulate(sequences, stage.loss, compare=compare)
 

@@ -8,24 +8,33 @@ import torch
 from hybridrl.config import VALUE_MODELS, Config
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence, ended
-from hybridrl.flow.graph import Stage, UpdateStage
+from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.answers import ModelDescription
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
-from hybridrl.workers.training import UpdateShare, train
+from hybridrl.workers.training import UpdateShare, UpdateSteps
 
 
 class ValueModel:
     """The value model `role` (`critic`, `cost_critic`, `reward`), under its own settings.
 
-    It has one layout, that of its training: `compute` and `update` are collective over all ranks.
+    It has one layout, that of its training: `compute` and updates are collective over all ranks.
     """
 
     def __init__(
-        self, role: str, config: Config, model_path: str, store: SampleStore, device: torch.device
+        self,
+        role: str,
+        config: Config,
+        model_path: str,
+        store: SampleStore,
+        device: torch.device,
+        reverse: bool = False,
     ) -> None:
-        """Load its own weights, or those of the actor at `model_path`."""
+        """Load its own weights, or those of the actor at `model_path`.
+
+        With `reverse` its pipeline runs from the last rank to the first.
+        """
         self.config, self.store = config, store
         settings = config.value_model_of(role)
         self.train_engine = TrainEngine(
@@ -37,6 +46,7 @@ class ValueModel:
             lora=settings.lora,
             seed=config.run.seed,
             key=f"{VALUE_MODELS[role]}.path",
+            reverse=reverse,
         )
 
     def describe(self) -> ModelDescription:
@@ -51,9 +61,26 @@ class ValueModel:
         """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
         raise NotImplementedError
 
-    def update(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
-        """Train on this rank's share, as `workers.training.train`."""
-        return train(self.train_engine, self.store, self.config, stage, share)
+    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
+        """The steps of training on this rank's share."""
+        return UpdateSteps(
+            engine=self.train_engine,
+            store=self.store,
+            config=self.config,
+            stage=stage,
+            share=share,
+        )
+
+
+def runs_reversed(role: str, graph: Graph) -> bool:
+    """Whether a value model's pipeline runs from the last rank to the first; `graph` is its pool's.
+
+    Trained together, every other model does, where the actor and then each value model count. So
+    the last ranks, which one model leaves idle at first, begin with another one. Example: of actor,
+    critic and cost critic the critic does.
+    """
+    models = [name for name in graph.learned if name != "actor"]
+    return (models.index(role) + ("actor" in graph.roles)) % 2 == 1
 
 
 class LearnedReward(ValueModel):

@@ -2,7 +2,8 @@
 
 Actor and critic share the ranks, the critic in the other direction; where it has half the stages,
 it is there twice, side by side. `free` has no limit of memory and is held to the lower bound;
-`limited` may keep the published peak of activations. `sleep` runs plans on real ranks.
+`limited` may keep the published peak of activations. `sleep` runs plans on real ranks whose chunks
+sleep, `real` trains an actor and a critic.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import math
 import time
 from dataclasses import dataclass
 
+from fused_engines import compare_engines
 from lines import show
 from sleeping_chunks import compare_sleeping
 
@@ -81,13 +83,16 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="of one core, for each plan")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sides", default="free,limited,sleep")
+    parser.add_argument("--sides", default="free,limited,sleep,real")
     parser.add_argument("--only", default="", help="the beginning of a problem's name")
     args = parser.parse_args()
     for side in args.sides.split(","):
         if side == "sleep":
             for ranks in (2, 4, 8):
                 compare_sleeping(ranks, budget_s=2.0)
+            continue
+        if side == "real":
+            compare_engines()
             continue
         for fusion in FUSIONS:
             if fusion.name.startswith(args.only):

@@ -19,7 +19,7 @@ from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.system.memory import resident_bytes
 from hybridrl.workers.store import StoredSample
-from hybridrl.workers.training import UpdateShare
+from hybridrl.workers.training import UpdateShare, train
 
 _UPDATES = 2  # the second is a run's usual one, which has moments
 _SAMPLES = 64
@@ -122,7 +122,7 @@ def measured_peaks(
             lambda *_: peaks.update(forward_backward=meter.take())
         )
         meter.take()
-        rank.actor.update(stage, share)
+        train([rank.actor.update_steps(stage, share)], None)
         peaks["optimizer"] = meter.take()
         hook.remove()
     in_update = peaks["forward_backward"], peaks["optimizer"]

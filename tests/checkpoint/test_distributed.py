@@ -33,6 +33,13 @@ FEWER = TrainLayoutConfig(pp=2, fsdp=2, ep=2)
 REPLICAS = TrainLayoutConfig(replicas=2, fsdp=1, tp=2)
 
 
+class Reversed(TrainLayoutConfig):
+    """Of an engine whose first chunk is on the last rank."""
+
+
+BACKWARD = Reversed(pp=2, fsdp=1)
+
+
 class AdvantageLoss(Loss):
     fields = ("advantages",)
 
@@ -61,7 +68,11 @@ def make_source(tmp_path):
 def make(source, layout, name):
     trainer = TrainerConfig(optim=replace(OPTIM, name=name), layout=layout, steps=10)
     return TrainEngine(
-        str(source), model=ModelConfig(), trainer=trainer, device=torch.device("cpu")
+        str(source),
+        model=ModelConfig(),
+        trainer=trainer,
+        device=torch.device("cpu"),
+        reverse=isinstance(layout, Reversed),
     )
 
 
@@ -135,6 +146,12 @@ def check(ranks, source, folder: Path, first, *layouts, name=OptimName.adamw) ->
 
 def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None:
     check(ranks, make_source(tied=True), tmp_path / "saved", FSDP, FSDP, TP)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(("first", "then"), [(BACKWARD, (BACKWARD, TP)), (FSDP, (BACKWARD,))])
+def test_so_does_a_reversed_pipeline(ranks, make_source, tmp_path, first, then) -> None:
+    check(ranks, make_source(tied=True), tmp_path / "saved", first, *then)
 
 
 @pytest.mark.layouts

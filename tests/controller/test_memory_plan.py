@@ -28,6 +28,8 @@ from hybridrl.config import (
     OptimName,
     PipelineSchedule,
     Placement,
+    PoolName,
+    PoolOfConfig,
     PoolsConfig,
     RewardConfig,
     RewardKind,
@@ -315,13 +317,18 @@ def test_memory_of_this_node_is_known() -> None:
         assert unknown_room(_config(Device.cuda, 1)) is None
 
 
-def _split(reward_model: str | None = None) -> Config:
-    """Four ranks for the actor, two for its critics, whose layout is tp 2."""
+def _split(reward_model: str | None = None, reference: PoolName | None = None) -> Config:
+    """Four ranks for the actor, two for its critics, whose layout is tp 2.
+
+    Two more where the `reference` has a pool.
+    """
+    ranks = 8 if reference else 6
     config = Config(
         cluster=ClusterConfig(
             device=Device.cuda,
-            ranks=6,
+            ranks=ranks,
             placement=Placement.split,
+            pool_of=PoolOfConfig(reference=reference),
             pools=PoolsConfig(actor=4, critic=2),
         ),
         critic=ValueModelConfig(layout=TrainLayoutConfig(tp=2)),
@@ -331,8 +338,18 @@ def _split(reward_model: str | None = None) -> Config:
         data=DataConfig(max_prompt_tokens=100),
         rollout=RolloutConfig(max_new_tokens=100, max_running=8),
     )
-    config.resolve_device(6, "this test")
+    config.resolve_device(ranks, "this test")
     return config
+
+
+def test_a_reference_apart_is_counted_in_its_pool(tmp_path: Path) -> None:
+    _shape().save_pretrained(tmp_path)
+    config, graph = _split(str(tmp_path), PoolName.reference), _graph("ppo")
+    plan = plan_run(config, graph, _shape(), ROOM)
+    names = {pool: [p.name for p in plan.pools[pool].phases] for pool in plan.pools}
+    assert names["reference"] == ["score reference"]
+    assert "score reference" not in names["actor"]
+    assert names["critic"] == ["load critic", "score reward", "train critic", "save critic"]
 
 
 def test_each_pool_has_its_own_roles(tmp_path: Path) -> None:

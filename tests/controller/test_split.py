@@ -121,11 +121,11 @@ def test_a_killed_rank_of_the_critic_is_named(
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
     update = RayExecutor.update
 
-    def killing(self: RayExecutor, stage: Any, samples: Any) -> None:
+    def killing(self: RayExecutor, updates: Any) -> None:
         node, _ = self.group._locations[1]
-        if stage.role == "actor":  # while the critic trains
+        if updates[0][0].role == "actor":  # while the critic trains
             os.kill(int(node.partition("pid ")[2].rstrip(")")), signal.SIGKILL)
-        update(self, stage, samples)
+        update(self, updates)
 
     monkeypatch.setattr(RayExecutor, "update", killing)
     with pytest.raises(WorkerError, match=r"rank 1 of 2 \(critic\) on node .* process ended"):

@@ -28,7 +28,7 @@ from hybridrl.flow.executor import (
     UpdateDone,
     WorkerDied,
 )
-from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod
+from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.layout.wide import wide_instances
 
@@ -91,6 +91,8 @@ class VirtualExecutor:
         self.num_early = 0
         self.training: dict[str, str] = {}  # pools of updates, by stage
         self.most_updates = 0  # at a time
+        self.fuses_updates = False
+        self.calls_of_updates: list[list[str]] = []
         self.version = 0
         self.stale_resumes = self.num_moved = 0
         self.alive = set(range(num_instances))
@@ -368,11 +370,21 @@ class VirtualExecutor:
         scalars = {name: tuple(values[i] for i in kept) for name, values in event.scalars.items()}
         return replace(event, ids=tuple(event.ids[i] for i in kept), scalars=scalars)
 
-    def update(self, stage: Stage, samples: Sequence[Sample]) -> None:
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        return self.fuses_updates and stage.role not in {other.role for other in stages}
+
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
+        self.calls_of_updates.append([stage.name for stage, _ in updates])
+        flying = {e.stage for _, _, e in self._pending if isinstance(e, UpdateDone)}
+        for stage, samples in updates:
+            assert self.pool(stage) == self.pool(updates[0][0])
+            assert self.pool(stage) not in {self.training[name] for name in flying}
+            self._update(stage, samples)
+
+    def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         assert self.entered[-1:] == [Phase.TRAIN]
         flying = [e for _, _, e in self._pending if not isinstance(e, Computed) or e.ids]
         assert all(isinstance(event, UpdateDone) for event in flying)
-        assert self.pool(stage) not in {self.training[event.stage] for event in flying}
         assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
         # Every sample counts once, early or late, with the same fields.

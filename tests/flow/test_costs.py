@@ -139,8 +139,8 @@ def test_exact_calls_give_exact_costs() -> None:
     for name, wanted in TRUE.to_json().items():
         if name == "drafting":
             continue
-        # A cost per call is held to be the work's, as far as the calls are alike.
-        rel = 0.1 if "call_s" in name else 5e-3
+        # What comes once a call is held to be the work's, as far as the calls are alike.
+        rel = 0.1 if "call_s" in name or name == "admit_s" else 5e-3
         assert getattr(learned, name) == pytest.approx(wanted, rel=rel, abs=1e-5), name
 
 
@@ -154,6 +154,17 @@ def test_calls_that_are_all_alike_are_predicted() -> None:
     assert learned.call_s + learned.decode(8, 10, 80) == pytest.approx(0.05, rel=1e-4)
     assert learned.compute("reference", 500) == pytest.approx(0.01, rel=1e-4)
     assert learned.prefill_token_s == learned.row_s, "nothing was prefilled"
+
+
+def test_calls_with_admissions_tell_what_a_call_costs() -> None:
+    """Each of them admits four samples. So half of what comes once a call is held to be its own."""
+    meter = CostMeter()
+    for steps in range(10, 64):
+        meter.saw_advance(0.024 + 0.01 * steps, steps, 4 * steps, 0, 0, 4)
+    costs = meter.costs()
+    assert costs is not None
+    assert costs.call_s == pytest.approx(0.012, rel=0.1)
+    assert 4 * costs.admit_s == pytest.approx(0.012, rel=0.1)
 
 
 def test_smaller_calls_are_not_as_dear_as_large_ones() -> None:

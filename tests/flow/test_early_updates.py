@@ -271,7 +271,7 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(virtual_executor: Any) -> 
     executor, schedule = two_of_three(virtual_executor)
     update = executor.update
 
-    def failing(stage: Any, samples: Any) -> None:
+    def failing(updates: Any) -> None:
         raise OSError("in the update")
 
     executor.update = failing

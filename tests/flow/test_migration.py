@@ -138,11 +138,12 @@ def test_seconds_and_choice_are_those_of_the_simulation(
         assert simulated[fixed[:2]] <= min(simulated[n, cap] for cap in caps) * (1 + 1e-6)
     plans = plans_of(model, max_held)
     if per_token:
-        assert plans["stay"].seconds == pytest.approx(min(simulated[1, cap] for cap in caps))
+        assert plans["overlap"].seconds == pytest.approx(min(simulated[1, cap] for cap in caps))
         assert plans["migrate"] == TailPlan("migrate", seconds, best)
     else:
         assert [*plans] == ["stay"]
-        assert plans["stay"].seconds == model.serial_seconds()
+    assert plans["stay"].seconds == model.serial_seconds()
+    assert not plans["stay"].overlaps
 
 
 @settings(max_examples=80)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
-from hybridrl.flow.executor import Phase, Sampling
+from hybridrl.flow.executor import Phase, Sampling, Scope
 from hybridrl.flow.ledger import Ledger
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -271,3 +271,53 @@ def test_grouped_by_batch_sees_groups(virtual_executor):
     flow.collect(samples)
     result = make(virtual_executor(), {}, graph=flow.graph, prompts_per_step=2).run_step(0)
     assert [s.scalars["place"] for s in result.samples] == [0, 1, 2, 10, 11, 12]
+
+
+@recipe("three")
+def three(flow: Flow, cfg: dict[str, Any]) -> None:
+    """Updates of three roles; the actor's begins with the second step."""
+    samples = flow.actor.generate(flow.prompts, num_samples=2)
+    samples = flow.critic.values(flow.cost_critic.values(samples))
+    flow.critic.update(samples, loss=ValuesLoss())
+    if "again" in cfg:
+        flow.critic.update(samples, loss=ValuesLoss(), name="again")
+    flow.cost_critic.update(samples, loss=ValuesLoss(), fields={"values": "cost_values"})
+    flow.actor.update(samples, loss=ActorLoss(), after=1)
+
+
+class ValuesLoss(Loss):
+    fields = ("values",)
+
+    def __call__(self, log_probs, entropy, fields):
+        raise AssertionError("only what it reads matters here")
+
+
+class ActorLoss(ValuesLoss):
+    fields = ()
+
+
+CALLS = {
+    (False, False, False): ["critic", "cost_critic", "actor"],
+    (True, False, False): ["critic cost_critic actor"],
+    (True, True, False): ["critic", "again cost_critic actor"],
+    (True, False, True): ["critic cost_critic", "actor"],
+}
+
+
+@pytest.mark.parametrize(("fuses", "again", "split"), CALLS)
+def test_adjacent_updates_of_a_pool_are_one_call(virtual_executor, fuses, again, split) -> None:
+    pools = {"critic": Scope.POOL, "cost_critic": Scope.POOL} if split else {}
+    executor = virtual_executor(scopes=pools)
+    executor.fuses_updates = fuses
+    schedule = make(executor, {}, graph=three.build({"again": True} if again else {}))
+    results = [schedule.run_step(step) for step in (1, 2)]
+    names = [
+        " ".join(name.removeprefix("update_") for name in call)
+        for call in executor.calls_of_updates
+    ]
+    wanted = CALLS[fuses, again, split]
+    first = [call.removesuffix("actor").strip() for call in wanted]
+    assert names == [call for call in first if call] + wanted
+    # A step has all roles' metrics, and costs as if each update had been alone.
+    assert {"actor/loss", "critic/loss", "cost_critic/loss"} <= results[1].metrics.keys()
+    assert {span.name for span in results[1].spans} >= {"update_critic", "update_actor"}

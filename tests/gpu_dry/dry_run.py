@@ -30,7 +30,7 @@ from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore, StoredSample
-from hybridrl.workers.training import UpdateShare
+from hybridrl.workers.training import UpdateShare, train
 
 AVERAGE = "average"
 
@@ -167,7 +167,7 @@ class DryRun:
         )
         for name in ("first update", "update"):
             with self.phase(name):
-                self.actor.update(stage, share)
+                train([self.actor.update_steps(stage, share)], None)
 
     def _resume(self) -> None:
         """Read the checkpoint; copies of the trained weights and of their average."""
@@ -214,7 +214,7 @@ class DryRun:
         share = UpdateShare((ids,), {id: {} for id in ids}, dict.fromkeys(ids, 0), ())
         for name in ("first update of the critic", "update of the critic"):
             with self.phase(name):
-                critic.update(stage, share)
+                train([critic.update_steps(stage, share)], None)
         self.residency.activate(None)
 
     def _samples(self) -> tuple[SampleId, ...]:

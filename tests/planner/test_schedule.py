@@ -191,7 +191,8 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     simulated.advance(0, [Park((C,), True)], 0)
     (parked,) = advanced(simulated).parked
     simulated.enter(Phase.TRAIN)
-    simulated.update(simulated_graph(Costs(step_s=1.0), 1).stages["update_actor"], [])
+    stage = simulated_graph(Costs(step_s=1.0), 1).stages["update_actor"]
+    simulated.update([(stage, [])])
     assert simulated.wait() == [UpdateDone("update_actor", {})]
     simulated.enter(Phase.GENERATE)
     simulated.advance(0, [Resume((C,), parked)], 3)
@@ -272,7 +273,7 @@ def test_an_early_part_of_an_update_is_not_trained_again() -> None:
     assert simulated.clock.now() == pytest.approx(2 + 5.6)
     advanced(simulated)
     simulated.enter(Phase.TRAIN)
-    simulated.update(stage, samples)
+    simulated.update([(stage, samples)])
     simulated.wait()
     assert simulated.clock.now() == pytest.approx(9 + 2 + 1.9)
     assert next(s.name for s in simulated.slices if s.instance == 1) == "early backward"

@@ -95,7 +95,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     warm = Flow()
     warm.actor.update(warm.answers, loss=CrossEntropyLoss())
     worker.begin(warm.graph, {"actor": Training(OPTIM, 1)}, False)
-    worker.update(warm.graph.stages["update_actor"], share)
+    worker.update((warm.graph.stages["update_actor"],), (share,))
     results: dict[str, Any] = {}
     with holders(worker) as results["held"]:
         results["made"] = worker.begin(graph().on_ranks(), trainings, False).value
@@ -107,7 +107,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
         results["values"] = worker.store[ids[0]].tensors["values"]
         worker.run_local_stage(stages["ones_like"], ids, ({},))
         for name in ("critic", "cost_critic", "actor"):
-            results[name] = worker.update(stages[f"update_{name}"], share).value
+            (results[name],) = worker.update((stages[f"update_{name}"],), (share,)).value
         worker.enter(Phase.GENERATE)
     worker.enter(Phase.TRAIN)
     worker.compute(stages["values"], ids, ())

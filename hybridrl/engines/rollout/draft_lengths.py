@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 LONGEST = 16
 """The longest draft of `auto`."""
@@ -21,17 +21,24 @@ _LIKELY = 0.8  # the share of right guesses, before any was verified
 _GROUPS = 4096
 
 
+class PromptGroup(NamedTuple):
+    """The samples of a prompt, and the prompt's task: the source that it is from."""
+
+    task: str
+    prompt: object
+
+
 class DraftLengths(Protocol):
     """Decides how many tokens are drafted for each row of a pass, and learns from the passes.
 
     All tensor-parallel ranks of an instance must decide alike.
     """
 
-    def choose(self, groups: Sequence[object]) -> list[int]:
+    def choose(self, groups: Sequence[PromptGroup]) -> list[int]:
         """Tokens to draft for each row, by its prompt group."""
         ...
 
-    def saw_draft(self, group: object, drafted: int, accepted: int) -> None:
+    def saw_draft(self, group: PromptGroup, drafted: int, accepted: int) -> None:
         """A draft was verified; its first `accepted` tokens were drawn."""
         ...
 
@@ -46,11 +53,11 @@ class FixedLength:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def choose(self, groups: Sequence[object]) -> list[int]:
+    def choose(self, groups: Sequence[PromptGroup]) -> list[int]:
         """See `DraftLengths`."""
         return [self._tokens] * len(groups)
 
-    def saw_draft(self, group: object, drafted: int, accepted: int) -> None:
+    def saw_draft(self, group: PromptGroup, drafted: int, accepted: int) -> None:
         """Nothing is learned."""
 
     def saw_pass(self, rows: int, tokens: int, seconds: float) -> None:
@@ -62,9 +69,10 @@ class BestLength:
 
     A row whose draft of k tokens has survived to token j with probability S(j) makes 1 + S(1) + ...
     + S(k) tokens in a pass. S follows from how often a group's tokens were accepted at each place
-    of a draft (`Acceptance`). The time of a pass follows from its number of tokens (`PassTimes`).
-    Of all rows' tokens, the likeliest are drafted: as many as give the most expected tokens a
-    second. So where rows cost what they yield, nothing is drafted.
+    of a draft (`Acceptance`). A new group begins with what its task has shown. The time of a pass
+    follows from its number of tokens (`PassTimes`). Of all rows' tokens, the likeliest are drafted:
+    as many as give the most expected tokens a second. So where rows cost what they yield, nothing
+    is drafted.
 
     A choice holds for 8 passes, of drafts for one where few were verified. Without drafts a pass is
     timed first, and again now and then. Drafts that do not pay are tried again after some hundred
@@ -79,24 +87,25 @@ class BestLength:
     def __init__(self, agree: Callable[[list[float]], list[float]] = lambda times: times) -> None:
         self._agree = agree
         self._times = PassTimes()
-        self._everything = Acceptance()
-        self._groups: OrderedDict[object, Acceptance] = OrderedDict()
-        self._chosen: dict[object, int] = {}
+        self._tasks: dict[str, Acceptance] = {}
+        self._groups: OrderedDict[PromptGroup, Acceptance] = OrderedDict()
+        self._chosen: dict[PromptGroup, int] = {}
         self._rows = self._left = self._num_choices = 0
 
-    def choose(self, groups: Sequence[object]) -> list[int]:
+    def choose(self, groups: Sequence[PromptGroup]) -> list[int]:
         """See `DraftLengths`."""
         self._left -= 1
         known = self._rows == len(groups) and all(group in self._chosen for group in groups)
         if self._left < 0 or not known:
             self._chosen = self._best(groups)
             # Drafts of which little is known are for one pass.
-            holds = self._everything.num_tried >= _FEW or not any(self._chosen.values())
+            drafting = [group for group, length in self._chosen.items() if length]
+            holds = all(self._of_task(group).num_tried >= _FEW for group in drafting)
             self._rows, self._left = len(groups), _CHOSEN_FOR - 1 if holds else 0
         return [self._chosen[group] for group in groups]
 
-    def _best(self, groups: Sequence[object]) -> dict[object, int]:
-        rows: dict[object, int] = {}
+    def _best(self, groups: Sequence[PromptGroup]) -> dict[PromptGroup, int]:
+        rows: dict[PromptGroup, int] = {}
         for group in groups:
             rows[group] = rows.get(group, 0) + 1
         self._num_choices += 1
@@ -106,7 +115,7 @@ class BestLength:
             return dict.fromkeys(rows, 0)  # first, and again, the time without drafts
         # The ranks agree on the times of 1, 2, ... tokens a row; between them lines are straight.
         times = self._agree(self._times.of(len(groups)))
-        survival = {group: self._of(group).survival(self._everything) for group in rows}
+        survival = {group: self._of(group).survival(self._of_task(group)) for group in rows}
         layers = sorted(
             ((s[j], -j, group) for group, s in survival.items() for j in range(LONGEST)),
             key=lambda layer: layer[:2],
@@ -126,20 +135,25 @@ class BestLength:
         for group, length in chosen.items():
             if not length:
                 self._of(group).fade()
-        if not any(chosen.values()):
-            self._everything.fade()
+        drafting = {group.task for group, length in chosen.items() if length}
+        for task in dict.fromkeys(group.task for group in rows):
+            if task not in drafting:
+                self._tasks[task].fade()
         return chosen
 
-    def _of(self, group: object) -> "Acceptance":
+    def _of_task(self, group: PromptGroup) -> "Acceptance":
+        return self._tasks.setdefault(group.task, Acceptance())
+
+    def _of(self, group: PromptGroup) -> "Acceptance":
         acceptance = self._groups.setdefault(group, Acceptance())
         self._groups.move_to_end(group)
         if len(self._groups) > _GROUPS:
             self._groups.popitem(last=False)
         return acceptance
 
-    def saw_draft(self, group: object, drafted: int, accepted: int) -> None:
+    def saw_draft(self, group: PromptGroup, drafted: int, accepted: int) -> None:
         """See `DraftLengths`."""
-        self._everything.saw(drafted, accepted)
+        self._of_task(group).saw(drafted, accepted)
         self._of(group).saw(drafted, accepted)
 
     def saw_pass(self, rows: int, tokens: int, seconds: float) -> None:

@@ -91,7 +91,8 @@ class Request:
 
     `stream` is the sample's 64-bit random key: token number i draws its uniform from (stream, i),
     so batch, order and rank change nothing. `prefix` names a prompt whose KV blocks requests with
-    the same `prefix` share. `response_ids` and `log_probs` hold the tokens generated before a park.
+    the same `prefix` share. `task` is the prompt's, by which it is learned how well tokens are
+    guessed. `response_ids` and `log_probs` hold the tokens generated before a park.
 
     `kv` is the cache that `park(..., with_kv=True)` copied. `submit` then restores it instead of
     computing it, whichever weights computed it; each rank of an instance passes its own shard.
@@ -106,6 +107,7 @@ class Request:
     sampling: SamplingParams
     stream: int
     prefix: object = None
+    task: str = ""
     response_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     kv: KV | None = None

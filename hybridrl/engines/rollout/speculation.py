@@ -11,7 +11,12 @@ import torch
 
 from hybridrl.engines.rollout.admission import Admission, Entry, Lane
 from hybridrl.engines.rollout.batch import Prefill, VerifyBatch
-from hybridrl.engines.rollout.draft_lengths import BestLength, DraftLengths, FixedLength
+from hybridrl.engines.rollout.draft_lengths import (
+    BestLength,
+    DraftLengths,
+    FixedLength,
+    PromptGroup,
+)
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.models.paged_attention import KVPool
@@ -157,9 +162,9 @@ def verify_batch(
     return VerifyBatch.of(rows, pool, vocab_size, device)
 
 
-def _group(request: Request) -> object:
-    """The prompt group by which acceptance is learned."""
-    return request.id if request.prefix is None else request.prefix
+def _group(request: Request) -> PromptGroup:
+    """The prompt's samples, by which acceptance is learned."""
+    return PromptGroup(request.task, request.id if request.prefix is None else request.prefix)
 
 
 def make_speculation(

@@ -168,9 +168,9 @@ class TrainEngine(ModelShards):
             layers,
             trainer.chunk_tokens,
         )
-        self._flops = ForwardFlops.of(self.model.config)
+        self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
-            self._flops = replace(self._flops, per_scored=2 * self.model.config.hidden_size)
+            self.flops = replace(self.flops, per_scored=2 * self.model.config.hidden_size)
         self._early: UpdateSums | None = None
         self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
@@ -345,7 +345,7 @@ class TrainEngine(ModelShards):
         with self._replica.apart():
             pooled, micros = self._rows(sequences, loss)
             number = self._replica.most_micro_batches(micros)
-            early.counts = early.joined(self._replica.count(pooled, 0, self._flops))
+            early.counts = early.joined(self._replica.count(pooled, 0, self.flops))
             micros = self._replica.same_number(micros, number, loss.samples_per_row)
             batches = self._pack(micros, loss) if number else []
         logger.debug("early backward on %d sequences, %d micro-batches", len(pooled), len(batches))
@@ -429,7 +429,7 @@ class TrainEngine(ModelShards):
         assert continues or self._early is None, "an update that knows of no early gradient"
         sums, self._early = self._early or UpdateSums(), None
         pooled, micros = self._rows(sequences, loss)
-        counts = self._replica.count(pooled, len(micros.parts), self._flops)
+        counts = self._replica.count(pooled, len(micros.parts), self.flops)
         totals = self._replica.totals(sums.joined(counts))
         number = max(1, len(micros.parts)) if ragged else totals.micro_batches
         micros = self._replica.same_number(micros, number, loss.samples_per_row)

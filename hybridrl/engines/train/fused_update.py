@@ -8,6 +8,7 @@ gradients are those of separate updates. Each model keeps its loss, clipping and
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +31,10 @@ from hybridrl.engines.train.pipeline_executor import (
     PipelineGroups,
     gathered,
 )
+from hybridrl.engines.train.row_costs import HALVES, kept_under_1f1b, row_costs
 from hybridrl.engines.train.update_sums import PreparedUpdate
+from hybridrl.layout.layout import chunk_bounds
 from hybridrl.pipelines.problem import (
-    PassCosts,
     PassKind,
     PipelineAction,
     PipelinedModel,
@@ -43,7 +45,8 @@ from hybridrl.pipelines.search import search
 
 logger = logging.getLogger(__name__)
 
-HALVES = (PassKind.backward_input, PassKind.backward_weights)
+SEARCH_SHARE, LEAST_SEARCH_S = 0.02, 0.02
+"""Of an update's time, and in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,15 +57,30 @@ class UpdateInputs:
     loss: Loss[torch.Tensor]
     max_response_tokens: int = 0
     compare: Mapping[str, str] = field(default_factory=dict)
+    continues: bool = False
+
+    def train(self, engine: TrainEngine) -> dict[str, float]:
+        """One optimizer step of the engine alone."""
+        return engine.update(self.sequences, self.loss, **self.others)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The arguments that have a name."""
+        return {
+            "max_response_tokens": self.max_response_tokens,
+            "compare": self.compare,
+            "continues": self.continues,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class _PipelineRows:
-    """A pipeline of one engine: the places of its chunks, and the tokens of its rows."""
+    """A pipeline of one engine: the places of its chunks, and its rows."""
 
     engine: int
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
+    scored: tuple[int, ...]
 
 
 Planner = Callable[[PipelineProblem], PipelinePlan]
@@ -71,9 +89,9 @@ Planner = Callable[[PipelineProblem], PipelinePlan]
 class FusedUpdate:
     """Engines on the same ranks that train together. All methods are collective.
 
-    Example: `FusedUpdate([actor, critic]).update([actor_inputs, critic_inputs])` gives the metrics
-    of both. Costs of the plan are tokens by layers, a backward pass twice a forward pass. `plan`
-    makes it, on the first rank alone.
+    Example: `FusedUpdate([actor, critic]).update([(actor, own), (critic, others)])` gives the
+    metrics of both. Costs of the plan are operations (`row_costs`). `plan` makes it, on the first
+    rank alone. No rank keeps more activations than all models under 1F1B, each at its most.
     """
 
     def __init__(self, engines: Sequence[TrainEngine], plan: Planner | None = None) -> None:
@@ -82,56 +100,55 @@ class FusedUpdate:
             _check(engine, engines[0])
         self.engines, self.width = engines, engines[0].dims.axes.tp
         self.device = engines[0].device
-        self._plan = plan or _search
+        self._plan = plan or self._search
         self._groups = PipelineGroups(self.device)
+        self._last_s = 0.0
 
-    def update(self, inputs: Sequence[UpdateInputs], ragged: bool = True) -> list[dict[str, float]]:
-        """One optimizer step of each engine, on this rank's sequences for it; the metrics of each.
+    def update(
+        self, updates: Sequence[tuple[TrainEngine, UpdateInputs]], ragged: bool = True
+    ) -> list[dict[str, float]]:
+        """One optimizer step of some of the engines, on this rank's sequences; metrics of each.
 
         Without `ragged` the rows are those of separate updates, padded to equal length.
         """
-        pairs = list(zip(self.engines, inputs, strict=True))
-        prepared = [
-            engine.prepare_update(
-                own.sequences,
-                own.loss,
-                max_response_tokens=own.max_response_tokens,
-                compare=own.compare,
-                ragged=ragged,
-            )
-            for engine, own in pairs
-        ]
+        began = time.perf_counter()
+        engines = [engine for engine, _ in updates]
+        numbers = [self.engines.index(engine) for engine in engines]
+        prepared = {
+            number: engine.prepare_update(own.sequences, own.loss, **own.others, ragged=ragged)
+            for number, (engine, own) in zip(numbers, updates, strict=True)
+        }
         rows = self._all_rows(prepared)
         plan = self._planned(rows)
-        roots = [root for engine in self.engines for root in engine.roots]
         with ExitStack() as stack:
-            for engine, update in zip(self.engines, prepared, strict=True):
+            for engine, update in zip(engines, prepared.values(), strict=True):
                 stack.enter_context(engine.training(update))
-            stack.enter_context(gathered(roots))
+            stack.enter_context(gathered([root for engine in engines for root in engine.roots]))
             pipelines = [
                 stack.enter_context(self._local(pipeline, prepared[pipeline.engine]))
                 for pipeline in rows
             ]
             PipelineExecutor(plan, pipelines, self._groups, self.device, self.width).run()
-        return [
-            engine.finish_update(update)
-            for engine, update in zip(self.engines, prepared, strict=True)
-        ]
+        pairs = zip(engines, prepared.values(), strict=True)
+        metrics = [engine.finish_update(update) for engine, update in pairs]
+        self._last_s = time.perf_counter() - began
+        return metrics
 
     def _chunk_places(self, engine: TrainEngine) -> tuple[int, ...]:
         """The places of the chunks of this rank's pipeline."""
         ranks = dist.get_process_group_ranks(engine.dims.mesh.get_group("pp"))
         return tuple(ranks[rank] // self.width for rank in engine.dims.chunk_ranks)
 
-    def _all_rows(self, prepared: Sequence[PreparedUpdate]) -> list[_PipelineRows]:
+    def _all_rows(self, prepared: Mapping[int, PreparedUpdate]) -> list[_PipelineRows]:
         """The pipelines of all ranks, in the same order on all of them."""
         own = [
             _PipelineRows(
                 number,
-                self._chunk_places(engine),
+                self._chunk_places(self.engines[number]),
                 tuple(batch.ids.shape[1] for batch in update.batches),
+                tuple(len(batch.targets) for batch in update.batches),
             )
-            for number, (engine, update) in enumerate(zip(self.engines, prepared, strict=True))
+            for number, update in prepared.items()
         ]
         gathered_rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered_rows, own)
@@ -144,7 +161,8 @@ class FusedUpdate:
         if dist.get_rank() == 0:
             places = dist.get_world_size() // self.width
             models = [self._model(pipeline) for pipeline in rows]
-            plan = self._plan(PipelineProblem(models=models, num_ranks=places))
+            limit = kept_under_1f1b(models, [pipeline.engine for pipeline in rows])
+            plan = self._plan(PipelineProblem(models=models, num_ranks=places, limit_bytes=limit))
             message = [[[tuple(action) for action in actions] for actions in plan]]
         dist.broadcast_object_list(message)
         return [
@@ -152,20 +170,27 @@ class FusedUpdate:
             for actions in message[0]
         ]
 
+    def _search(self, problem: PipelineProblem) -> PipelinePlan:
+        """What a small share of the last update's time finds; ranks wait meanwhile."""
+        result = search(problem, budget_s=max(LEAST_SEARCH_S, SEARCH_SHARE * self._last_s))
+        logger.debug(
+            "a plan of %d models: %.3g, bound %.3g",
+            len(problem.models),
+            result.times.seconds,
+            result.bound_s,
+        )
+        return result.plan
+
     def _model(self, pipeline: _PipelineRows) -> PipelinedModel:
         engine = self.engines[pipeline.engine]
-        layers = engine.model.config.num_hidden_layers / len(pipeline.ranks)
-        halves = engine.dims.schedule is PipelineSchedule.zero_bubble and len(pipeline.ranks) > 1
-        costs = []
-        for tokens in pipeline.tokens:
-            cost = tokens * layers * engine.model.config.hidden_size**2 * 1e-9
-            each = PassCosts(
-                forward_s=cost,
-                backward_s=cost if halves else 2 * cost,
-                weights_s=cost,
-                kept_bytes=cost,
-            )
-            costs.append([each] * len(pipeline.ranks))
+        config, num_chunks = engine.model.config, len(pipeline.ranks)
+        halves = engine.dims.schedule is PipelineSchedule.zero_bubble and num_chunks > 1
+        bounds = chunk_bounds(config.num_hidden_layers, num_chunks)
+        layers = [stop - start for start, stop in bounds]
+        costs = [
+            row_costs(engine.flops, *row, layers, config.hidden_size, halves)
+            for row in zip(pipeline.tokens, pipeline.scored, strict=True)
+        ]
         return PipelinedModel(
             name=f"engine {pipeline.engine}",
             ranks=pipeline.ranks,
@@ -225,15 +250,3 @@ def _check(engine: TrainEngine, first: TrainEngine) -> None:
         raise ValueError(
             f"trainer.chunk_tokens={engine.trainer.chunk_tokens}: models that train together have 0"
         )
-
-
-def _search(problem: PipelineProblem) -> PipelinePlan:
-    """What half a second finds."""
-    result = search(problem, budget_s=0.5)
-    logger.debug(
-        "a plan of %d models: %.3g, bound %.3g",
-        len(problem.models),
-        result.times.seconds,
-        result.bound_s,
-    )
-    return result.plan

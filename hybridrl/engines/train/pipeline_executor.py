@@ -10,9 +10,10 @@ are gathered before the first action, and gradients are reduced after the last (
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,8 +75,27 @@ class PipelineGroups:
 
     def __init__(self, device: torch.device) -> None:
         ranks = list(range(dist.get_world_size()))
-        self.later, self.earlier = new_group(ranks), new_group(ranks)
+        self.later, self.earlier, self.device = new_group(ranks), new_group(ranks), device
+        self._connected: set[tuple[int, int]] = set()
         warm_up([self.later, self.earlier], device)
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Send the first messages between the ranks of these pairs; collective, once a pair.
+
+        NCCL creates a communicator then, and both hosts wait for it. So all ranks take the pairs in
+        one order: two that began with different ones would wait for ever.
+        """
+        own = dist.get_rank()
+        for pair in sorted({(min(pair), max(pair)) for pair in pairs} - self._connected):
+            self._connected.add(pair)
+            for source, target in (pair, pair[::-1]) if own in pair else ():
+                group, token = self.towards(source, target), torch.zeros(1, device=self.device)
+                if own == source:
+                    work = dist.isend(token, group=group, group_dst=target)
+                else:
+                    work = dist.irecv(token, group=group, group_src=source)
+                assert work is not None
+                work.wait()
 
     def towards(self, source: int, target: int) -> ProcessGroup:
         """The group of messages from one global rank to another."""
@@ -83,7 +103,7 @@ class PipelineGroups:
 
 
 class PipelineExecutor:
-    """One run of a plan on this rank.
+    """One run of a plan on this rank. All ranks make one together.
 
     A place of the plan is `width` ranks of the world, those of tp. Place p of this rank's pipelines
     is the rank p x width + rank mod width.
@@ -100,6 +120,8 @@ class PipelineExecutor:
         self.plan, self.pipelines, self.groups, self.device = plan, pipelines, groups, device
         self._rank, self._width = dist.get_rank(), width
         self._place = self._rank // width
+        steps = {pair for pipeline in pipelines for pair in pairwise(pipeline.ranks)}
+        groups.connect((self._global(a), self._global(b)) for a, b in steps if a != b)
         self._kept: dict[tuple[int, int, int], _Kept] = {}
         self._local: dict[_Message, torch.Tensor] = {}
         """What a chunk of this rank leaves another one of it, and what has arrived."""

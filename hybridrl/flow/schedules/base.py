@@ -386,38 +386,54 @@ class Schedule(ABC):
     def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
         """Updates that follow each other: those of different pools of ranks run at once.
 
-        Those of one pool run in the recipe's order. None reads another one's results.
+        Those of one pool go out as one call where the executor fuses them, else in the recipe's
+        order. None reads another one's results.
         """
-        running: dict[str, tuple[Stage, float]] = {}  # by pool, with the moment it began
-        tokens, begun = [0], None
         for stage in stages:
-            samples = batch[stage.name] = batch[stage.upstream[0]]
-            if not samples or self._steps_done < stage.after:
-                continue
-            assert all(ready(stage, sample) for sample in samples), stage
-            self._enter(Phase.TRAIN)
-            self._ledger.use(samples)
-            pool = self.executor.pool(stage)
-            while pool in running:
+            batch[stage.name] = batch[stage.upstream[0]]
+        due = [s for s in stages if batch[s.name] and self._steps_done >= s.after]
+        if not due:
+            return
+        self._enter(Phase.TRAIN)
+        begun, running = self.executor.clock.now(), dict[str, float]()
+        for call in self._calls(due):
+            updates = [(stage, batch[stage.name]) for stage in call]
+            for stage, samples in updates:
+                assert all(ready(stage, sample) for sample in samples), stage
+                self._ledger.use(samples)
+            pool = self.executor.pool(call[0])
+            while any(self.executor.pool(self.graph.stages[name]) == pool for name in running):
                 self._trained(running)
-            running[pool] = stage, self.executor.clock.now()
-            begun = begun or running[pool][1]
-            self.executor.update(stage, samples)
-            tokens.append(sum(sample.tokens for sample in samples))
+            running |= {stage.name: self.executor.clock.now() for stage in call}
+            self.executor.update(updates)
         while running:
             self._trained(running)
-        if begun is not None:
-            seconds = self.executor.clock.now() - begun + self._early_train_s
-            self._train_costs.append((seconds, max(tokens)))
-            self._early_train_s = 0.0
+        seconds = self.executor.clock.now() - begun + self._early_train_s
+        tokens = max(sum(sample.tokens for sample in batch[stage.name]) for stage in due)
+        self._train_costs.append((seconds, tokens))
+        self._early_train_s = 0.0
 
-    def _trained(self, running: dict[str, tuple[Stage, float]]) -> None:
-        """Wait until an update or more have ended; they leave `running`."""
+    def _calls(self, stages: Sequence[UpdateStage]) -> list[list[UpdateStage]]:
+        """The updates of each call. Those of one pool are adjacent if none of it is between."""
+        calls: list[list[UpdateStage]] = []
+        last_of_pool: dict[str, list[UpdateStage]] = {}
+        for stage in stages:
+            pool = self.executor.pool(stage)
+            last = last_of_pool.get(pool)
+            if last and self.executor.fuses(last, stage):
+                last.append(stage)
+            else:
+                last_of_pool[pool] = [stage]
+                calls.append(last_of_pool[pool])
+        return calls
+
+    def _trained(self, running: dict[str, float]) -> None:
+        """Wait until an update or more have ended; they leave `running`, which has their starts."""
         for event in self._wait():
             if isinstance(event, WorkerDied):
                 raise RuntimeError(f"generation instance {event.instance} died during training")
             assert isinstance(event, UpdateDone), event
-            stage, start = running.pop(self.executor.pool(self.graph.stages[event.stage]))
+            stage, start = self.graph.stages[event.stage], running.pop(event.stage)
             self._spans.append(StageSpan(stage.name, start, self.executor.clock.now()))
             for name, value in event.metrics.items():
                 self._metrics[f"{stage.role}/{name}"] = value

@@ -6,6 +6,7 @@ RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Self
 
 import numpy as np
@@ -134,7 +135,9 @@ class FusedSchedule(StreamingSchedule):
         early = self._update_of(makers[0])
         plan = self._tail_plan(tracker, len(tasks), early)
         early = early if plan.trains_early else None
-        generation_round = self._new_round(tracker, plan.migration, early=early)
+        generation_round = self._new_round(
+            tracker, plan.migration, early=early, overlaps=plan.overlaps
+        )
         generation_round.adopt(self._step_tasks)
         self._submit(generation_round, tasks)
         generation_round.run()
@@ -161,7 +164,7 @@ class FusedSchedule(StreamingSchedule):
         plans = self._plans(tracker, steps, costs, early)
         plan = best_plan(plans)
         if early is not None and not costs.train_token_s:  # it was not measured: it is tried
-            plan = plan._replace(trains_early=True)
+            plan = plan._replace(trains_early=True, overlaps=True)
         if plan.migration.width == 1 and threshold:
             plan = plan._replace(migration=own)
         logger.debug("the tail: %s, of %s", plan.name, [f"{p.name} {p.seconds:.4g}" for p in plans])
@@ -180,11 +183,15 @@ class FusedSchedule(StreamingSchedule):
     ) -> list[TailPlan]:
         """The candidates, for the lengths of these steps."""
         passes = [s.name for s in tracker.computes if self._scope(s) is Scope.INSTANCE]
-        chunk = max(1, self.limits.chunk_tokens // 8)
-        inference = sum(costs.compute(name, chunk) for name in passes) / chunk
         prompts = [len(self.length_model.key_of(prompt).prompt_ids) for _, prompt in self._pulled]
         prompt_tokens = sum(prompts) / max(1, len(prompts))
         num_instances = len(self.executor.instances)
+        # Tokens of a pass: of an instance that is free by chance, or of its share of all.
+        tokens = fmean(sum(lengths) + len(lengths) * prompt_tokens for lengths in steps)
+        chunks = max(1, self.limits.chunk_tokens // 8), max(1.0, tokens / num_instances)
+        inference, late_inference = (
+            sum(costs.compute(name, chunk) for name in passes) / chunk for chunk in chunks
+        )
         training: list[np.ndarray | None] = [None] * len(steps)
         ends = self.length_model.longest_of_prompt.steps(len(self._pulled))
         if early is not None and ends:
@@ -196,7 +203,8 @@ class FusedSchedule(StreamingSchedule):
             ]
         most = self.settings.decode_steps
         call_steps = self.limits.steps(costs, 1, most)
-        awaited = any(self._scope(s) not in (None, Scope.RANK) for s in tracker.computes)
+        scopes = {self._scope(stage) for stage in tracker.computes}
+        awaited = not scopes <= {None, Scope.RANK, Scope.INSTANCE}
         model = StepModel(
             lengths=steps[0],
             num_instances=num_instances,
@@ -216,4 +224,5 @@ class FusedSchedule(StreamingSchedule):
             stay_call_steps=call_steps if awaited else most,
             threshold=self.migration_threshold,
             widths=self._widths,
+            late_inference_s_per_token=late_inference,
         )

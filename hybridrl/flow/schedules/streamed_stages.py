@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from hybridrl.flow.costs import CostMeter
+from hybridrl.flow.costs import CostMeter, Costs
 from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.ledger import record_computed
@@ -22,6 +22,9 @@ class StreamedStages:
     Stages of scope POOL run on their own ranks while others decode, one call at a time with all
     samples that wait.
 
+    Without `overlaps` forward passes wait until nothing decodes any more. Then each instance takes
+    an equal share at once: fewer, larger calls, and no short ones of decoding.
+
     Invariant: a sample does not move while a stage runs on it, and no stage starts on a sample that
     moves.
     """
@@ -32,9 +35,10 @@ class StreamedStages:
         tracker: ReadyTracker,
         meter: CostMeter,
         chunk_tokens: int,
+        overlaps: bool = True,
     ) -> None:
         self.executor, self.tracker, self.meter = executor, tracker, meter
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.overlaps = chunk_tokens, overlaps
         self._spare: dict[str, dict[SampleId, Sample]] = {}  # waits for an instance
         self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for the role's own pool
         self._running: dict[str, dict[SampleId, Sample]] = {}
@@ -65,7 +69,8 @@ class StreamedStages:
     @property
     def wait_for_samples(self) -> bool:
         """Whether some stage has time while samples are made, beyond that of the samples' ranks."""
-        return any(self.executor.scope(stage) is not Scope.RANK for stage in self.tracker.computes)
+        late = (Scope.RANK,) if self.overlaps else (Scope.RANK, Scope.INSTANCE)
+        return any(self.executor.scope(stage) not in late for stage in self.tracker.computes)
 
     def stamp(self, stage: Stage) -> None:
         """A stage, one that makes samples too, begins or ends now."""
@@ -103,10 +108,10 @@ class StreamedStages:
         `num_instances` share them, now or, while others are `decoding`, later. An instance that
         `trains` has no generation weights, so the actor's own passes are left to others.
         """
-        stage = self._next_stage(instance, trains)
+        stage = self._next_stage(instance, trains) if self.overlaps or not decoding else None
         if stage is None:
             return False
-        samples = self._chunk(instance, stage, num_instances * (1 + decoding))
+        samples = self._chunk(instance, stage, num_instances, decoding)
         for sample in samples:
             del self._spare[stage.name][sample.id]
         self._begin(stage, samples)
@@ -193,23 +198,36 @@ class StreamedStages:
         last = self._last_stage.get(instance)
         return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
 
-    def _chunk(self, instance: int, stage: Stage, shares: int) -> list[Sample]:
-        """One share of the samples that wait for `stage`, the instance's own samples first; but not
-        so few tokens that the call itself counts.
+    def _chunk(
+        self, instance: int, stage: Stage, num_instances: int, decoding: bool
+    ) -> list[Sample]:
+        """One share of the samples that wait for `stage`, the instance's own samples first.
+
+        While others decode that is half of an instance's, but not so few tokens that the call
+        itself counts. Afterwards instances have equal shares, of no fewer tokens than take as long
+        as their call. The last one also takes what did not fit into the others'.
         """
         able = self._able(instance, stage.name)
-        share = sum(sample.tokens for sample in able) / shares
-        least = self.chunk_tokens / 8
-        costs = self.meter.costs()
-        if costs is not None and (per_token := costs.token_s.get(stage.name)):
-            call_s = costs.stage_call_s.get(stage.name, 0.0) + costs.round_trip_s
-            least = min(self.chunk_tokens, 10 * call_s / per_token)
+        waiting = sum(sample.tokens for sample in able)
+        everywhere = sum(
+            sample.tokens
+            for samples in (self._spare[stage.name], self._running[stage.name])
+            for sample in samples.values()
+        )
+        least = least_tokens(self.meter.costs(), stage.name, self.chunk_tokens)
+        share = waiting / (2 * num_instances)
+        if not decoding:
+            share, least = everywhere / num_instances, least / 10
+            if waiting < 1.5 * share:
+                share = waiting
         wanted = max(least, min(self.chunk_tokens, share))
         chosen: list[Sample] = []
         for sample in sorted(able, key=lambda s: (not self.is_on(s, instance), -s.tokens, s.id)):
+            if chosen and sample.tokens > wanted:
+                if decoding:
+                    break
+                continue
             wanted -= sample.tokens
-            if chosen and wanted < 0:
-                break
             chosen.append(sample)
         return chosen
 
@@ -233,3 +251,11 @@ class StreamedStages:
 
     def _stage(self, name: str) -> Stage:
         return self.tracker.graph.stages[name]
+
+
+def least_tokens(costs: Costs | None, stage: str, chunk_tokens: int) -> float:
+    """Tokens of a forward pass of which its call is a tenth; at most `chunk_tokens`."""
+    if costs is None or not (per_token := costs.token_s.get(stage)):
+        return chunk_tokens / 8
+    call_s = costs.stage_call_s.get(stage, 0.0) + costs.round_trip_s
+    return min(chunk_tokens, max(1.0, 10 * call_s / per_token))

@@ -139,13 +139,18 @@ class StreamingSchedule(Schedule):
         migration_plan: MigrationPlan,
         may_start: Callable[[int], bool] = lambda prompt: True,
         early: UpdateStage | None = None,
+        overlaps: bool = True,
     ) -> GenerationRound:
-        """A round; with `early` it may begin that update."""
-        stages = StreamedStages(self.executor, tracker, self.meter, self.limits.chunk_tokens)
+        """A round; with `early` it may begin that update. See `StreamedStages` for `overlaps`."""
+        stages = StreamedStages(
+            self.executor, tracker, self.meter, self.limits.chunk_tokens, overlaps
+        )
         decode_steps = self.settings.decode_steps
         trains = None
         if early is not None:
-            longest = (self.length_model.forecast.sample(self._ledger.num_unfinished) or [0])[-1]
+            # A call that outlasts the decoding is waited for by all. So the shortest step counts.
+            steps = self.length_model.forecast.steps(self._ledger.num_unfinished)
+            longest = min((step[-1] for step in steps), default=0)
             trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
         return GenerationRound(stages, self.limits, decode_steps, migration_plan, may_start, trains)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.admission import Entry
-from hybridrl.engines.rollout.draft_lengths import BestLength, FixedLength
+from hybridrl.engines.rollout.draft_lengths import BestLength, FixedLength, PromptGroup
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
@@ -336,6 +336,29 @@ def test_old_texts_are_forgotten() -> None:
     assert source.num_tokens <= 100
 
 
+GROUP = PromptGroup("task", 0)
+
+
+def test_acceptance_is_learned_by_task() -> None:
+    """Prompts that are new take after others of their task; in one batch, and where none pays."""
+    lengths = BestLength()
+    for tokens in (2, 4, 8, 16, 32):
+        for _ in range(3):
+            lengths.saw_pass(2, tokens, 10 + 0.5 * tokens)
+    for prompt in range(200):
+        lengths.saw_draft(PromptGroup("repeats", prompt), 8, 8)
+        lengths.saw_draft(PromptGroup("differs", prompt), 8, 0)
+    repeats, differs = PromptGroup("repeats", 900), PromptGroup("differs", 901)
+    chosen = lengths.choose([repeats, differs])
+    assert chosen[0] >= 8
+    assert chosen[1] == 0
+    # A task is tried again, though another one always guesses.
+    for _ in range(400):
+        lengths.saw_pass(2, 2, 11)
+        lengths.saw_pass(2, 16, 18)
+    assert any(lengths.choose([repeats, differs])[1] for _ in range(4000))
+
+
 def test_drafts_are_as_long_as_pays() -> None:
     """The docstring's example; and where rows cost what they yield, none."""
 
@@ -348,8 +371,8 @@ def test_drafts_are_as_long_as_pays() -> None:
             run = 0
             while run < 16 and random.Random(f"{i} {run}").random() < accepted:
                 run += 1
-            lengths.saw_draft("group", 16, run)
-        return lengths.choose(["group"] * rows)
+            lengths.saw_draft(GROUP, 16, run)
+        return lengths.choose([GROUP] * rows)
 
     (eight,) = best(0.5, 0.8)
     assert 6 <= eight <= 10
@@ -365,7 +388,7 @@ def test_drafts_are_tried_again() -> None:
     lengths = BestLength()
     for _ in range(100):
         lengths.saw_pass(4, 4, 0.01)
-        lengths.saw_draft("group", 4, 0)
-    chosen = [max(lengths.choose(["group"] * 4)) for _ in range(2000)]
+        lengths.saw_draft(GROUP, 4, 0)
+    chosen = [max(lengths.choose([GROUP] * 4)) for _ in range(2000)]
     assert chosen[0] == 0
     assert sum(map(bool, chosen)) > 0

@@ -10,6 +10,7 @@ from surrogate_loss import Surrogate
 
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.config import (
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     PipelineSchedule,
@@ -31,7 +32,7 @@ def set_head(engine):
                 p.data.to_local().fill_(0.3)
 
 
-def make_engine(path, layout, *, values=False, reverse=False, schedule="one_f_one_b"):
+def make_engine(path, layout, *, values=False, reverse=False, schedule="one_f_one_b", lora=0):
     pp, replicas, fsdp, tp = layout
     return TrainEngine(
         path,
@@ -46,6 +47,7 @@ def make_engine(path, layout, *, values=False, reverse=False, schedule="one_f_on
         device=torch.device("cpu"),
         gives_values=values,
         reverse=reverse,
+        lora=LoraConfig(rank=lora),
     )
 
 
@@ -66,7 +68,8 @@ def watch(engine):
     def before_step(*_):
         for chunk in engine.chunks:
             for name, p in chunk.named_parameters():
-                gradients[name] = p.grad.full_tensor().clone()
+                if p.requires_grad:
+                    gradients[name] = p.grad.full_tensor().clone()
 
     engine.optimizer.register_step_pre_hook(before_step)
     return gradients
@@ -76,10 +79,11 @@ def train(path, sequences, actor, critic, fused, settings):
     """Two updates of an actor and critics; gradients of the first one, metrics, weights after."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = value_sequences(sequences)[rank::world]
-    engines = [make_engine(path, actor, schedule=settings.get("schedule", "one_f_one_b"))]
+    lora, schedule = settings.get("lora", 0), settings.get("schedule", "one_f_one_b")
+    engines = [make_engine(path, actor, schedule=schedule, lora=lora)]
     for number in range(settings.get("critics", 1)):
         reverse = fused and settings.get("reverse", True) and number == 0
-        engines.append(make_engine(path, critic, values=True, reverse=reverse))
+        engines.append(make_engine(path, critic, values=True, reverse=reverse, lora=lora))
         set_head(engines[-1])
     for engine in engines:  # that checkpoints and the weight switch read
         shards = engine.named_shards()
@@ -93,7 +97,8 @@ def train(path, sequences, actor, critic, fused, settings):
     for step in range(2):
         if together is not None:
             inputs = [UpdateInputs(sequences=mine, loss=loss) for loss in losses]
-            metrics.append(together.update(inputs, ragged=settings["ragged"]))
+            pairs = list(zip(engines, inputs, strict=True))
+            metrics.append(together.update(pairs, ragged=settings["ragged"]))
         else:
             pairs = zip(engines, losses, strict=True)
             metrics.append([engine.update(mine, loss) for engine, loss in pairs])
@@ -113,7 +118,8 @@ def compare(fused, separate, *, ragged):
     for number in range(len(fused[0][0])):
         got, want = union(fused, number), union(separate, number)
         assert got.keys() == want.keys()
-        assert all(gradient.any() for gradient in want.values())
+        # B is zero at first, so A has no gradient.
+        assert all(g.any() for name, g in want.items() if "lora_A" not in name)
         if not ragged:
             for name, gradient in want.items():
                 assert torch.equal(got[name], gradient), name
@@ -152,6 +158,11 @@ def path(tiny: Callable[..., str]) -> str:
 
 def test_two_ranks_in_both_directions(ranks, path, sequences):
     check(ranks, 2, path, sequences, (2, 1, 1, 1), (2, 1, 1, 1))
+
+
+@pytest.mark.layouts
+def test_adapters(ranks, path, sequences):
+    check(ranks, 2, path, sequences, (2, 1, 1, 1), (1, 1, 2, 1), lora=2)
 
 
 @pytest.mark.layouts

@@ -1,0 +1,472 @@
+"""`hybridrl plan auto`: the mapping of a recipe's roles to a cluster, as overrides of `train`."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
+from hybridrl.config.cluster import PoolName
+from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
+from hybridrl.controller import memory_plan
+from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.mapping_overrides import (
+    keys_set,
+    layout_key,
+    mapping_of,
+    overrides,
+    pool_field,
+    pools_of,
+    train_config,
+)
+from hybridrl.controller.mapping_report import MappingReport, describe
+from hybridrl.controller.placement import check_apart, check_placement, graphs_of
+from hybridrl.controller.preflight import build_recipe, check_attention
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
+from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.mapping import (
+    ACTOR,
+    ClusterShape,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
+from hybridrl.planner.mapping_price import MappingPrices
+from hybridrl.planner.mapping_search import (
+    DoesNotFit,
+    MappingResults,
+    MappingSearch,
+    SearchSpace,
+    check_fits,
+)
+from hybridrl.planner.memory import GIB, MemoryPlan
+from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
+from hybridrl.telemetry.log import command_log
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.controller.mapping_roles import Shapes
+
+logger = logging.getLogger(__name__)
+
+USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
+       hybridrl plan auto OVERRIDES --price --nodes=N --lengths=... [OPTIONS]
+       hybridrl plan auto --paper=hybridflow
+
+Finds which ranks each model of a recipe gets, its layouts in training and in generation, and the
+schedule, for the least seconds of a step. The last line is the best mapping as a command:
+`hybridrl train` with its overrides. With --price it prices the mapping of the OVERRIDES instead.
+
+  the recipe         recipe=ppo model=qwen3_8b critic.path=DIR reward=model reward.model=DIR ...
+                     (a config.json is enough)
+  --lengths          {LENGTHS}
+  --prompt-tokens    of a prompt, where the lengths do not say (data.max_prompt_tokens)
+  the cluster        --nodes=N, --gpus-per-node=N (8), --gpu={"|".join(ACCELERATORS)},
+                     --gpu-gib=N (80); --node-gbs, --network-gbs, --host-gbs: GB/s of a GPU within
+                     its node, to other nodes, to the host (the datasheet's)
+  --costs=FILE       what `hybridrl plan calibrate` measured, in place of a roofline of --gpu
+  the search         --number=N of results (10), --seconds=N at most (60)
+  --out=FILE         writes the overrides of the best mapping, one a line
+
+  hybridrl plan auto recipe=ppo model=llama3_8b --nodes=4 --lengths=lmsys"""
+
+_NUMBERS = {
+    "nodes": 1.0,
+    "gpus_per_node": 1.0,
+    "prompt_tokens": 1.0,
+    "number": 1.0,
+    "seconds": 1.0,
+    "gpu_gib": 1.0,
+    "node_gbs": 0.001,
+    "network_gbs": 0.001,
+    "host_gbs": 0.001,
+}
+"""Options that are numbers, and the least of each."""
+_WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "number")
+_TEXTS = ("lengths", "costs", "gpu", "out")
+_FLAGS = ("--price",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Everything that is known before the search."""
+
+    config: Config
+    graph: Graph
+    shape: "PretrainedConfig"
+    shapes: "Shapes"
+    roles: Sequence[PlannedRole]
+    prices: MappingPrices
+    memory: MappingMemory
+    room: memory_plan.Room
+    user_args: Sequence[str]
+
+
+def run_paper(
+    args: Sequence[str], on_progress: Callable[[int, int], None] = lambda done, of: None
+) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
+    """A table, remarks and data of `--paper=hybridflow`. Raises ConfigError."""
+    from hybridrl.planner import published_mappings
+
+    name = args[0].removeprefix("--paper").removeprefix("=")
+    if name != "hybridflow" or len(args) > 1:
+        raise ConfigError("--paper", " ".join([name, *args[1:]]), "hybridflow, and nothing else")
+    placed, generated = published_mappings.hybridflow(on_progress)
+    data = {"placements": list(map(asdict, placed)), "generation": list(map(asdict, generated))}
+    return (
+        published_mappings.table(placed),
+        published_mappings.remarks(generated),
+        {"hybridflow": data},
+    )
+
+
+def run(
+    args: Sequence[str], on_progress: Callable[[int, int], None] = lambda replayed, of: None
+) -> MappingReport:
+    """The mappings that `args` ask for. Raises ConfigError."""
+    from hybridrl.config import compose
+
+    options, rest = read_options(args)
+    compose.register()
+    prices_one = "--price" in rest
+    rest = [arg for arg in rest if arg not in _FLAGS]
+    if not prices_one and (wrong := next(keys_set(rest), None)):
+        key, _, value = wrong.partition("=")
+        raise ConfigError(key, value, "nothing: plan auto chooses it, or --price prices it")
+    cluster = _cluster(options)
+    if prices_one:
+        user_args = rest
+    else:
+        user_args = [arg for arg in rest if not arg.startswith("cluster.ranks=")]
+        rest = [*rest, f"cluster.ranks={cluster.ranks}"]
+    config = compose.check(rest)
+    with command_log(config.log.level):
+        problem = _problem(config, cluster, options, user_args)
+        if prices_one:
+            return _price(problem)
+        return _search(problem, options, on_progress)
+
+
+def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options by name, and the other arguments. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    rest = []
+    known = {_option(name): name for name in (*_NUMBERS, *_TEXTS)}
+    for arg in args:
+        option, _, value = arg.partition("=")
+        if option in known:
+            name = known[option]
+            options[name] = _number(name, value) if name in _NUMBERS else value
+        elif arg.startswith("-") and arg not in _FLAGS:
+            allowed = f"key=value, or one of {', '.join([*known, *_FLAGS])}"
+            raise ConfigError("option", arg, allowed)
+        else:
+            rest.append(arg)
+    return options, rest
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _number(name: str, text: str) -> float:
+    is_whole = name in _WHOLE
+    try:
+        number: float = int(text) if is_whole else float(text)
+    except ValueError:
+        number = 0
+    if not _NUMBERS[name] <= number < 2**20:
+        kind = "a whole number" if is_whole else "a number"
+        raise ConfigError(_option(name), text, f"{kind}, {_NUMBERS[name]:g} or more")
+    return number
+
+
+def _cluster(options: Mapping[str, Any]) -> ClusterShape:
+    """The cluster that the options describe, or that of measured costs. Raises ConfigError."""
+    gpu = options.get("gpu", "h100")
+    if gpu not in ACCELERATORS:
+        raise ConfigError("--gpu", gpu, f"one of {', '.join(ACCELERATORS)}")
+    nodes, per_node = options.get("nodes"), options.get("gpus_per_node")
+    if "costs" in options:
+        cluster = _measured(options["costs"]).cluster
+        nodes, per_node = nodes or cluster.nodes, per_node or cluster.per_node
+        cluster = replace(cluster, nodes=nodes, per_node=per_node)
+    elif nodes is None:
+        raise ConfigError("--nodes", "", "how many nodes the planned cluster has")
+    else:
+        cluster = cluster_of(ACCELERATORS[gpu], nodes, per_node or 8)
+    links = {"within": "node_gbs", "between": "network_gbs", "host": "host_gbs"}
+    speeds = {
+        link: replace(getattr(cluster, link), bytes_per_s=options[name] * 1e9)
+        for link, name in links.items()
+        if name in options
+    }
+    return replace(cluster, **speeds)
+
+
+def _measured(file: str) -> MappingCosts:
+    try:
+        return MappingCosts.from_json(json.loads(Path(file).read_text()))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a file of hybridrl plan calibrate ({reason})"
+        raise ConfigError("--costs", file, allowed) from None
+
+
+def _problem(
+    config: Config, cluster: ClusterShape, options: Mapping[str, Any], user_args: Sequence[str]
+) -> _Problem:
+    from hybridrl.controller.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
+    from hybridrl.models.shape import model_shape
+
+    if config.cluster.kind is not ClusterKind.slurm:
+        gpus = 0 if config.cluster.device is Device.cpu else cluster.ranks
+        config.resolve_device(gpus, "the planned cluster")
+    if config.cluster.ranks != cluster.ranks:
+        allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
+        raise ConfigError("cluster.ranks", config.cluster.ranks, allowed)
+    graph = with_parts(build_recipe(config.recipe), config)
+    shape = model_shape(config.model)
+    check_attention(config, shape)
+    config = memory_plan.with_flash(config, shape)
+    if config.cluster.device is Device.cuda:
+        default = cluster.accelerator.memory_bytes / GIB if "costs" in options else 80
+        room = memory_plan.gpu_room(round(options.get("gpu_gib", default) * GIB))
+    else:
+        room = memory_plan.local_room(config)
+    shapes = role_shapes(config, graph, shape)
+    roles = planned_roles(config, graph, shapes)
+    if not any(role.trained for role in roles):
+        raise ConfigError("recipe", config.recipe.get("target"), "a recipe that trains a model")
+    workload = _workload(config, graph, options)
+    memory = MappingMemory(
+        limits=StepLimits(
+            prompt_tokens=config.data.max_prompt_tokens,
+            new_tokens=config.rollout.max_new_tokens,
+            samples=config.trainer.prompts_per_step * workload.group_size,
+            mini_batches=config.trainer.mini_batches,
+            max_running=config.rollout.max_running,
+            bucket_bytes=2 * round(config.rollout.layout.bucket_mb * 2**20),
+        ),
+        capacity=room.capacity,
+        reserved=room.reserved,
+        device=config.cluster.device.value,
+        itemsize=config.rollout.dtype.itemsize,
+        layer_bytes=CountedLayerBytes(config, shapes),
+    )
+    if "costs" in options:
+        costs = MappingCosts(_measured(options["costs"]).layer_costs, cluster)
+    else:
+        costs = MappingCosts(layer_roofline(cluster.accelerator), cluster)
+    prices = MappingPrices(
+        costs,
+        memory,
+        roles,
+        workload,
+        decode_steps=config.rollout.decode_steps,
+        epochs=config.trainer.epochs,
+        mini_batches=config.trainer.mini_batches,
+    )
+    return _Problem(config, graph, shape, shapes, roles, prices, memory, room, user_args)
+
+
+def _workload(config: Config, graph: Graph, options: Mapping[str, Any]) -> Workload:
+    """The samples of one step."""
+    if "lengths" not in options:
+        raise ConfigError("--lengths", "", LENGTHS)
+    sources = [s.num_samples for s in graph.stages.values() if isinstance(s, SourceStage)]
+    prompts = config.trainer.prompts_per_step
+    workload = read_workload(
+        options["lengths"],
+        Shape(
+            prompts_per_step=prompts,
+            group_size=sum(number or 1 for number in sources),
+            num_steps=1,
+            prompt_tokens=options.get("prompt_tokens", config.data.max_prompt_tokens),
+            max_tokens=config.rollout.max_new_tokens,
+            seed=config.run.seed,
+        ),
+    )
+    return replace(workload, groups=workload.groups[:prompts], num_steps=1)
+
+
+def _space(problem: _Problem) -> SearchSpace:
+    """What `train` can run."""
+    from hybridrl.models.parallel import SPLIT_TOKENS, check_gen_layout, check_train_layout
+
+    config, shapes = problem.config, problem.shapes
+
+    @cache
+    def allows_train(role: str, layout: TrainLayout) -> bool:
+        try:
+            check_train_layout(shapes[role], train_config(layout))
+        except ConfigError:
+            return False
+        return True
+
+    @cache
+    def allows_gen(role: str, gen: GenLayout) -> bool:
+        try:
+            check_gen_layout(shapes[role], gen.pp, gen.tp)
+        except ConfigError:
+            return False
+        return True
+
+    @cache
+    def runs(pools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
+        """Whether roles may be apart from the actor as these are."""
+        placed = deepcopy(config)
+        fields = {pool_field(role): pool for pool, roles in pools for role in roles}
+        for field in fields.keys() - {ACTOR}:
+            setattr(placed.cluster.pool_of, field, PoolName(fields[field]))
+            setattr(placed.cluster.pools, fields[field], 1)
+        try:
+            for pool, graph in graphs_of(problem.graph, placed).items():
+                if pool != ACTOR:
+                    check_apart(placed, pool, graph)
+        except ConfigError:
+            return False
+        return True
+
+    def pools(partition: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]] | None:
+        by_name = pools_of(problem.roles, partition)
+        return by_name if by_name and runs(tuple(by_name.items())) else None
+
+    scorers = [role.name for role in problem.roles if not role.trained]
+    longest = 2 ** (max(config.longest_sample, 4096) - 1).bit_length()
+    return SearchSpace(
+        pools=pools,
+        schedules=_schedules(problem),
+        micro_batch_tokens=(longest, 2 * longest, 4 * longest),
+        activations=(ActivationMode.keep, ActivationMode.recompute),
+        allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
+        allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),
+        splits_tokens=lambda role: shapes[role.name].model_type in SPLIT_TOKENS,
+    )
+
+
+def _schedules(problem: _Problem) -> list[ScheduleConfig]:
+    """Those with the batches of `serial`, which the recipe allows."""
+    schedules = []
+    for entry in SCHEDULES.values():
+        settings = entry.settings()
+        if entry.may_be_stale or not entry.serial_batches:
+            continue
+        try:
+            schedule_class(settings).check_graph(problem.graph)
+        except ValueError:
+            continue
+        schedules.append(settings)
+    return schedules
+
+
+def _search(
+    problem: _Problem, options: Mapping[str, Any], on_progress: Callable[[int, int], None]
+) -> MappingReport:
+    cluster = problem.prices.costs.cluster
+    search = MappingSearch(
+        problem.roles, problem.prices, problem.memory, cluster.ranks, _space(problem)
+    )
+    number = int(options.get("number", 10))
+    try:
+        result = search.run(number, options.get("seconds", 60.0), on_progress)
+    except DoesNotFit as error:
+        raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
+    best, settings, refused = [], [], []
+    for one in result.best:
+        own = overrides(one.mapping)
+        try:
+            memory = checked(problem, [*problem.user_args, *own])
+        except ConfigError as error:
+            refused.append(f"{describe(one)} ({error})")
+            continue
+        best.append(replace(one, memory=memory))
+        settings.append(own)
+    if not best:
+        allowed = "a recipe and cluster of which a mapping runs: " + "; ".join(
+            refused or ["none was priced in time; --seconds gives the search longer"]
+        )
+        raise ConfigError("plan", "auto", allowed)
+    if "out" in options:
+        _write(options["out"], settings[0])
+    source = problem.prices.costs.layer_costs.source
+    result = replace(result, best=best)
+    return MappingReport(result, settings, refused, problem.user_args, source)
+
+
+def _price(problem: _Problem) -> MappingReport:
+    """The mapping of the config itself."""
+    memory = checked(problem, problem.user_args)
+    mapping = mapping_of(problem.config, problem.roles)
+    search = MappingSearch(
+        problem.roles,
+        problem.prices,
+        problem.memory,
+        problem.prices.costs.cluster.ranks,
+        _space(problem),
+    )
+    priced = replace(search.price(mapping), memory=memory)
+    result = MappingResults(
+        best=[priced],
+        num_candidates=1,
+        num_priced=1,
+        num_replayed=1,
+        seconds=0.0,
+        is_complete=True,
+        rest_s=None,
+    )
+    source = problem.prices.costs.layer_costs.source
+    return MappingReport(result, [[]], [], problem.user_args, source)
+
+
+def checked(problem: _Problem, args: Sequence[str]) -> Mapping[str, MemoryPlan]:
+    """The memory of a run of these overrides, by pool, once its checks have passed.
+
+    They are those of `train` that need neither weights nor data. Raises ConfigError, which names
+    the largest size where a rank cannot hold it.
+    """
+    from hybridrl.config import compose
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+
+    config = compose.check(args)
+    ranks = problem.prices.costs.cluster.ranks
+    if config.cluster.kind is not ClusterKind.slurm:
+        gpus = 0 if config.cluster.device is Device.cpu else ranks
+        config.resolve_device(gpus, "the planned cluster")
+    check_placement(config, problem.graph)
+    for role in problem.roles:
+        if role.trained:
+            is_actor = role.name == ACTOR
+            own = config.trainer if is_actor else config.value_model_of(role.name)
+            key = layout_key(role.name)
+            check_train_layout(problem.shapes[role.name], own.layout, key)
+    gen = config.rollout.layout
+    check_gen_layout(problem.shape, gen.pp, gen.tp, ep=gen.ep)
+    config = memory_plan.with_flash(config, problem.shape)
+    plan = memory_plan.plan_run(config, problem.graph, problem.shape, problem.room)
+    try:
+        check_fits(plan.pools)
+    except DoesNotFit as error:
+        raise ConfigError("mapping", _first_line(args), f"one that fits: {error}") from None
+    return plan.pools
+
+
+def _first_line(args: Sequence[str]) -> str:
+    return " ".join(keys_set(args)) or "of the defaults"
+
+
+def _write(path: str, settings: Sequence[str]) -> None:
+    try:
+        Path(path).write_text("".join(f"{setting}\n" for setting in settings))
+    except OSError as error:
+        raise ConfigError("--out", path, f"a file that can be written ({error.strerror})") from None

@@ -1,0 +1,105 @@
+"""The mappings that a search chose, as a table, as remarks and as data."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybridrl.planner.mapping import TrainLayout
+from hybridrl.planner.mapping_search import MappingResults, PricedMapping
+from hybridrl.planner.memory import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MappingReport:
+    """The mappings that a run can have, the best first, with the overrides of each."""
+
+    result: MappingResults
+    overrides: Sequence[list[str]]
+    refused: Sequence[str]
+    """Why mappings that the search chose are left out."""
+    user_args: Sequence[str]
+    source: str
+    """Where the seconds come from."""
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header, then a line for each mapping."""
+        head = ("", "step s", "switch", "front", "training", "memory", "bound by")
+        lines: list[tuple[str, ...]] = [head]
+        for number, one in enumerate(self.result.best, 1):
+            seconds = one.seconds
+            peak = max((plan.peak for plan in one.memory.values()), key=lambda phase: phase.total)
+            numbers = (seconds.step_s, seconds.switch, seconds.front, seconds.training)
+            memory = f"{peak.total / GIB:.3g} GiB, {peak.name}"
+            texts = [f"{n:.3g}" for n in numbers]
+            lines.append((str(number), *texts, memory, seconds.bound_by))
+        return lines
+
+    def remarks(self) -> list[str]:
+        """Below the table; the last line is the command."""
+        result = self.result
+        lines = [f"{number}  {describe(one)}" for number, one in enumerate(result.best, 1)]
+        lines += [
+            f"{result.num_candidates} candidates, {result.num_priced} priced,"
+            f" {result.num_replayed} replayed in {result.seconds:.0f} s; seconds by {self.source}",
+        ]
+        if not result.is_complete and result.rest_s is not None:
+            lines.append(
+                f"the search was not through: what is left takes {result.rest_s:.3g} s a step at"
+                " least; --seconds gives it longer"
+            )
+        lines += [f"left out: {reason}" for reason in self.refused]
+        command = shlex.join(["hybridrl", "train", *self.user_args, *self.overrides[0]])
+        return [*lines, command]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON data."""
+        result = self.result
+        return {
+            "source": self.source,
+            "candidates": result.num_candidates,
+            "priced": result.num_priced,
+            "replayed": result.num_replayed,
+            "search_s": result.seconds,
+            "complete": result.is_complete,
+            "rest_s": result.rest_s,
+            "refused": list(self.refused),
+            "mappings": [
+                _record(one, settings)
+                for one, settings in zip(result.best, self.overrides, strict=True)
+            ],
+        }
+
+
+def describe(one: PricedMapping) -> str:
+    """Placement, generation, schedule and training in one line."""
+    mapping = one.mapping
+    pools = " | ".join(
+        f"{mapping.ranks[pool]}: {', '.join(roles)}" for pool, roles in mapping.pools.items()
+    )
+    trained = "; ".join(f"{role} {_axes_text(x)}" for role, x in mapping.train.items())
+    gen = f"tp {mapping.gen.tp}" + f" pp {mapping.gen.pp}" * (mapping.gen.pp > 1)
+    first = next(iter(mapping.train.values()))
+    shared = f"{first.activations.value}, {first.micro_batch_tokens} tokens"
+    return f"{pools}; {mapping.schedule.kind.value}, generation {gen}; {trained}; {shared}"
+
+
+def _axes_text(layout: TrainLayout) -> str:
+    axes = ("pp", "replicas", "fsdp", "tp")
+    sizes = [f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1]
+    order = f" {layout.schedule.value}" * (layout.pp > 1)
+    return (" ".join(sizes) or "whole") + order
+
+
+def _record(one: PricedMapping, settings: Sequence[str]) -> dict[str, Any]:
+    seconds = one.seconds
+    return {
+        "step_s": seconds.step_s,
+        "bound_s": one.bound_s,
+        "seconds": asdict(seconds),
+        "bound_by": seconds.bound_by,
+        "pools": {pool: list(roles) for pool, roles in one.mapping.pools.items()},
+        "ranks": dict(one.mapping.ranks),
+        "memory": {pool: plan.record() for pool, plan in one.memory.items()},
+        "overrides": list(settings),
+    }

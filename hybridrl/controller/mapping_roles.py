@@ -1,0 +1,120 @@
+"""The neural roles of a recipe as the planner has them, and the bytes that their layers keep."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hybridrl.config import VALUE_MODELS, Config, ConfigError
+from hybridrl.controller.memory_inputs import attention_of, has_triton
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import ComputeStage, UpdateStage
+from hybridrl.models.activations import head_activations, layer_activations, prefill_activations
+from hybridrl.models.load import TORCH_DTYPES, load_config
+from hybridrl.planner.mapping import ACTOR, PlannedRole
+from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.train_memory import ActivationSizes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Shapes = Mapping[str, "PretrainedConfig"]
+"""The config of each role's model."""
+
+
+def role_shapes(config: Config, graph: Graph, shape: "PretrainedConfig") -> Shapes:
+    """That of every neural role of the recipe, the actor first; `shape` is the actor's."""
+    paths: dict[str, str | None] = {ACTOR: None}
+    for stage in graph.stages.values():
+        role = stage.role
+        if role is None or role in paths or not isinstance(stage, ComputeStage | UpdateStage):
+            continue
+        if role in VALUE_MODELS and role in graph.learned:
+            paths[role] = config.value_model_of(role).path
+        elif role in graph.judges:
+            if config.is_neural(role):
+                paths[role] = config.judge_of(role).model
+        else:
+            paths[role] = config.teacher.path if role == "teacher" else None
+    return {role: load_config(path) if path else shape for role, path in paths.items()}
+
+
+def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedRole]:
+    """Each role with its model's sizes and its stages. Raises ConfigError for a model of experts.
+
+    Also for adapters, since costs are those of training all weights.
+    """
+    roles = []
+    for name, shape in shapes.items():
+        try:
+            sizes = ModelShape.of_config(shape.to_dict())
+        except ValueError as error:
+            raise ConfigError("plan", f"auto of {name}", f"a dense decoder: {error}") from None
+        stages = [s for s in graph.stages.values() if s.role == name]
+        roles.append(
+            PlannedRole(
+                name=name,
+                shape=sizes,
+                trained=any(isinstance(stage, UpdateStage) for stage in stages),
+                passes=tuple(s.name for s in stages if isinstance(s, ComputeStage)),
+                value_head=name in graph.judges or (name in VALUE_MODELS and name in graph.learned),
+            )
+        )
+    adapters = {"actor.lora": config.actor.lora} | {
+        f"{VALUE_MODELS[role]}.lora": config.value_model_of(role).lora
+        for role in VALUE_MODELS
+        if role in shapes and role in graph.learned
+    }
+    for key, lora in adapters.items():
+        if lora.rank:
+            allowed = "0 with plan auto, whose costs are those of training all weights"
+            raise ConfigError(f"{key}.rank", lora.rank, allowed)
+    return roles
+
+
+class CountedLayerBytes:
+    """Activations as torch allocates them, on tensors without memory: `planner.LayerBytes`."""
+
+    def __init__(self, config: Config, shapes: Shapes) -> None:
+        self.config, self.shapes = config, shapes
+        self.dtype = TORCH_DTYPES[config.model.compute_dtype]
+
+    def layer(
+        self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
+    ) -> ActivationSizes:
+        """Of a decoder layer over a row, from forward to backward."""
+        shape = self.shapes[role.name]
+        counts = layer_activations(
+            shape,
+            tokens,
+            dtype=self.dtype,
+            attention=attention_of(self.config, shape),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            checkpointing=recompute,
+        )
+        return ActivationSizes(counts.kept, counts.backward)
+
+    def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
+        """Of the vocabulary's head in training."""
+        shape = self.shapes[role.name]
+        counts = head_activations(
+            shape, scored, dtype=self.dtype, triton=has_triton(self.config), tp=tp
+        )
+        return ActivationSizes(counts.kept, counts.backward)
+
+    def scoring(self, role: PlannedRole, tokens: int, scored: int, tp: int) -> int:
+        """Of a forward pass that has no backward pass; 0 scored tokens: without a vocabulary."""
+        shape = self.shapes[role.name]
+        attention = attention_of(self.config, shape)
+        most = layer_activations(
+            shape, tokens, dtype=self.dtype, attention=attention, tp=tp
+        ).scoring
+        if scored:
+            triton = has_triton(self.config)
+            head = head_activations(shape, scored, dtype=self.dtype, triton=triton, tp=tp)
+            most = max(most, head.scoring)
+        return most
+
+    def prefill(self, role: PlannedRole, tokens: int, tp: int) -> int:
+        """Of a decoder layer in a prefill of full samples."""
+        longest = min(tokens, self.config.longest_generated)
+        return prefill_activations(self.shapes[role.name], tokens, longest, dtype=self.dtype, tp=tp)

@@ -1,0 +1,278 @@
+"""Seconds of a step under a mapping: bounded, priced, and replayed by the scheduler that runs.
+
+A step switches to generation, generates and infers, then trains. Pools work at the same time, the
+roles of a pool one after the other (HybridFlow, section 6, algorithm 1).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from hybridrl.config import ScheduleKind, SerialScheduleConfig
+from hybridrl.flow.executor import Scope
+from hybridrl.planner.mapping import (
+    ACTOR,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.mapping_memory import MappingMemory
+from hybridrl.planner.schedule import Setting, replay
+from hybridrl.planner.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSeconds:
+    """Seconds of a step by phase; `infer` and `train` by role, those of a pool in sequence."""
+
+    switch: float
+    front: float
+    """Generation and inference, from the arrival of the weights to the barrier."""
+    infer: Mapping[str, float]
+    """Inference alone; under schedules that overlap it, it is in `front` only in part."""
+    train: Mapping[str, float]
+    training: float
+    """Of the pool that trains longest."""
+    reason: str
+    """What the front cannot be quicker than."""
+    idle: float = 0.0
+    """Share of the instances' time before the update in which they are idle, once replayed."""
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        return self.switch + self.front + self.training
+
+    @property
+    def bound_by(self) -> str:
+        """The longest phase, and what holds it up."""
+        longest = max(self.switch, self.front, self.training)
+        if longest == self.front:
+            return self.reason
+        if longest == self.training:
+            return f"training, most of it {max(self.train, key=lambda role: self.train[role])}"
+        return "weight switch"
+
+
+class MappingPrices:
+    """Prices mappings for the samples of a step.
+
+    `workload` has the groups of one step, `group_size` samples a prompt; `decode_steps` are those
+    of a call. An update is `epochs` times over `mini_batches` equal parts of the samples.
+    """
+
+    def __init__(
+        self,
+        costs: MappingCosts,
+        memory: MappingMemory,
+        roles: Sequence[PlannedRole],
+        workload: Workload,
+        *,
+        decode_steps: int = 64,
+        epochs: int = 1,
+        mini_batches: int = 1,
+    ) -> None:
+        self.costs, self.memory, self.roles, self.workload = costs, memory, roles, workload
+        self.decode_steps, self.epochs, self.mini_batches = decode_steps, epochs, mini_batches
+        self.group_size = workload.group_size
+        self._by_name = {role.name: role for role in roles}
+        groups = workload.groups[: workload.prompts_per_step]
+        size = self.group_size
+        self.samples = [
+            SampleLength(group.prompt_tokens, group.lengths[k % len(group.lengths)])
+            for group in groups
+            for k in range(size)
+        ]
+        self._mini_batch = self.samples[: max(1, len(self.samples) // mini_batches)]
+        self._longest_first = sorted(self.samples, key=lambda sample: -sample.tokens)
+        self._updates = lru_cache(None)(self._update_s)
+        self._bounds = lru_cache(None)(self._update_bound_s)
+        self._scores = lru_cache(None)(self._score_s)
+        self._fronts: dict[str, tuple[float, float]] = {}
+        self._generation = lru_cache(None)(self._generation_bound)
+
+    # Updates
+
+    def update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """Of all of a step's updates of a role, with its way onto the device and off."""
+        return self._updates(role, layout, self._aligned(ranks))
+
+    def update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """A closed form that `update_s` is never below."""
+        return self._bounds(role, layout, self._aligned(ranks))
+
+    def _update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        each = self.costs.update_s(role, layout, ranks, self._mini_batch)
+        return self._all_updates(role, layout, each)
+
+    def _update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        each = self.costs.bound_s(role, layout, ranks, self._mini_batch)
+        return self._all_updates(role, layout, each)
+
+    def _all_updates(self, role: PlannedRole, layout: TrainLayout, each: float) -> float:
+        seconds = each * self.epochs * self.mini_batches
+        if self.memory.device == "cpu":  # nothing leaves
+            return seconds
+        there = self.costs.activate_s(role, layout)
+        return seconds + there + self.costs.deactivate_s(role, layout)
+
+    def _aligned(self, ranks: range) -> range:
+        """Ranks at the same place within nodes, which cross the same links."""
+        start = ranks.start % self.costs.cluster.per_node
+        return range(start, start + len(ranks))
+
+    # The three levels
+
+    def bound(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> StepSeconds:
+        """Of a step at least, whatever the schedule; `updates` are seconds by role."""
+        home = mapping.ranks_of(ACTOR)
+        decode, alone = self._generation(mapping.gen, self._aligned(home))
+        infer = self._infer(mapping)
+        # Inference by who does it: instances, all of the actor's ranks after generation, a pool.
+        shared, after, pools = 0.0, 0.0, dict[str, float]()
+        for role in self.roles:
+            seconds, pool = infer.get(role.name, 0.0), mapping.pool_of(role.name)
+            if pool != mapping.pool_of(ACTOR):
+                pools[pool] = pools.get(pool, 0.0) + seconds
+            elif self.costs.stage_layout(role, mapping)[1] is Scope.WORLD:
+                after += seconds
+            else:
+                shared += seconds
+        decoding = f"decoding on {mapping.instances} instances"
+        if mapping.schedule.kind is ScheduleKind.serial:  # one stage after the other
+            rest = sum(infer.values())
+            bounds = {decoding: decode + rest, "the longest sample": alone + rest}
+        else:
+            bounds = {decoding: decode + shared + after, "the longest sample": alone + after}
+            bounds |= {f"inference in pool {name}": seconds for name, seconds in pools.items()}
+        reason = max(bounds, key=lambda name: bounds[name])
+        return StepSeconds(
+            switch=0.0,
+            front=bounds[reason],
+            infer=infer,
+            train=dict(updates),
+            training=self._longest_pool(mapping, updates),
+            reason=reason,
+        )
+
+    def priced(self, mapping: DeviceMapping) -> StepSeconds:
+        """Like the bound, with updates action by action and the weight switch by its plan."""
+        updates = {
+            name: self.update_s(self._by_name[name], layout, mapping.ranks_of(name))
+            for name, layout in mapping.train.items()
+        }
+        switch = self.costs.to_generation_s(self._by_name[ACTOR], mapping)
+        return replace(self.bound(mapping, updates), switch=switch)
+
+    def replayed(self, mapping: DeviceMapping, priced: StepSeconds) -> StepSeconds:
+        """With generation and inference as the schedule has them, in virtual time."""
+        setting = self._setting(mapping, priced)
+        # Layouts that only training has change nothing before the barrier.
+        costs = replace(setting.costs, train_token_s=0.0, switch_s=0.0)
+        key = repr((costs, setting.num_instances, setting.max_held, mapping.schedule))
+        if key not in self._fronts:
+            outcome = replay(replace(setting, costs=costs), mapping.schedule)
+            self._fronts[key] = outcome.step_s, outcome.bubbles
+        front, idle = self._fronts[key]
+        return replace(priced, front=front, idle=idle)
+
+    def generation_s(self, gen: GenLayout, ranks: range) -> float:
+        """Of generation alone, by `serial`."""
+        layout = TrainLayout(fsdp=len(ranks))
+        mapping = DeviceMapping(
+            pools={ACTOR: (ACTOR,)},
+            ranks={ACTOR: len(ranks)},
+            train={ACTOR: layout},
+            gen=gen,
+            schedule=SerialScheduleConfig(),
+        )
+        alone = MappingPrices(
+            self.costs,
+            self.memory,
+            [replace(self._by_name[ACTOR], passes=())],
+            self.workload,
+            decode_steps=self.decode_steps,
+        )
+        nothing = StepSeconds(switch=0, front=0, infer={}, train={}, training=0, reason="")
+        return alone.replayed(mapping, nothing).front
+
+    # Their pieces
+
+    def _longest_pool(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> float:
+        """Roles of a pool are trained one after the other."""
+        return max(
+            sum(updates[name] for name in names if name in updates)
+            for names in mapping.pools.values()
+        )
+
+    def _infer(self, mapping: DeviceMapping) -> dict[str, float]:
+        """Of the forward-only stages of each role, on the ranks that they take."""
+        seconds = {}
+        for role in self.roles:
+            if role.passes:
+                layout, _ = self.costs.stage_layout(role, mapping)
+                ranks = self._aligned(mapping.ranks_of(role.name))
+                seconds[role.name] = len(role.passes) * self._scores(role, layout, ranks)
+        return seconds
+
+    def _score_s(self, role: PlannedRole, layout: TrainLayout | GenLayout, ranks: range) -> float:
+        """Of one stage; copies of a role that only scores share the samples evenly."""
+        if isinstance(layout, TrainLayout):
+            seconds = self.costs.score_s(role, layout, ranks, self.samples)
+        else:
+            share = self._longest_first[:: len(ranks) // layout.ranks]
+            seconds = self.costs.score_s(role, layout, ranks[: layout.ranks], share)
+        if self.memory.device == "cpu" or role.name == ACTOR:
+            return seconds
+        return seconds + self.costs.activate_s(role, layout)
+
+    def _generation_bound(self, gen: GenLayout, ranks: range) -> tuple[float, float]:
+        """Decoding in the largest batches without a gap, and the longest sample alone."""
+        actor = self._by_name[ACTOR]
+        costs = self.costs.generation(actor, gen, ranks[: gen.ranks])
+        held = max(1, self.memory.samples_held(actor, gen))
+        instances = len(ranks) // gen.ranks
+        groups = self.workload.groups[: self.workload.prompts_per_step]
+        work = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
+        for prompt, response in self.samples:
+            cached = costs.cached_token_s * (prompt + response / 2)
+            work += response * (costs.row_s + cached + costs.step_s / held)
+        prompt, longest = max(self.samples, key=lambda sample: sample.response)
+        ends = float(costs.pace(1, prompt)), float(costs.pace(1, prompt + longest))
+        return work / instances, longest * sum(ends) / 2
+
+    def _setting(self, mapping: DeviceMapping, priced: StepSeconds) -> Setting:
+        actor, home = self._by_name[ACTOR], mapping.ranks_of(ACTOR)
+        tokens = sum(sample.tokens for sample in self.samples)
+        token_s, call_s, scopes = {}, {}, {}
+        for role in self.roles:
+            layout, scope = self.costs.stage_layout(role, mapping)
+            # An instance has its share of the samples, a pool all of them.
+            share = tokens if scope is Scope.POOL else tokens / mapping.instances
+            for stage in role.passes:
+                ranks = self._aligned(mapping.ranks_of(role.name))
+                token_s[stage] = self._scores(role, layout, ranks) / share
+                call_s[stage], scopes[stage] = 0.0, scope
+        costs = replace(
+            self.costs.generation(actor, mapping.gen, home[: mapping.gen.ranks]),
+            token_s=token_s,
+            stage_call_s=call_s,
+            train_token_s=priced.training / tokens,
+            switch_s=priced.switch,
+        )
+        return Setting(
+            costs=costs,
+            num_instances=mapping.instances,
+            max_held=max(1, self.memory.samples_held(actor, mapping.gen)),
+            decode_steps=self.decode_steps,
+            chunk_tokens=next(iter(mapping.train.values())).micro_batch_tokens,
+            scopes=scopes,
+            # A schedule that moves the tail has learned lengths and costs after its first step.
+            workload=replace(
+                self.workload, num_steps=2 if mapping.schedule.entry.moves_samples else 1
+            ),
+            group_size=self.group_size,
+        )

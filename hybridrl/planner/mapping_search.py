@@ -1,0 +1,430 @@
+"""The search for a mapping of models to devices (HybridFlow, arXiv 2409.19256, section 6).
+
+Algorithm 1 there: for every placement (a partition of the roles into pools) and every allocation of
+ranks to the pools, find each role's best layout and add up. Algorithm 2 finds the layout, cached by
+role and ranks. Here a mapping also has a generation layout and a schedule, and candidates are
+ordered by a bound on their step, so that few are priced:
+
+    1  bound      training by a closed form, generation in the largest batches without a gap
+    2  priced     updates pipeline by pipeline, the weight switch by its plan
+    3  replayed   the scheduler that runs, in virtual time
+
+The candidate with the least seconds so far goes on to its next level. One that is replayed when its
+turn comes is no worse than any that is left. So results come in order, the best first.
+
+Invariants: a level's seconds are never below those of the level before. Every result fits into the
+memory of its ranks. Results differ in placement, allocation, generation layout or schedule.
+"""
+
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.planner.mapping import (
+    ACTOR,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+)
+from hybridrl.planner.mapping_memory import MappingMemory
+from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
+from hybridrl.planner.memory import GIB, MemoryPlan
+from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
+
+logger = logging.getLogger(__name__)
+
+Pools = Mapping[str, tuple[str, ...]]
+Name = Callable[[Sequence[Sequence[str]]], Pools | None]
+"""The pools of a partition by name, the actor's first; None for one that is not to be tried."""
+
+_MOST_PP = 16
+_MOST_GEN_PP = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSpace:
+    """What may be tried."""
+
+    pools: Name
+    """Partitions that a run can have."""
+    schedules: Sequence[ScheduleConfig]
+    micro_batch_tokens: Sequence[int]
+    activations: Sequence[ActivationMode] = (ActivationMode.keep, ActivationMode.recompute)
+    pipelines: Sequence[PipelineSchedule] = tuple(PipelineSchedule)
+    allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True
+    """Whether a role's model can be trained in a layout; heads and layers are checked besides."""
+    allows_gen: Callable[[PlannedRole, GenLayout], bool] = lambda role, gen: True
+    splits_tokens: Callable[[PlannedRole], bool] = lambda role: True
+    """Whether `sequence_parallel` is there for a model: it takes less memory for the same traffic.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricedMapping:
+    """A mapping with its seconds and bytes."""
+
+    mapping: DeviceMapping
+    seconds: StepSeconds
+    bound_s: float
+    """Seconds that no mapping of this kind could fall below."""
+    memory: Mapping[str, MemoryPlan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MappingResults:
+    """The best mappings, and how much was tried."""
+
+    best: Sequence[PricedMapping]
+    num_candidates: int
+    num_priced: int
+    num_replayed: int
+    seconds: float
+    is_complete: bool
+    """Whether nothing that is left could be better than the last of the best."""
+    rest_s: float | None
+    """The least bound of what is left; None where nothing is."""
+
+
+class DoesNotFit(Exception):
+    """No layout of a role fits, or a mapping: `role`, and bytes by owner on a rank."""
+
+    def __init__(self, role: str, sizes: Mapping[str, int], available: int, where: str) -> None:
+        self.role, self.sizes, self.available = role, sizes, available
+        owner = max(sizes, key=lambda name: sizes[name])
+        total = sum(sizes.values())
+        missing = (total - available) / GIB
+        super().__init__(
+            f"{role} {where} needs {total / GIB:.1f} GiB on a rank, {missing:.1f} GiB more than"
+            f" there is; most of it, {sizes[owner] / GIB:.1f} GiB, are {owner}"
+        )
+
+
+@dataclass(order=True, slots=True)
+class _Candidate:
+    """What is known of a mapping so far: `level` 1 to 3, and seconds that it takes at least."""
+
+    seconds: float
+    number: int
+    level: int = field(compare=False)
+    mapping: DeviceMapping = field(compare=False)
+    priced: StepSeconds | None = field(compare=False, default=None)
+    bound_s: float = field(compare=False, default=0.0)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What results differ in."""
+        mapping = self.mapping
+        kind = mapping.schedule.kind
+        return tuple(mapping.pools.values()), tuple(mapping.ranks.values()), mapping.gen, kind
+
+
+class MappingSearch:
+    """Finds mappings of `roles` to `ranks` ranks: see the module.
+
+    Example: `MappingSearch(roles, prices, memory, 16, space).run(10)`.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[PlannedRole],
+        prices: MappingPrices,
+        memory: MappingMemory,
+        ranks: int,
+        space: SearchSpace,
+    ) -> None:
+        self.roles, self.prices, self.memory = roles, prices, memory
+        self.ranks, self.space = ranks, space
+        self._by_name = {role.name: role for role in roles}
+        self._layouts = lru_cache(None)(self._bounded_layouts)
+        self._best = lru_cache(None)(self._best_layout)
+        self._gens = lru_cache(None)(self._gen_layouts)
+        self._fitting = lru_cache(None)(memory.fits_training)
+
+    def run(
+        self,
+        number: int,
+        budget_s: float = 60.0,
+        on_progress: Callable[[int, int], None] = lambda replayed, candidates: None,
+    ) -> MappingResults:
+        """The best `number` of mappings, the best first, or what `budget_s` seconds are enough for.
+
+        Raises DoesNotFit where a role fits nowhere.
+        """
+        started = time.monotonic()
+        queue = list(self._candidates())
+        if not queue:
+            raise self._obstacle()
+        heapq.heapify(queue)
+        counts = {1: len(queue), 2: 0, 3: 0}
+        done: dict[tuple[object, ...], _Candidate] = {}
+        while queue and len(done) < number:
+            candidate = heapq.heappop(queue)
+            if candidate.key in done:
+                continue
+            if candidate.level == 3:
+                done[candidate.key] = candidate
+                continue
+            # One at least is replayed, however slow the machine is.
+            if counts[3] and time.monotonic() - started > budget_s:
+                heapq.heappush(queue, candidate)
+                break
+            for better in self._next_level(candidate):
+                counts[better.level] += 1
+                heapq.heappush(queue, better)
+            on_progress(counts[3], counts[1])
+        is_complete = len(done) == number or not queue
+        for left in sorted(queue):  # replayed before the time was over
+            if left.level == 3 and len(done) < number:
+                done.setdefault(left.key, left)
+        return MappingResults(
+            best=[self._result(one) for one in done.values()],
+            num_candidates=counts[1],
+            num_priced=counts[2],
+            num_replayed=counts[3],
+            seconds=time.monotonic() - started,
+            is_complete=is_complete,
+            rest_s=min((one.seconds for one in queue if one.level < 3), default=None),
+        )
+
+    def price(self, mapping: DeviceMapping) -> PricedMapping:
+        """One mapping, by the scheduler. Raises DoesNotFit."""
+        plans = self.memory.plans(self.roles, mapping)
+        check_fits(plans)
+        bound = self.prices.bound(mapping, self._bounds_of(mapping))
+        priced = self.prices.replayed(mapping, self.prices.priced(mapping))
+        return PricedMapping(mapping=mapping, seconds=priced, bound_s=bound.step_s, memory=plans)
+
+    def _bounds_of(self, mapping: DeviceMapping) -> dict[str, float]:
+        return {
+            name: self.prices.update_bound_s(self._by_name[name], layout, mapping.ranks_of(name))
+            for name, layout in mapping.train.items()
+        }
+
+    def _result(self, candidate: _Candidate) -> PricedMapping:
+        assert candidate.priced is not None, "a result that was not replayed"
+        return PricedMapping(
+            mapping=candidate.mapping,
+            seconds=candidate.priced,
+            bound_s=candidate.bound_s,
+            memory=self.memory.plans(self.roles, candidate.mapping),
+        )
+
+    # Candidates and their levels
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        """Every mapping, by its bound; of training layouts only the one with the least bound."""
+        numbers = itertools.count()
+        names = sorted((r.name for r in self.roles), key=lambda name: name != ACTOR)
+        for partition in set_partitions(names):
+            pools = self.space.pools(partition)
+            if pools is None or len(pools) > self.ranks:
+                continue
+            step = allocation_step(self.ranks, len(pools))
+            for sizes in allocations(self.ranks, len(pools), step):
+                ranks = dict(zip(pools, sizes, strict=True))
+                yield from self._mappings(pools, ranks, numbers)
+
+    def _mappings(
+        self, pools: Pools, ranks: Mapping[str, int], numbers: Iterator[int]
+    ) -> Iterator[_Candidate]:
+        """Those of an allocation; settings that all roles share are the outer loop."""
+        space = self.space
+        frame = DeviceMapping(
+            pools=pools, ranks=ranks, train={}, gen=GenLayout(), schedule=space.schedules[0]
+        )
+        gens = [gen for gen in self._gens(len(frame.ranks_of(ACTOR))) if self._suits(frame, gen)]
+        shared = itertools.product(space.activations, space.micro_batch_tokens)
+        for activations, tokens in shared:
+            train, bounds = {}, {}
+            for role in self.roles:
+                if role.trained:
+                    least = self._layouts(role, frame.ranks_of(role.name), activations, tokens)
+                    if not least:
+                        break
+                    bounds[role.name], train[role.name] = least[0]
+            else:
+                for gen, schedule in itertools.product(gens, space.schedules):
+                    mapping = replace(frame, train=train, gen=gen, schedule=schedule)
+                    bound = self.prices.bound(mapping, bounds).step_s
+                    yield _Candidate(bound, next(numbers), 1, mapping, bound_s=bound)
+
+    def _suits(self, frame: DeviceMapping, gen: GenLayout) -> bool:
+        """Whether a pool of roles that score is a number of instances, and a rank holds them."""
+        for role in self.roles:
+            if role.trained:
+                continue
+            if len(frame.ranks_of(role.name)) % gen.ranks:
+                return False
+            if not self._holds_scorer(role, gen):
+                return False
+        return True
+
+    def _holds_scorer(self, role: PlannedRole, gen: GenLayout) -> bool:
+        """Whether a rank can score with a role: with the actor's generation weights beside it."""
+        memory = self.memory
+        sizes = memory.scoring_sizes(role, gen, min(self.space.micro_batch_tokens))
+        used = sizes.weights + sizes.activations + memory.reserved
+        return used <= memory.capacity
+
+    def _next_level(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        mapping = candidate.mapping
+        if candidate.level == 1:
+            first = next(iter(mapping.train.values()))
+            train = {}
+            for name in mapping.train:
+                shared = first.activations, first.micro_batch_tokens
+                best = self._best(self._by_name[name], mapping.ranks_of(name), *shared)
+                train[name] = best
+            mapping = replace(mapping, train=train)
+            if not all(plan.fits for plan in self.memory.plans(self.roles, mapping).values()):
+                return
+            priced = self.prices.priced(mapping)
+        else:
+            assert candidate.priced is not None
+            priced = self.prices.replayed(mapping, candidate.priced)
+        # The closed forms are bounds; a difference in the last digits does not count.
+        seconds = max(candidate.seconds, priced.step_s)
+        yield _Candidate(
+            seconds, candidate.number, candidate.level + 1, mapping, priced, candidate.bound_s
+        )
+
+    # Layouts, by role and ranks (algorithm 2)
+
+    def _bounded_layouts(
+        self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
+    ) -> list[tuple[float, TrainLayout]]:
+        """Layouts that fit, by the bound on their updates, the least first."""
+        bounded = [
+            (self.prices.update_bound_s(role, layout, ranks), layout)
+            for layout in self._train_layouts(role, len(ranks), activations, tokens)
+            if self._fitting(role, layout)
+        ]
+        return sorted(bounded, key=lambda pair: (pair[0], pair[1].pp, pair[1].tp))
+
+    def _best_layout(
+        self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
+    ) -> TrainLayout:
+        """The layout with the quickest update: those are priced whose bound is less than that."""
+        best, layouts = (
+            (float("inf"), TrainLayout()),
+            self._layouts(role, ranks, activations, tokens),
+        )
+        for bound, layout in layouts:
+            if bound >= best[0]:
+                break
+            seconds = self.prices.update_s(role, layout, ranks)
+            if seconds < best[0]:
+                best = seconds, layout
+        return best[1]
+
+    def _train_layouts(
+        self, role: PlannedRole, ranks: int, activations: ActivationMode, tokens: int
+    ) -> Iterator[TrainLayout]:
+        shape, per_node = role.shape, self.prices.costs.cluster.per_node
+        for pp, tp in itertools.product(_doublings(_MOST_PP), _doublings(per_node)):
+            data, rest = divmod(ranks, pp * tp)
+            if rest or pp > shape.layers or not divides(shape.heads, shape.kv_heads, tp):
+                continue
+            for replicas in _doublings(data):
+                if data % replicas:
+                    continue
+                for schedule in self.space.pipelines if pp > 1 else self.space.pipelines[:1]:
+                    layout = TrainLayout(
+                        pp=pp,
+                        replicas=replicas,
+                        fsdp=data // replicas,
+                        tp=tp,
+                        schedule=schedule,
+                        activations=activations,
+                        sequence_parallel=tp > 1 and self.space.splits_tokens(role),
+                        micro_batch_tokens=tokens,
+                    )
+                    zigzags = layout.zigzag and activations is ActivationMode.recompute
+                    if layout.chunks > shape.layers or zigzags:
+                        continue
+                    if self.space.allows_train(role, layout):
+                        yield layout
+
+    def _gen_layouts(self, ranks: int) -> list[GenLayout]:
+        """Of instances that hold a full sample at least."""
+        actor = self._by_name[ACTOR]
+        shape, per_node = actor.shape, self.prices.costs.cluster.per_node
+        layouts = []
+        for pp, tp in itertools.product(_doublings(_MOST_GEN_PP), _doublings(per_node)):
+            fits_model = pp <= shape.layers and divides(shape.heads, shape.kv_heads, tp)
+            if ranks % (pp * tp) == 0 and fits_model:
+                gen = GenLayout(pp=pp, tp=tp)
+                if self.space.allows_gen(actor, gen) and self.memory.samples_held(actor, gen):
+                    layouts.append(gen)
+        return layouts
+
+    # What does not fit
+
+    def _obstacle(self) -> Exception:
+        """Why there is no candidate: the role that fits least, on all ranks."""
+        available = self.memory.capacity - self.memory.reserved
+        worst: DoesNotFit | None = None
+        for role in self.roles:
+            if not role.trained:
+                continue
+            peaks = [
+                self.memory.train_peak(role, layout)
+                for activations, tokens in itertools.product(
+                    self.space.activations, self.space.micro_batch_tokens
+                )
+                for layout in self._train_layouts(role, self.ranks, activations, tokens)
+            ]
+            least = min(peaks, key=lambda sizes: sum(sizes.values()), default=None)
+            if least is not None and sum(least.values()) > available:
+                where = f"trained on {self.ranks} ranks"
+                obstacle = DoesNotFit(role.name, least, available, where)
+                if worst is None or sum(least.values()) > sum(worst.sizes.values()):
+                    worst = obstacle
+        if worst is not None:
+            return worst
+        actor = self._by_name[ACTOR]
+        gens = [
+            self.memory.generation_sizes(actor, GenLayout(pp=pp, tp=tp))
+            for pp in _doublings(_MOST_GEN_PP)
+            for tp in _doublings(self.prices.costs.cluster.per_node)
+            if self.ranks % (pp * tp) == 0
+        ]
+        least_gen = min(gens, key=lambda sizes: sizes.weights)
+        sizes = {
+            "generation weights": least_gen.weights,
+            "KV cache": least_gen.longest * least_gen.token,
+            "logits": least_gen.logits,
+            "activations": least_gen.prefill,
+        }
+        return DoesNotFit(ACTOR, sizes, available, "with a full sample in generation")
+
+
+def check_fits(plans: Mapping[str, MemoryPlan]) -> None:
+    """Raise DoesNotFit for a mapping that a rank cannot hold."""
+    for pool, plan in plans.items():
+        if not plan.fits:
+            peak = plan.peak
+            work, _, role = peak.name.partition(" ")
+            name = role if work in ("train", "score", "save") else ACTOR
+            available = plan.capacity - plan.reserved
+            where = f"in pool {pool}, phase {peak.name},"
+            raise DoesNotFit(name, peak.sizes, available, where)
+
+
+def divides(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether tp ranks have equal numbers of heads, or several share one of keys and values."""
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _doublings(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to `most`."""
+    number = 1
+    while number <= most:
+        yield number
+        number *= 2

@@ -1,0 +1,141 @@
+"""`hybridrl plan auto`: what it proposes passes the checks of a run, what is wrong is one line."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl import cli
+from hybridrl.config import ConfigError, compose
+from hybridrl.controller import mapping_command
+from hybridrl.controller.preflight import prepare
+
+LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
+TINY = (
+    *("cluster.device=cpu", "data.max_prompt_tokens=64", "rollout.max_new_tokens=192"),
+    *("trainer.prompts_per_step=2", "cluster.memory_check=warn"),
+)
+
+
+def _plan(*args: str, lengths: str = LENGTHS) -> mapping_command.MappingReport:
+    return mapping_command.run([*args, lengths])
+
+
+def _random_problem(draw: random.Random) -> list[str]:
+    """A recipe, a tiny model and a cluster."""
+    heads = draw.choice((2, 4, 8))
+    return [
+        f"recipe={draw.choice(('grpo', 'ppo', 'grpo', 'safe_rlhf'))}",
+        f"model.tiny.num_layers={draw.choice((1, 2, 4, 5))}",
+        f"model.tiny.num_heads={heads}",
+        f"model.tiny.num_kv_heads={draw.choice([h for h in (1, 2, 4, 8) if h <= heads])}",
+        f"model.tiny.hidden_size={16 * heads}",
+        f"--nodes={draw.choice((1, 2, 3))}",
+        f"--gpus-per-node={draw.choice((1, 2, 4))}",
+        f"--gpu={draw.choice(('h100', 'a100'))}",
+        "--number=2",
+        "--seconds=2",
+    ]
+
+
+def _passes_preflight(seed: int, directory: Path) -> None:
+    """What `train` checks before it starts a rank; memory is that of the planned cluster."""
+    args = _random_problem(random.Random(seed))
+    report = _plan(*TINY, *args)
+    own = [arg for arg in args if not arg.startswith("--")]
+    for number, overrides in enumerate(report.overrides):
+        run_dir = f"run.dir={directory / f'{seed}-{number}'}"
+        config = compose.check([*TINY, *own, *overrides, run_dir])
+        prepare(config)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_overrides_pass_the_preflight(seed: int, tmp_path: Path) -> None:
+    """Of random models and clusters."""
+    _passes_preflight(seed, tmp_path)
+
+
+@pytest.mark.slow
+def test_overrides_of_many_pass_the_preflight(tmp_path: Path) -> None:
+    """Of 200 random models and clusters."""
+    for seed in range(200):
+        _passes_preflight(seed, tmp_path)
+
+
+def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
+    """Seconds ascend, none is below what no mapping of its kind could take."""
+    report = _plan(*TINY, "recipe=ppo", "--nodes=1", "--gpus-per-node=4", "--number=6")
+    seconds = [one.seconds.step_s for one in report.result.best]
+    assert len(seconds) >= 4
+    assert seconds == sorted(seconds)
+    assert all(one.bound_s <= one.seconds.step_s * (1 + 1e-9) for one in report.result.best)
+    placements = {len(one.mapping.pools) for one in report.result.best}
+    assert report.result.is_complete
+    assert placements <= {1, 2}
+
+
+def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
+    """The overrides of a result, priced."""
+    cluster = ("--nodes=1", "--gpus-per-node=2")
+    report = _plan(*TINY, "recipe=ppo", *cluster, "--number=1")
+    (best,) = report.result.best
+    again = _plan(*TINY, "recipe=ppo", *report.overrides[0], *cluster, "--price")
+    (priced,) = again.result.best
+    assert priced.mapping.train == best.mapping.train
+    assert priced.seconds.step_s == pytest.approx(best.seconds.step_s, rel=1e-9)
+
+
+BIG = ("model=llama3_70b", "cluster.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "message"),
+    [
+        ((*BIG, "--nodes=1"), "--nodes", "actor trained on 8 ranks needs"),
+        ((*TINY, "--nodes=1", "--gpu=tpu"), "--gpu", "h100, h800"),
+        ((*TINY,), "--nodes", "how many nodes"),
+        ((*TINY, "--nodes=0"), "--nodes", "1 or more"),
+        ((*TINY, "--nodes=1", "--gpus=8"), "option", "--gpus-per-node"),
+        ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
+        ((*TINY, "--nodes=1", "actor.lora.rank=4"), "actor.lora.rank", "0 with plan auto"),
+        ((*TINY, "--nodes=1", "--costs=/none.json"), "--costs", "plan calibrate"),
+    ],
+)
+def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) -> None:
+    """Key, value, what is allowed."""
+    with pytest.raises(ConfigError) as error:
+        _plan(*args)
+    assert error.value.key == key
+    assert message in error.value.allowed
+    assert "\n" not in str(error.value)
+
+
+def test_a_workload_without_lengths_says_where_they_come_from() -> None:
+    """A run, a file, or a distribution."""
+    with pytest.raises(ConfigError, match="lognormal"):
+        mapping_command.run([*TINY, "--nodes=1"])
+
+
+def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:
+    """Without FSDP, 70B parameters have too large moments."""
+    layout = ("trainer.layout.replicas=8", "trainer.layout.fsdp=1", "rollout.layout.tp=8")
+    with pytest.raises(ConfigError, match=r"most of it.*moments"):
+        _plan(*BIG, *layout, "--nodes=1", "--price")
+
+
+def test_the_command_prints_what_train_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table, the command, JSON; a file with the overrides."""
+    out = tmp_path / "overrides"
+    cluster = ("--nodes=1", "--gpus-per-node=2", f"--out={out}", "--number=2")
+    cli.main(["plan", "auto", *TINY, LENGTHS, *cluster])
+    lines = capsys.readouterr().out.splitlines()
+    record: dict[str, Any] = json.loads(lines[-1])
+    overrides = record["mappings"][0]["overrides"]
+    assert lines[-2] == " ".join(["hybridrl train", *TINY, *overrides])
+    assert out.read_text().splitlines() == overrides
+    config = compose.check([*TINY, *overrides])
+    assert config.cluster.ranks == 2
