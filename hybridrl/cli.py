@@ -25,7 +25,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
            or of a run's checkpoints             hybridrl eval RUN --checkpoints all
-  plan     switch, memory or schedule, on paper  hybridrl plan memory model=qwen3_8b
+  plan     mapping, memory, schedule, on paper   hybridrl plan auto --help
   report   render a run's page                   hybridrl report RUN
   watch    the same page live, and all samples   hybridrl watch RUN [--port=6007]
   compare  several runs, seeds joined            hybridrl compare RUN RUN ...
@@ -255,7 +255,7 @@ def _job(action: Action, config: Config) -> None:
 
 
 def _plan(args: list[str]) -> None:
-    """Plan a weight switch, memory or schedules, for machines that need not be present."""
+    """Plan a mapping, a switch, memory or schedules, for machines that need not be present."""
     if args[:1] == ["schedule"]:
         return _plan_schedule(args[1:])
     if args[:1] == ["auto"]:

@@ -57,6 +57,26 @@ class _Chunk:
     reduce_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SampleTotals:
+    """Sums over samples, in tokens and in pairs of a query and a key; the longest sample."""
+
+    tokens: int
+    scored: int
+    pairs: int
+    longest: int
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
+        """Those of a mini-batch."""
+        return cls(
+            sum(sample.tokens for sample in samples),
+            sum(sample.response for sample in samples),
+            sum(sample.pairs for sample in samples),
+            max((sample.tokens for sample in samples), default=0),
+        )
+
+
 class MappingCosts:
     """Predicts seconds of roles in layouts on a cluster.
 
@@ -310,11 +330,17 @@ class MappingCosts:
         self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
     ) -> float:
         """A closed form that `update_s` is never below: the busiest stage without a gap."""
-        tokens = sum(sample.tokens for sample in samples) / layout.data_ranks
-        scored = sum(sample.response for sample in samples) / layout.data_ranks
-        pairs = sum(sample.pairs for sample in samples) / layout.data_ranks
+        return self.bound_of(role, layout, ranks, SampleTotals.of(samples))
+
+    def bound_of(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: "SampleTotals"
+    ) -> float:
+        """The same, of samples whose sums are known: a search asks for thousands of layouts."""
+        tokens = totals.tokens / layout.data_ranks
+        scored = totals.scored / layout.data_ranks
+        pairs = totals.pairs / layout.data_ranks
         rows = max(1, math.ceil(tokens / layout.micro_batch_tokens))
-        if any(sample.tokens > layout.micro_batch_tokens for sample in samples):
+        if totals.longest > layout.micro_batch_tokens:
             rows = 1  # a long sample is a row by itself
         stages = [0.0] * layout.pp
         for number, chunk in enumerate(self._chunks(role, layout, ranks)):

@@ -21,7 +21,7 @@ from hybridrl.planner.mapping import (
     SampleLength,
     TrainLayout,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.mapping_costs import MappingCosts, SampleTotals
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.schedule import Setting, replay
 from hybridrl.planner.workload import Workload
@@ -106,6 +106,7 @@ class MappingPrices:
             for k in range(size)
         ]
         self._mini_batch = self.samples[: max(1, len(self.samples) // mini_batches)]
+        self._totals = SampleTotals.of(self._mini_batch)
         self._longest_first = sorted(self.samples, key=lambda sample: -sample.tokens)
         self._updates = lru_cache(None)(self._update_s)
         self._bounds = lru_cache(None)(self._update_bound_s)
@@ -128,7 +129,7 @@ class MappingPrices:
         return self._all_updates(role, layout, each)
 
     def _update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        each = self.costs.bound_s(role, layout, ranks, self._mini_batch)
+        each = self.costs.bound_of(role, layout, ranks, self._totals)
         return self._all_updates(role, layout, each)
 
     def _all_updates(self, role: PlannedRole, layout: TrainLayout, each: float) -> float:

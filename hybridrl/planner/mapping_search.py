@@ -40,7 +40,7 @@ from hybridrl.planner.partitions import allocation_step, allocations, set_partit
 logger = logging.getLogger(__name__)
 
 Pools = Mapping[str, tuple[str, ...]]
-Name = Callable[[Sequence[Sequence[str]]], Pools | None]
+PoolNaming = Callable[[Sequence[Sequence[str]]], Pools | None]
 """The pools of a partition by name, the actor's first; None for one that is not to be tried."""
 
 _MOST_PP = 16
@@ -51,7 +51,7 @@ _MOST_GEN_PP = 4
 class SearchSpace:
     """What may be tried."""
 
-    pools: Name
+    pools: PoolNaming
     """Partitions that a run can have."""
     schedules: Sequence[ScheduleConfig]
     micro_batch_tokens: Sequence[int]
