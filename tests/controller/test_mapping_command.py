@@ -51,7 +51,7 @@ def _passes_preflight(seed: int, directory: Path) -> None:
         prepare(config)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_overrides_pass_the_preflight(seed: int, tmp_path: Path) -> None:
     """Of random models and clusters."""
     _passes_preflight(seed, tmp_path)
@@ -73,7 +73,7 @@ def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
     assert all(one.bound_s <= one.seconds.step_s * (1 + 1e-9) for one in report.result.best)
     placements = {len(one.mapping.pools) for one in report.result.best}
     assert report.result.is_complete
-    assert placements <= {1, 2}
+    assert placements <= {1, 2, 3}
 
 
 def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
