@@ -465,6 +465,7 @@ class TrainEngine(ModelShards):
         lr_scale = update.loss.lr_scale(figures.get("effective_share", 1.0))
         metrics = self._step(sums.sums, 1.0 if lr_scale is None else lr_scale, update.factor)
         metrics |= figures if lr_scale is None else {**figures, "lr_scale": lr_scale}
+        logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
         # Backward has twice as many, but for the gradients of frozen weights.
         metrics["flops"] = totals.work * (3 if self.lora is None else 2)
