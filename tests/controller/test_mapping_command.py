@@ -87,6 +87,19 @@ def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
     assert priced.seconds.step_s == pytest.approx(best.seconds.step_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_gpus_a_role_is_brought_for_its_update(device: str) -> None:
+    """So a slow link to the host makes updates longer; on CPUs all roles stay."""
+
+    def updates_s(host_gbs: float) -> float:
+        cluster = ("--nodes=1", "--gpus-per-node=2", f"--host-gbs={host_gbs}", "--number=1")
+        report = _plan(*TINY, f"cluster.device={device}", "recipe=ppo", *cluster)
+        (best,) = report.result.best
+        return sum(best.seconds.train.values())
+
+    assert (updates_s(0.01) > 2 * updates_s(50)) is (device == "cuda")
+
+
 BIG = ("model=llama3_70b", "cluster.device=cuda")
 
 
