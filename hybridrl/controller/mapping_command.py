@@ -49,6 +49,7 @@ from hybridrl.planner.mapping_search import (
     check_fits,
 )
 from hybridrl.planner.memory import GIB, MemoryPlan
+from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 from hybridrl.telemetry.log import command_log
 
@@ -161,34 +162,21 @@ def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Options by name, and the other arguments. Raises ConfigError."""
     options: dict[str, Any] = {}
     rest = []
-    known = {_option(name): name for name in (*_NUMBERS, *_TEXTS)}
+    known = {option_name(name): name for name in (*_NUMBERS, *_TEXTS)}
     for arg in args:
         option, _, value = arg.partition("=")
         if option in known:
             name = known[option]
-            options[name] = _number(name, value) if name in _NUMBERS else value
+            options[name] = value
+            if name in _NUMBERS:
+                whole, least = name in _WHOLE, _NUMBERS[name]
+                options[name] = read_number(option, value, least, whole=whole, below=2**20)
         elif arg.startswith("-") and arg not in _FLAGS:
             allowed = f"key=value, or one of {', '.join([*known, *_FLAGS])}"
             raise ConfigError("option", arg, allowed)
         else:
             rest.append(arg)
     return options, rest
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _number(name: str, text: str) -> float:
-    is_whole = name in _WHOLE
-    try:
-        number: float = int(text) if is_whole else float(text)
-    except ValueError:
-        number = 0
-    if not _NUMBERS[name] <= number < 2**20:
-        kind = "a whole number" if is_whole else "a number"
-        raise ConfigError(_option(name), text, f"{kind}, {_NUMBERS[name]:g} or more")
-    return number
 
 
 def _cluster(options: Mapping[str, Any]) -> ClusterShape:

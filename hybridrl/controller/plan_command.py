@@ -8,6 +8,7 @@ from hybridrl.config import ClusterKind, Config, ConfigError, Device, PipelineSc
 from hybridrl.controller import memory_plan
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight import build_recipe, check_attention
+from hybridrl.planner.options import read_number
 from hybridrl.telemetry.log import command_log
 
 if TYPE_CHECKING:
@@ -174,12 +175,5 @@ def _number_option(args: list[str], name: str, whole: bool = False) -> tuple[flo
     number = 0.0
     for arg in args:
         if arg.startswith(f"{name}="):
-            text = arg.partition("=")[2]
-            try:
-                number = int(text) if whole else float(text)
-            except ValueError:
-                number = 0.0
-            if not 1 <= number < 2**20:
-                kind = "a whole number" if whole else "a number"
-                raise ConfigError(name, text, f"{kind}, 1 or more")
+            number = read_number(name, arg.partition("=")[2], 1, whole=whole, below=2**20)
     return number, rest

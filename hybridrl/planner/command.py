@@ -13,6 +13,7 @@ from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import read_roofline, samples_held
+from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 
@@ -96,14 +97,21 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
     """The setting of the arguments, and measurements of the run they name. Raises `ConfigError`."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in (*_TEXTS, *_NUMBERS):
-        parser.add_argument(_option(name))
+        parser.add_argument(option_name(name))
     known, unknown = parser.parse_known_args(list(args))
     if unknown:
-        allowed = ", ".join(map(_option, (*_TEXTS, *_NUMBERS)))
+        allowed = ", ".join(map(option_name, (*_TEXTS, *_NUMBERS)))
         raise ConfigError("option", unknown[0], f"one of {allowed}")
     # numbers
     texts = vars(known)
-    options: dict[str, Any] = {name: _number(name, texts[name]) for name in _NUMBERS}
+    options: dict[str, Any] = {
+        name: None
+        if texts[name] is None
+        else read_number(
+            option_name(name), texts[name], least, whole=name not in _FRACTIONS, below=2**31
+        )
+        for name, least in _NUMBERS.items()
+    }
     lengths = texts["lengths"] or ""
     shape = Shape(
         prompts_per_step=options["prompts"],
@@ -152,28 +160,10 @@ def _schedule(kind: type[ScheduleConfig], settings: dict[str, Any]) -> ScheduleC
     try:
         schedule.check()
     except ConfigError as error:
-        option = _option(error.key.removeprefix("schedule."))
-        allowed = re.sub(r"schedule\.(\w+)", lambda key: _option(key[1]), error.allowed)
+        option = option_name(error.key.removeprefix("schedule."))
+        allowed = re.sub(r"schedule\.(\w+)", lambda key: option_name(key[1]), error.allowed)
         raise ConfigError(option, error.value, allowed) from None
     return schedule
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _number(name: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    least = _NUMBERS[name]
-    try:
-        value = float(text) if name in _FRACTIONS else int(text)
-    except ValueError:
-        value = -1
-    if not least <= value < 2**31:
-        expected = "a number" if name in _FRACTIONS else "a whole number"
-        raise ConfigError(_option(name), text, f"{expected}, {least} or more")
-    return value
 
 
 def _facts(text: str | None, run: Path, workload: Workload) -> dict[str, Any]:

@@ -8,7 +8,7 @@ with F the floating-point operations of its matrices, E the elements that its ot
 times hidden and feed-forward sizes), P the operations of attention (quadratic in lengths). So what
 was measured for one layout and size predicts another. The head has costs of its own.
 
-Sources: a roofline (`accelerators.py`), `hybridrl plan calibrate`, a recorded run.
+Sources: a roofline (`accelerators.py`) and `hybridrl plan calibrate`.
 """
 
 import math
@@ -57,7 +57,7 @@ class LayerCosts:
     """Costs of one accelerator; links are the cluster's."""
 
     source: str
-    """`roofline`, `calibrated` or `recorded`, and of what."""
+    """`roofline` or `calibrated`, and of what."""
     forward: PassRates
     backward: PassRates
     """A whole backward pass."""

@@ -15,6 +15,7 @@ from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample
 from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength
 from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +111,12 @@ class MappedWork:
 def lengths_of(samples: Sequence[Sample]) -> list[SampleLength]:
     """Tokens of each sample's prompt and response."""
     return [SampleLength(sample.prompt_tokens, sample.response_tokens) for sample in samples]
+
+
+def step_samples(workload: Workload, group_size: int) -> list[SampleLength]:
+    """Those of the first step, `group_size` a prompt."""
+    return [
+        SampleLength(group.prompt_tokens, group.lengths[k % len(group.lengths)])
+        for group in workload.groups[: workload.prompts_per_step]
+        for k in range(group_size)
+    ]

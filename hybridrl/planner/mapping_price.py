@@ -12,13 +12,12 @@ from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample
-from hybridrl.planner.mapped_work import MappedWork
+from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
     GenLayout,
     PlannedRole,
-    SampleLength,
     TrainLayout,
 )
 from hybridrl.planner.mapping_costs import MappingCosts, SampleTotals
@@ -98,13 +97,7 @@ class MappingPrices:
         self.decode_steps, self.epochs, self.mini_batches = decode_steps, epochs, mini_batches
         self.group_size = workload.group_size
         self._by_name = {role.name: role for role in roles}
-        groups = workload.groups[: workload.prompts_per_step]
-        size = self.group_size
-        self.samples = [
-            SampleLength(group.prompt_tokens, group.lengths[k % len(group.lengths)])
-            for group in groups
-            for k in range(size)
-        ]
+        self.samples = step_samples(workload, self.group_size)
         self._mini_batch = self.samples[: max(1, len(self.samples) // mini_batches)]
         self._totals = SampleTotals.of(self._mini_batch)
         self._longest_first = sorted(self.samples, key=lambda sample: -sample.tokens)

@@ -26,8 +26,7 @@ from hybridrl.flow.graph import (
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
-from hybridrl.planner.mapped_work import MappedWork
-from hybridrl.planner.mapping import SampleLength
+from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Workload
 
@@ -190,12 +189,7 @@ def mapped_setting(
     step's lengths.
     """
     mapping = mapped.mapping
-    groups = workload.groups[: workload.prompts_per_step]
-    samples = [
-        SampleLength(group.prompt_tokens, group.lengths[k % len(group.lengths)])
-        for group in groups
-        for k in range(group_size)
-    ]
+    samples = step_samples(workload, group_size)
     share = samples[:: mapping.instances]
     return Setting(
         costs=mapped.flow_costs(share),
