@@ -5,6 +5,7 @@ from hybridrl.flow.executor import (
     Computed,
     EarlyTrained,
     Event,
+    Replied,
     SamplesRead,
     TargetsLoaded,
     UpdateDone,
@@ -17,6 +18,8 @@ def described(event: Event) -> str:
     match event:
         case Advanced():
             return f"a call of instance {event.instance}, {len(event.finished)} samples finished"
+        case Replied():
+            return f"environments answered {len(event.replies)} turns"
         case Computed():
             return f"stage {event.stage} on {len(event.ids)} samples"
         case SamplesRead():

@@ -5,7 +5,7 @@ implement it with a cost model and virtual time. A schedule cannot tell them apa
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
+    max_turn_tokens: int = 0  # of one turn of a conversation; 0: the response is one turn
 
     @classmethod
     def of(cls, settings: SamplingConfig, max_new_tokens: int, temperature: float) -> "Sampling":
@@ -117,7 +118,36 @@ class Resume:
     stale_kv: bool = False
 
 
-Command = Submit | Park | Resume
+@dataclass(frozen=True, slots=True)
+class EpisodeReply:
+    """What an environment answers to the turn of a sample that waits for it.
+
+    `tokens` continue the response: what the chat template puts between the turn and the opening of
+    the next one. None of them is trained. None instead of tokens: the episode has ended. Then
+    `turn_rewards` has what each turn has earned, and `scalars` are new ones of the sample.
+    `finish` is `stop`, `length` where a limit ended it, or `abort` where the sample is dropped.
+    """
+
+    id: SampleId
+    tokens: tuple[int, ...] | None
+    finish: str = "stop"
+    turn_rewards: tuple[float, ...] = ()
+    scalars: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Continue samples whose turn has ended, or finish those whose episode has."""
+
+    replies: tuple[EpisodeReply, ...]
+
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        """The samples that are answered."""
+        return tuple(reply.id for reply in self.replies)
+
+
+Command = Submit | Park | Resume | Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +157,8 @@ class Finished:
     `more_tensors` names those that its stage does not declare, since settings ask for them.
 
     `finish` is `stop`, `length`, or `abort` where the engine gave up: then the sample is dropped.
-    `spans` say which version of the actor made which response tokens.
+    `spans` say which version of the actor made which response tokens. `scalars` are those that its
+    episode has ended with.
     """
 
     id: SampleId
@@ -137,6 +168,22 @@ class Finished:
     finish: str
     spans: tuple[TokenSpan, ...]
     more_tensors: tuple[str, ...] = ()
+    scalars: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """The model's turn has its last token: its sample is held until it is answered (`Answer`).
+
+    `tokens` are those of the turn, `text` what they say; `finish` is `stop` or `length`.
+    `response_tokens` counts all of the response so far, replies too.
+    """
+
+    id: SampleId
+    tokens: tuple[int, ...]
+    text: str
+    finish: str
+    response_tokens: int
 
 
 def generated_tensors(finished: Sequence[Finished]) -> tuple[str, ...]:
@@ -188,6 +235,8 @@ class Advanced:
     """One bounded call of an instance has returned, with `running` samples still unfinished.
 
     `lost` are samples that could not resume, since their parked state died with its instance.
+    `turns` are samples that wait for their environments from now on; `running` counts none of those
+    that wait.
     """
 
     instance: int
@@ -196,6 +245,18 @@ class Advanced:
     parked: tuple[Parked, ...] = ()
     lost: tuple[SampleId, ...] = ()
     work: Work = Work()
+    turns: tuple[TurnEnded, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """Environments have answered turns (`TurnEnded`); `seconds` that each has waited.
+
+    The executor hands turns to environments when it knows of them; they answer in any order.
+    """
+
+    replies: tuple[EpisodeReply, ...]
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +326,16 @@ class WorkerDied:
     instance: int
 
 
-Event = Advanced | Computed | SamplesRead | TargetsLoaded | EarlyTrained | UpdateDone | WorkerDied
+Event = (
+    Advanced
+    | Replied
+    | Computed
+    | SamplesRead
+    | TargetsLoaded
+    | EarlyTrained
+    | UpdateDone
+    | WorkerDied
+)
 
 
 class Executor(Protocol):
