@@ -244,6 +244,11 @@ class Forecast:
         if lengths:
             self._steps.append(sorted(lengths))
 
+    @property
+    def last(self) -> list[int]:
+        """The last step's lengths, in ascending order."""
+        return list(self._steps[-1])
+
     def sample(self, num: int) -> list[int]:
         """`num` lengths in ascending order, evenly spaced over each step's; none before any.
 

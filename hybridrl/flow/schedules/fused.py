@@ -4,10 +4,10 @@ RLHFuse, inter-stage fusion (arXiv 2409.13221, section 4).
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -27,12 +27,22 @@ from hybridrl.flow.migration import (
     tail_plans,
     training_arrivals,
 )
+from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
 from hybridrl.flow.schedules.streaming import StreamingSchedule
 
 logger = logging.getLogger(__name__)
+
+
+class _TakenPlan(NamedTuple):
+    """A plan whose round has begun, at `began`; its seconds are known when the update has ended."""
+
+    plan: TailPlan
+    began: float
+    tracker: ReadyTracker
+    early: UpdateStage | None
 
 
 class FusedSchedule(StreamingSchedule):
@@ -42,7 +52,8 @@ class FusedSchedule(StreamingSchedule):
     `migration_threshold` of them are unfinished, they migrate to the fewest instances that hold
     them, and the others are free for waiting work. Threshold 0 leaves every sample on its instance.
     None takes the best plan by a model of the step, which reads the lengths of earlier steps and
-    the measured costs (`tail_plans`). Where the executor can form wide instances, that model
+    the measured costs (`tail_plans`). It allows for what steps with each plan took beyond the model
+    so far (`PlanErrors`). Where the executor can form wide instances, that model
     chooses their width too, or none. With `must_widen` there is no tail on narrow ones.
 
     With `early` an instance that has nothing else to do trains on groups that are whole. Recipe and
@@ -71,6 +82,8 @@ class FusedSchedule(StreamingSchedule):
         self._widths = tuple(wide) if self._must_widen else (1, *wide)
         # By the first stage of a section.
         self._early_updates: dict[str, EarlyUpdate] = {}
+        self._plan_errors = PlanErrors()
+        self._taken: _TakenPlan | None = None
         for section in sections(self._order) if early is not None else ():
             update = self._early_updates[section[0].name] = self._early_update(section)
             if update.stage is not None:
@@ -95,9 +108,20 @@ class FusedSchedule(StreamingSchedule):
             must_widen=parts.must_widen,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """With what plans took beyond the model."""
+        return super().state_dict() | {"plan_errors": self._plan_errors.state_dict()}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """See `Schedule.load_state_dict`; another schedule has tried no plan."""
+        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        self._plan_errors.load_state_dict(state.get("plan_errors", {}))
+
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers, self._step_tasks = {}, []
+        self._trackers, self._step_tasks, self._taken = {}, [], None
         if any(update.stage for update in self._early_updates.values()):
             self._metrics["samples/trained_early"] = 0.0
 
@@ -134,6 +158,7 @@ class FusedSchedule(StreamingSchedule):
         self._enter_for([*makers, *tracker.computes])
         early = self._update_of(makers[0])
         plan = self._tail_plan(tracker, len(tasks), early)
+        taken = self._taken = _TakenPlan(plan, self.executor.clock.now(), tracker, early)
         early = early if plan.trains_early else None
         generation_round = self._new_round(
             tracker, plan.migration, early=early, overlaps=plan.overlaps
@@ -143,7 +168,30 @@ class FusedSchedule(StreamingSchedule):
         generation_round.run()
         generation_round.check_restored()
         positions = list(dict.fromkeys(task.sample.id.prompt for task in tasks))
-        return self._end_round(generation_round, tracker, tasks, positions)
+        streamed = self._end_round(generation_round, tracker, tasks, positions)
+        if taken.early is None:  # its plan says nothing of the update
+            self._judge_plan(taken)
+        return streamed
+
+    def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
+        super()._update(stages, batch)
+        if self._taken is not None:
+            self._judge_plan(self._taken)
+
+    def _judge_plan(self, taken: _TakenPlan) -> None:
+        """Learn what its round, or its round and update, took beyond what the plan says."""
+        measured_s, costs = self.executor.clock.now() - taken.began, self.meter.costs()
+        self._taken = None
+        if costs is None or not taken.plan.seconds:
+            return
+        if taken.early is not None:
+            measured_s -= costs.train_switch_s  # of every plan, so that none has it
+        lengths, (threshold, _, width) = self.length_model.forecast.last, taken.plan.migration
+        step = taken.tracker, [lengths], costs, taken.early
+        plans = self._plans(*step, 0, (1,))
+        if threshold:
+            plans += self._plans(*step, threshold, (width,))
+        self._plan_errors.saw(plans, taken.plan.name, measured_s)
 
     def _tail_plan(
         self, tracker: ReadyTracker, num_samples: int, early: UpdateStage | None
@@ -161,7 +209,8 @@ class FusedSchedule(StreamingSchedule):
             own = MigrationPlan(threshold, self.limits.max_held, narrowest)
         if costs is None or not steps:
             return TailPlan("not known yet", 0.0, own, early is not None)
-        plans = self._plans(tracker, steps, costs, early)
+        plans = self._plans(tracker, steps, costs, early, threshold, self._widths)
+        plans = self._plan_errors.corrected(plans)
         plan = best_plan(plans)
         if early is not None and not costs.train_token_s:  # it was not measured: it is tried
             plan = plan._replace(trains_early=True, overlaps=True)
@@ -180,8 +229,10 @@ class FusedSchedule(StreamingSchedule):
         steps: Sequence[Sequence[int]],
         costs: Costs,
         early: UpdateStage | None,
+        threshold: int | None,
+        widths: Sequence[int],
     ) -> list[TailPlan]:
-        """The candidates, for the lengths of these steps."""
+        """The candidates, for the lengths of these steps; see `tail_plans`."""
         passes = [s.name for s in tracker.computes if self._scope(s) is Scope.INSTANCE]
         prompts = [len(self.length_model.key_of(prompt).prompt_ids) for _, prompt in self._pulled]
         prompt_tokens = sum(prompts) / max(1, len(prompts))
@@ -222,7 +273,7 @@ class FusedSchedule(StreamingSchedule):
             ],
             self.limits.max_held,
             stay_call_steps=call_steps if awaited else most,
-            threshold=self.migration_threshold,
-            widths=self._widths,
+            threshold=threshold,
+            widths=widths,
             late_inference_s_per_token=late_inference,
         )
