@@ -11,7 +11,7 @@ import pytest
 from hybridrl.telemetry.records import read_lines
 
 SEEDS = (0, 1, 2)
-RL_STEPS = 40
+RL_STEPS = {"demo": 40, "longtail": 120}  # longtail learns more slowly
 EARLY = ["schedule=fused", "schedule.early_backward=auto", "trainer.layout.replicas=2"]
 WAYS = {
     "serial": [],
@@ -40,13 +40,13 @@ TASKS = {
         "trainer.prompts_per_step=16",
     ],
 }
-GAIN = {"demo": 0.1, "longtail": 0.02}  # at least, in every run
+GAIN = {"demo": 0.1, "longtail": 0.05}  # at least, in every run
 
 
 def accuracy(run_dir: Path, task: str, way: str, seed: int) -> tuple[float, float]:
     """Held-out accuracy before the recipe's steps (after the warm start) and at the end."""
     overrides = [
-        "experiment=spell_tiny", f"trainer.steps={RL_STEPS}", "trainer.save_every=0",
+        "experiment=spell_tiny", f"trainer.steps={RL_STEPS[task]}", "trainer.save_every=0",
         "eval.sets.main.every=null", "telemetry.loggers=[]", "telemetry.report=false",
         "telemetry.progress=false", f"run.seed={seed}", f"run.dir={run_dir}",
     ]  # fmt: skip

@@ -23,10 +23,10 @@ class PlanErrors:
 
     A model leaves things out: two ranks on one memory bus, smaller micro-batches, what a plan's
     calls cost beside decoding. They are not the same for all plans, so one that looks a few
-    hundredths sooner may end later. To each plan's seconds is added what its steps have shown, where
-    that is more than with the plainest plan, which begins with none. So a plan is never favored.
-    One bad step says little, and what is known of a plan fades while others are taken. So a plan
-    that once looked bad is tried again.
+    hundredths sooner may end later. To each plan's seconds is added what its steps have shown,
+    where that is more than with the plainest plan, which begins with none. So a plan is never
+    favored. One bad step says little, and what is known of a plan fades while others are taken. So
+    a plan that once looked bad is tried again.
 
     *Example.* `stay` is predicted at 1.00 s and took 1.10, `train early` at 0.95. Five steps of it
     took 1.14. Its error is (2 x 0.10 + 5 x 0.19) / 7 = 0.16, so `stay` is taken: 1.10 is less than
