@@ -55,6 +55,8 @@ class EngineFeatures:
     """Whether it verifies guessed tokens by each sample's own random numbers."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
+    holds_turns: bool = False
+    """Whether it makes conversations, whose turns environments answer."""
 
 
 ENGINES = {
@@ -68,6 +70,7 @@ ENGINES = {
         sleeps_alone=True,
         speculates=True,
         widens=True,
+        holds_turns=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",

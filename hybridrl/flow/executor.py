@@ -199,7 +199,8 @@ class Work:
     samples over the decode steps, `cached` the tokens that they attended to. `drafted` tokens were
     guessed, and count as rows; `accepted` of them were right, and `refused` drafts had one that was
     not. `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
-    whole. `kv_bytes` came from other ranks.
+    whole. `kv_bytes` came from other ranks. Of the tokens that held samples had cached when they
+    continued, `kept_tokens` still were, and `recomputed_tokens` had given way to others.
     """
 
     seconds: float = 0.0
@@ -215,6 +216,8 @@ class Work:
     accepted: int = 0
     refused: int = 0
     kv_bytes: int = 0
+    kept_tokens: int = 0
+    recomputed_tokens: int = 0
 
     def name(self, wide: bool = False) -> str:
         """What the call was, for the trace: with drafts, how many of them were right."""

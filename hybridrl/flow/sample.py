@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 NO_RANK = -1  # of a sample that is not finished
 NO_VERSION = -1  # of weights before the first switch, and of tokens that no policy made
 LOSS_MASK = "loss_mask"  # the tensor of the tokens that are trained, of the dataset's own responses
+TRAINED, TURN = "trained", "turn"  # tensors of a conversation: the model's tokens, their turns
+TURN_REWARDS = "turn_rewards"  # and what each turn has earned
 
 
 class SampleId(NamedTuple):

@@ -11,17 +11,20 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, DType, RouterReplay
 from hybridrl.data import Item
-from hybridrl.engines.rollout.interface import Output, Request, RolloutEngine
+from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, RolloutEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.executor import (
+    Answer,
     Command,
+    EpisodeReply,
     Finished,
     Park,
     Parked,
     Resume,
     Sampling,
     Submit,
+    TurnEnded,
     Work,
 )
 from hybridrl.flow.graph import Stage, UpdateStage
@@ -49,7 +52,15 @@ from hybridrl.workers.training import (
     accumulate,
     sequence_of,
 )
+from hybridrl.workers.turns import (
+    CONVERSATION_TENSORS,
+    answered,
+    conversation_tensors,
+    grown,
+)
 from hybridrl.workers.wide import WideShare, wide_shares
+
+ENOUGH_TURNS = 8  # a call returns once one turn has ended for so many samples that still decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,7 @@ class Actor:
             device,
             stop_strings(tokenizer, rollout.stop),
         )
+        self._tokenizer = tokenizer
         self.sampling = SamplingTexts(tokenizer, config.data.chat, rollout.stop)
         self.rollout.sleep()
         self.generating_version = NO_VERSION
@@ -235,7 +247,7 @@ class Actor:
 
     @property
     def unfinished(self) -> int:
-        """Samples that were submitted and are neither finished nor parked."""
+        """Samples that were submitted and are neither finished, nor parked, nor held."""
         stats = self.engine.stats()
         return stats.running + stats.waiting
 
@@ -270,7 +282,7 @@ class Actor:
 
     def leave(self) -> None:
         """Be an instance of its own again, where a wide one has no samples left."""
-        if self._joined is not None and not self.unfinished:
+        if self._joined is not None and not self.unfinished + self.engine.stats().held:
             assert self._joined.engine is not None
             self._joined.engine.leave()
             self._joined = None
@@ -292,13 +304,17 @@ class Actor:
 
     def advance(
         self, commands: Sequence[Command], num_decode_steps: int
-    ) -> tuple[list[Finished], list[Parked], Work]:
-        """Obey commands, then decode; returns finished samples, parked ones and the work done.
+    ) -> tuple[list[Finished], list[Parked], list[TurnEnded], Work]:
+        """Obey commands, then decode.
 
-        The state of `Parked` and of `Resume` is a dict of `ParkedSample` by id.
+        Returns finished samples, parked ones, turns that have ended, and the work done. The state
+        of `Parked` and of `Resume` is a dict of `ParkedSample` by id. A call ends early where
+        enough turns have ended, so that their environments need not wait for it. That follows from
+        tokens alone, so all ranks of an instance agree.
         """
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
         parked: list[Parked] = []
+        outputs: list[tuple[Output, EpisodeReply | None]] = []
         for command in commands:
             match command:
                 case Submit():
@@ -311,18 +327,22 @@ class Actor:
                         kv_tokens += sum(parked[-1].tokens)
                 case Resume():
                     self._resume(command)
-        finished: list[Finished] = []
+                case Answer():
+                    outputs += self._answer(command)
+        held = self.engine.take_turns()
         steps = 0
         # With drafts a step may make several tokens of a sample.
         equal = self.config.schedule.entry.counts_tokens
         self.engine.begin_call(num_decode_steps if equal else None)
         while steps < num_decode_steps and self.unfinished and not self.engine.call_is_done:
-            for output in self.engine.step():
-                event = self._finish(output)
-                if event is not None:
-                    finished.append(event)
+            outputs += [(output, None) for output in self.engine.step()]
+            held += self.engine.take_turns()
             steps += 1
+            if held and ENOUGH_TURNS * len(held) >= self.unfinished:
+                break
         after = self.engine.stats()
+        finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
+        turns = [ended for turn in held if (ended := self._turn_ended(turn))]
         work = Work(
             seconds=time.perf_counter() - start,
             decode_steps=after.decode_steps - before.decode_steps,
@@ -330,15 +350,17 @@ class Actor:
             cached=after.cached_tokens - before.cached_tokens,
             prefill_tokens=(after.prefill_tokens + after.replayed_tokens)
             - (before.prefill_tokens + before.replayed_tokens),
-            admitted=sum(len(c.ids) for c in commands if not isinstance(c, Park)),
+            admitted=sum(map(_num_admitted, commands)),
             kv_tokens=kv_tokens,
             kv_seconds=kv_seconds,
             preempted=after.num_preempted - before.num_preempted,
             drafted=after.drafted_tokens - before.drafted_tokens,
             accepted=after.accepted_tokens - before.accepted_tokens,
             refused=after.refused_drafts - before.refused_drafts,
+            kept_tokens=after.kept_tokens - before.kept_tokens,
+            recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
         )
-        return finished, parked, work
+        return finished, parked, turns, work
 
     def _park(self, command: Park) -> Parked:
         samples: dict[SampleId, ParkedSample] = {}
@@ -364,6 +386,35 @@ class Actor:
             requests.append(request)
         self.engine.submit(requests)
 
+    def _answer(self, command: Answer) -> list[tuple[Output, EpisodeReply]]:
+        """Continue held samples, or end them: their outputs."""
+        ended = []
+        for reply in command.replies:
+            if reply.tokens is None:
+                ended.append((self.engine.finish(reply.id, reply.finish), reply))
+                continue
+            self.engine.append(reply.id, reply.tokens)
+            item, spans = self._items[reply.id]
+            spans = answered(spans, len(reply.tokens), self.generating_version)
+            self._items[reply.id] = item, spans
+        return ended
+
+    def _turn_ended(self, turn: HeldTurn) -> TurnEnded | None:
+        """A sample is held from now on; one rank of the instance says so."""
+        id = cast(SampleId, turn.id)
+        if id in self._items:  # else it was parked in the same call
+            item, spans = self._items[id]
+            self._items[id] = item, grown(spans, turn.response_tokens, self.generating_version)
+        if not self._tells(id):
+            return None
+        text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return TurnEnded(id, tuple(turn.token_ids), text, turn.finish, turn.response_tokens)
+
+    def _tells(self, id: SampleId) -> bool:
+        """Whether this rank, of those that have a sample, stores it and speaks of it."""
+        return self._peers[(id.prompt + id.k) % len(self._peers)] == dist.get_rank()
+
     def _requests(self, command: Submit) -> list[Request]:
         item: Item = command.prompt
         for id in command.ids:
@@ -382,18 +433,29 @@ class Actor:
             task=item.source,
         )
 
-    def _finish(self, output: Output) -> Finished | None:
-        """Store a finished sample, or leave it to another rank: all of the instance have it."""
+    def _finish(self, output: Output, reply: EpisodeReply | None) -> Finished | None:
+        """Store a finished sample, or leave it to another rank: all of the instance have it.
+
+        A conversation is finished by the last `reply` of its environment.
+        """
         id = cast(SampleId, output.id)
         item, spans = self._items.pop(id)
-        if self._peers[(id.prompt + id.k) % len(self._peers)] != dist.get_rank():
+        if not self._tells(id):
             return None
         tensors = {
             "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
             "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
         }
+        more: tuple[str, ...] = ()
+        scalars: Mapping[str, float | int | str] = {}
         if output.routed_experts is not None:
             tensors[ROUTED_EXPERTS] = torch.from_numpy(output.routed_experts.whole())
+            more = (ROUTED_EXPERTS,)
+        if reply is not None:
+            num_tokens, rewards = len(output.token_ids), reply.turn_rewards
+            tensors |= conversation_tensors(output.turns, num_tokens, rewards)
+            more += CONVERSATION_TENSORS
+            scalars = {"num_turns": len(output.turns), **reply.scalars}
         self.store.add(id, StoredSample(len(output.token_ids), item, tensors))
         return Finished(
             id=id,
@@ -402,7 +464,8 @@ class Actor:
             response_tokens=len(output.token_ids),
             finish=output.finish,
             spans=grown(spans, len(output.token_ids), self.generating_version),
-            more_tensors=() if output.routed_experts is None else (ROUTED_EXPERTS,),
+            more_tensors=more,
+            scalars=scalars,
         )
 
     # -- scoring and training ------------------------------------------------------------------
@@ -449,6 +512,13 @@ class Actor:
             average.follow()
 
 
+def _num_admitted(command: Command) -> int:
+    """The samples that a command begins or continues."""
+    if isinstance(command, Answer):
+        return sum(reply.tokens is not None for reply in command.replies)
+    return 0 if isinstance(command, Park) else len(command.ids)
+
+
 class EngineComparison(TypedDict):
     """Arguments of `workers.training` that say what sequences are compared with."""
 
@@ -475,19 +545,6 @@ def _sampled(sample: StoredSample, version: int, present: int) -> SampleFields:
         return {}
     name = "rollout_log_probs" if version == present else "stale_log_probs"
     return {name: sample.tensors["log_probs"]}
-
-
-def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
-    """`spans` with the tokens up to `num_tokens`, which `version` has made since.
-
-    Example: 3 tokens of version 1, then 5 in all: (0 to 3 of 1, 3 to 5 of 2).
-    """
-    start = spans[-1].stop if spans else 0
-    if num_tokens == start:
-        return spans
-    if spans and spans[-1].version == version:
-        return (*spans[:-1], replace(spans[-1], stop=num_tokens))
-    return (*spans, TokenSpan(start, num_tokens, version))
 
 
 def log_probs_stage(

@@ -180,7 +180,7 @@ class ActorWorker(BaseWorker):
         commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
         with self._span("wide decode" if is_wide else "generate"):
-            finished, parked, work = self.actor.advance(commands, num_decode_steps)
+            finished, parked, turns, work = self.actor.advance(commands, num_decode_steps)
         if work.drafted:
             self._name_last_span(work.name(is_wide))
         start = time.perf_counter()
@@ -194,7 +194,9 @@ class ActorWorker(BaseWorker):
             work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
         unfinished = self.actor.unfinished
         self.actor.leave()
-        value = Advanced(instance, unfinished, tuple(finished), tuple(exported), work=work)
+        value = Advanced(
+            instance, unfinished, tuple(finished), tuple(exported), work=work, turns=tuple(turns)
+        )
         ids = [event.id for event in finished]
         return self._reply(
             self._published(value, ids, generated_tensors(finished), with_items=True)

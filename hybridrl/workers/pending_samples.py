@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.checkpoint.folder import note_sum
 from hybridrl.engines.rollout.expert_record import ExpertRecord
-from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.interface import Request, Turn
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.workers.actor import Actor, ParkedSample
@@ -96,15 +96,19 @@ def _parked_record(sample: ParkedSample) -> dict[str, Any]:
         "log_probs": list(request.log_probs),
         "spans": [list(astuple(span)) for span in sample.spans],
         "routed_experts": torch.from_numpy(experts.whole()) if experts else None,
+        "turns": [list(astuple(turn)) for turn in request.turns],
+        "turn_start": request.turn_start,
     }
 
 
 def _as_parked(request: Request, item: Any, record: Mapping[str, Any]) -> ParkedSample:
-    experts = record.get("routed_experts")  # checkpoints from before have none
+    experts = record.get("routed_experts")  # checkpoints from before have none, and no turns
     request = replace(
         request,
         response_ids=record["response_ids"],
         log_probs=record["log_probs"],
         routed_experts=None if experts is None else ExpertRecord([experts.numpy()]),
+        turns=[Turn(*turn) for turn in record.get("turns", [])],
+        turn_start=record.get("turn_start", 0),
     )
     return ParkedSample(request, item, tuple(TokenSpan(*span) for span in record["spans"]))

@@ -42,6 +42,7 @@ class SamplingTexts:
             logit_bias=sampling.logit_bias,
             bad_words=bad_word_ids(self._tokenizer, sampling.bad_words),
             ignored_stop_ids=tuple(sorted(ignored)),
+            max_turn_tokens=sampling.max_turn_tokens,
         )
 
 

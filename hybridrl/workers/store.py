@@ -20,7 +20,8 @@ class StoredSample:
 
     `tensors` holds `tokens` [prompt + response] (int64) and per-response-token fields
     [response_tokens] (`log_probs`, ...), and where experts are replayed `ROUTED_EXPERTS`
-    [tokens - 1, layers, k]. The dataset's own responses have a bool `LOSS_MASK` [response_tokens].
+    [tokens - 1, layers, k]. The dataset's own responses have a bool `LOSS_MASK` [response_tokens],
+    and conversations `turns.conversation_tensors`.
     `item` is for the verifier (an opaque object).
     """
 

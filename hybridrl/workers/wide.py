@@ -38,7 +38,8 @@ class WideShare:
             self.engine = WideEngine(cast(NativeEngine, own), by_name, self.parallel)
         if not self.engine.joined:
             stats = own.stats()
-            assert not stats.running + stats.waiting, "an instance joins with samples of its own"
+            unfinished = stats.running + stats.waiting + stats.held
+            assert not unfinished, "an instance joins with samples of its own"
             self.engine.join()
         return self.engine
 

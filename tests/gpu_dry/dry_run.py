@@ -101,7 +101,7 @@ class DryRun:
             actor.advance([], 1)
         ids = (SampleId(0), SampleId(1))
         with self.phase("park"):
-            _, (parked,), _ = actor.advance([Park(ids, with_kv=True)], 0)
+            _, (parked,), *_ = actor.advance([Park(ids, with_kv=True)], 0)
         assert isinstance(parked, Parked)
         with self.phase("resume"):
             actor.advance([Resume(ids, parked)], 1)

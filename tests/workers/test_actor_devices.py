@@ -86,7 +86,7 @@ class Rank:
         submit = Submit(ids, Item("", prompt, "", (), "", {}), Sampling(16))
         if parked_at:
             self.actor.advance([submit], parked_at)
-            _, (parked,), _ = self.actor.advance([Park(ids, with_kv=True)], 0)
+            _, (parked,), *_ = self.actor.advance([Park(ids, with_kv=True)], 0)
             assert parked.ids, "all samples have ended before"
             self.actor.advance([Resume(parked.ids, parked)], 1)
         else:

@@ -11,8 +11,8 @@ from hybridrl.config import RolloutConfig, RolloutLayoutConfig
 from hybridrl.flow.executor import Advanced, Command, Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.workers.actor import grown
 from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.turns import grown
 
 IDS = tuple(SampleId(0, k=k) for k in range(8))
 

@@ -4,9 +4,11 @@ Nothing here depends on weights, so all ranks of a generation instance decide al
 calls.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 
@@ -61,7 +63,7 @@ def _check(request: Request, limits: AdmissionLimits) -> None:
             f"{name} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}; "
             f"the model's vocabulary has 0 to {limits.vocab_size - 1}"
         )
-    if len(request.response_ids) >= sampling.max_new_tokens:
+    if len(request.response_ids) >= sampling.max_new_tokens and not request.is_held:
         raise ValueError(
             f"{name} has {len(request.response_ids)} response tokens already; "
             f"rollout.max_new_tokens={sampling.max_new_tokens}"
@@ -78,15 +80,39 @@ def _check(request: Request, limits: AdmissionLimits) -> None:
         raise ValueError(f"{reach}rollout.kv_cache_tokens={cached} can never hold it")
 
 
+class EntryStatus(Enum):
+    """What an unfinished request does.
+
+    submit -> WAITING, or HELD where its turn has ended; WAITING -> admit -> RUNNING;
+    RUNNING -> grow, which preempts -> WAITING; RUNNING -> hold -> HELD -> answer -> WAITING.
+    """
+
+    WAITING = "waiting"  # in the queue
+    RUNNING = "running"  # in a lane
+    HELD = "held"  # its turn has ended
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An unfinished request: `lane`, `blocks` and `slot` (its row in `tables`) while it runs."""
+    """An unfinished request: `lane` and `slot` (its row in `tables`) while it runs.
+
+    Its `blocks` cache all tokens but the pending one while it runs, and else the first `kept` ones.
+    `lost` tokens were cached until it gave its blocks up.
+    """
 
     request: Request
     order: int
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
     lane: "Lane | None" = None
+    status: EntryStatus = EntryStatus.WAITING
+    kept: int = 0
+    lost: int = 0
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are in the blocks."""
+        return self.length - 1 if self.status is EntryStatus.RUNNING else self.kept
 
     @property
     def length(self) -> int:
@@ -159,9 +185,9 @@ class _Prefix:
 class Admitted:
     """The work that fills the cache for the admitted `entries`, in this order.
 
-    First `prefixes`, then block copies (`copies`: source, destination), then `prompts`, then the
-    responses of `replayed`. The requests of `restored` entries carry their keys and values. The
-    records of `sharing` entries begin with that of their prefix.
+    First `prefixes`, then block copies (`copies`: source, destination). Then the keys and values
+    that the requests of `restored` entries carry, then `prompts`, then the responses of `replayed`.
+    The records of `sharing` entries begin with that of their prefix.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -174,14 +200,16 @@ class Admitted:
 
 
 class Admission:
-    """Waiting and running requests of one engine, first come first served.
+    """Waiting, running and held requests of one engine, first come first served.
 
-    When blocks run out, shared prompts are dropped first, then the newest sequence is preempted.
-    Its blocks are freed; it waits at the head of the queue and is recomputed. The oldest sequence
-    is never preempted, and fits alone, so the queue drains.
+    When blocks run out, those give theirs first that do not run: held ones, the longest held first,
+    then answered ones that wait. Then shared prompts are dropped, then the newest sequence is
+    preempted. It waits at the head of the queue. Who has lost the blocks is recomputed. The oldest
+    sequence is never preempted, and fits alone, so the queue drains.
 
-    Invariants: an entry waits (slot -1, no blocks) or is in one lane. `tables` [slots, pages] has
-    the blocks of running entries. A block is held once by each entry and each prefix that uses it.
+    Invariants: an entry is in one lane, or has no slot. The queue is in the order of submission, so
+    that answered ones come before new ones. `tables` [slots, pages] has the blocks of running
+    entries. A block is held once by each entry and each prefix that uses it.
 
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
     `records` every request has a record of its tokens' experts. Without `whole_records` these lack
@@ -205,6 +233,7 @@ class Admission:
         self.allocator = BlockAllocator(num_blocks)
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
         self.shared_tokens = self.num_preempted = 0
+        self.kept_tokens = self.recomputed_tokens = 0
         self._max_running, self._block_size = max_running, block_size
         self._limits = AdmissionLimits(
             vocab_size=vocab_size,
@@ -216,6 +245,7 @@ class Admission:
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self._waiting: deque[Entry] = deque()
+        self._held: dict[object, Entry] = {}  # the longest held first
         self._entries: dict[object, Entry] = {}
         self._prefixes: dict[object, _Prefix] = {}
 
@@ -228,6 +258,11 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Requests whose turn has ended."""
+        return len(self._held)
 
     # Requests
 
@@ -247,6 +282,7 @@ class Admission:
                 response_ids=list(request.response_ids),
                 log_probs=list(request.log_probs),
                 routed_experts=record.copy() if self._records else None,
+                turns=list(request.turns),
             )
             if copied.prefix is not None:
                 prefix = self._prefixes.setdefault(copied.prefix, _Prefix(list(copied.prompt_ids)))
@@ -254,22 +290,29 @@ class Admission:
             entry = Entry(copied, self._submitted)
             self._submitted += 1
             self._entries[copied.id] = entry
-            self._waiting.append(entry)
+            if copied.is_held:
+                entry.status, self._held[copied.id] = EntryStatus.HELD, entry
+            else:
+                self._waiting.append(entry)
 
-    def running(self, id: object) -> Entry | None:
-        """A request that is in a lane; None for one that waits and for an unknown one."""
+    def cached(self, id: object) -> Entry | None:
+        """A request with cached tokens; None for one without any, and for an unknown one."""
         entry = self._entries.get(id)
-        return entry if entry is not None and entry.lane is not None else None
+        return entry if entry is not None and entry.cached else None
 
     def remove(self, id: object) -> Request | None:
-        """Remove a waiting or running request; None for an unknown one."""
+        """Remove an unfinished request; None for an unknown one."""
         entry = self._entries.pop(id, None)
         if entry is None:
             return None
-        if entry.lane is not None:
-            self._stop(entry)
-        else:
-            self._waiting.remove(entry)
+        match entry.status:
+            case EntryStatus.RUNNING:
+                self._leave(entry)
+            case EntryStatus.WAITING:
+                self._waiting.remove(entry)
+            case EntryStatus.HELD:
+                del self._held[id]
+        self._release(entry)
         request = entry.request
         if request.prefix is not None:
             prefix = self._prefixes[request.prefix]
@@ -284,6 +327,51 @@ class Admission:
         for prefix in self._prefixes.values():
             prefix.release(self.allocator)
 
+    # Turns
+
+    def hold(self, request: Request) -> None:
+        """A running request's turn has ended: it leaves its lane and keeps its blocks."""
+        entry = self._entries[request.id]
+        self._leave(entry)
+        entry.status, entry.kept = EntryStatus.HELD, entry.length - 1
+        self._held[request.id] = entry
+
+    def held(self, id: object) -> Request:
+        """A held request; raises ValueError for another."""
+        if id not in self._held:
+            entry = self._entries.get(id)
+            got = "unknown" if entry is None else entry.status.value
+            raise ValueError(f"request {id!r} is {got}; only a held one can be answered")
+        return self._held[id].request
+
+    def answer(self, id: object) -> None:
+        """A held request has its reply: it waits, before those that were submitted after it."""
+        entry = self._held.pop(id)
+        self._queue(entry)
+
+    def _queue(self, entry: Entry) -> None:
+        entry.status = EntryStatus.WAITING
+        insort(self._waiting, entry, key=lambda other: other.order)
+
+    def drop_kept(self) -> None:
+        """Release the blocks of requests that do not run."""
+        for entry in self._idle():
+            self._evict(entry)
+
+    def _idle(self) -> list[Entry]:
+        """Who has blocks and does not run, in the order in which blocks are taken from them."""
+        kept = [*self._held.values(), *reversed(self._waiting)]
+        return [entry for entry in kept if entry.blocks]
+
+    def _evict(self, entry: Entry) -> None:
+        """Take the blocks of a request that does not run."""
+        entry.lost = entry.kept
+        self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        self.allocator.release(entry.blocks)
+        entry.blocks, entry.kept = [], 0
+
     # Admission
 
     def admit(self, lane: Lane) -> Admitted:
@@ -293,51 +381,74 @@ class Admission:
         share = -(-total // len(self.lanes))
         while self._waiting and self._free_slots and len(lane.entries) < share:
             entry = self._waiting[0]
-            shared = self._reserve(entry, admitted)
-            if shared is None:
+            cached = self._reserve(entry, admitted)
+            if cached is None:
                 break
             self._waiting.popleft()
+            tokens, request = entry.tokens(), entry.request
+            if request.kv is not None:
+                admitted.restored.append(entry)
+            elif self._replays and not entry.kept:
+                tokens = tokens[: len(request.prompt_ids)]
+                admitted.replayed += [entry] if request.response_ids else []
+            self.kept_tokens += entry.kept
+            self.recomputed_tokens += max(0, entry.lost - cached)
             self._start(entry, lane)
             admitted.entries.append(entry)
-            if entry.request.kv is not None:
-                admitted.restored.append(entry)
-                continue
-            tokens = entry.tokens()
-            if self._replays:
-                tokens = tokens[: len(entry.request.prompt_ids)]
-                admitted.replayed += [entry] if entry.request.response_ids else []
-            record = entry.request.routed_experts
-            admitted.prompts.append(Prefill(tokens[shared:-1], shared, entry.blocks, record))
+            job = Prefill(tokens[cached:-1], cached, entry.blocks, request.routed_experts)
+            admitted.prompts.append(job)
         return admitted
 
     def _reserve(self, entry: Entry, admitted: Admitted) -> int | None:
-        """Allocate an entry's blocks; the tokens that a shared prefix caches, None if no room.
+        """Allocate an entry's blocks; the tokens whose keys and values exist, None if no room.
 
         One block for each running sequence stays free, so that an admission does not cause a
         preemption in the next step.
         """
-        prefix = self._prefixes.get(entry.request.prefix)
-        if entry.request.kv is not None:
-            prefix = None  # it has all keys and values itself, perhaps of other weights
+        kv, prefix = entry.request.kv, self._prefixes.get(entry.request.prefix)
+        if kv is not None or entry.kept:
+            prefix = None  # it has its keys and values itself, perhaps of other weights
         elif prefix is not None:
             record = entry.request.routed_experts
             prefix = prefix if prefix.suits(record, self._whole_records) else None
-        need = -(-entry.length // self._block_size)
-        free = self.allocator.num_free - self.num_running - 1
+        cached = entry.kept if kv is None else kv.tokens
+        need = -(-entry.length // self._block_size) - len(entry.blocks)
+        spare = self.num_running + 1
         if prefix is not None and len(prefix.prompt_ids) > 1:
             full, partly = divmod(len(prefix.prompt_ids) - 1, self._block_size)
             for_prefix = full + bool(partly) if prefix.blocks is None else 0
-            if need - full + for_prefix <= free:
+            if self._make_room(need - full + for_prefix + spare):
                 return self._share(entry, prefix, need, admitted)
-        elif need <= free:
-            entry.blocks = self.allocator.allocate(need)
-            return 0
+        elif self._make_room(need + spare):
+            entry.blocks += self.allocator.allocate(need)
+            return cached
         if self.num_running:
             return None
         # Alone it always fits, without a block kept for a prefix.
+        for other in self._idle():
+            if other is not entry:
+                self._evict(other)
         self.drop_prefixes()
-        entry.blocks = self.allocator.allocate(need)
-        return 0
+        entry.blocks += self.allocator.allocate(need)
+        return cached
+
+    def _make_room(self, num: int) -> bool:
+        """Whether `num` blocks are free, if need be those of held requests, the longest held first.
+
+        None of them loses its blocks where that would not suffice.
+        """
+        missing = num - self.allocator.num_free
+        if missing <= 0:
+            return True
+        held = [entry for entry in self._held.values() if entry.blocks]
+        own = sum(self.allocator.count(block) == 1 for entry in held for block in entry.blocks)
+        if own < missing:
+            return False
+        for entry in held:
+            if self.allocator.num_free >= num:
+                break
+            self._evict(entry)
+        return True
 
     def _share(self, entry: Entry, prefix: _Prefix, need: int, admitted: Admitted) -> int:
         """Allocate the blocks of an entry that shares a prefix; the tokens that this caches."""
@@ -362,18 +473,18 @@ class Admission:
     def _start(self, entry: Entry, lane: Lane) -> None:
         lane.end_batch(self.tables)
         entry.lane, entry.slot = lane, self._free_slots.pop()
+        entry.status, entry.kept, entry.lost = EntryStatus.RUNNING, 0, 0
         self.tables[entry.slot] = 0
         self.tables[entry.slot, : len(entry.blocks)] = entry.blocks
         lane.entries.append(entry)
 
-    def _stop(self, entry: Entry) -> None:
-        """Release a running sequence's blocks and slot."""
+    def _leave(self, entry: Entry) -> None:
+        """Take a running sequence out of its lane; its blocks stay."""
         assert entry.lane is not None
         entry.lane.end_batch(self.tables)
         entry.lane.entries.remove(entry)
-        self.allocator.release(entry.blocks)
         self._free_slots.append(entry.slot)
-        entry.blocks, entry.slot, entry.lane = [], -1, None
+        entry.slot, entry.lane = -1, None
 
     # Growth
 
@@ -393,13 +504,17 @@ class Admission:
         for entry in self._starting(lane):
             if entry.lane is None:
                 continue  # preempted for an older one
+            for idle in self._idle() if not self.allocator.num_free else ():
+                if not self.allocator.num_free:
+                    self._evict(idle)
             if not self.allocator.num_free:
                 self.drop_prefixes()
             while not self.allocator.num_free and entry.lane is not None:
                 running = (other for lane in self.lanes for other in lane.entries)
                 victim = max(running, key=lambda other: other.order)
-                self._stop(victim)
-                self._waiting.appendleft(victim)
+                self._leave(victim)
+                self._release(victim)
+                self._queue(victim)
                 self.num_preempted += 1
             if entry.lane is not None:
                 (block,) = self.allocator.allocate(1)

@@ -28,6 +28,9 @@ class SamplingParams:
     They are vLLM's, but for `logit_bias` (pairs of token id and bias) and `bad_words` (token ids of
     each word). Before `min_new_tokens`, tokens of `stop_token_ids` and of `ignored_stop_ids` are
     not drawn; the latter end no response.
+
+    With `max_turn_tokens` the response is a conversation. What ends a response ends a turn of it,
+    and so do that many tokens. 0: the response is one turn.
     """
 
     max_new_tokens: int
@@ -43,6 +46,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     ignored_stop_ids: tuple[int, ...] = ()
+    max_turn_tokens: int = 0
 
     @property
     def has_penalty(self) -> bool:
@@ -58,15 +62,21 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KV:
-    """One rank's KV cache of a parked request, in host memory.
+    """One rank's KV cache of a request that does not run, in host memory.
 
     `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
-    heads, contiguous. They are of all tokens of prompt and response but the pending last one. It
+    heads, contiguous. They are of all tokens of prompt and response but the pending last one, and
+    in a conversation but those of a reply that was not computed yet. It
     pickles as a numpy array, so that an object store needs no copy. Such a tensor may be in
     read-only memory: do not write to it.
     """
 
     blocks: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values these are."""
+        return self.blocks.shape[3]
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +95,18 @@ def _unpickle_kv(array: npt.NDArray[np.uint8], dtype: torch.dtype) -> KV:
         return KV(torch.from_numpy(array).view(dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that has ended: response tokens [`start`, `stop`).
+
+    `finish` is `stop` or `length`. The tokens up to the next turn are the reply to it.
+    """
+
+    start: int
+    stop: int
+    finish: str
+
+
 @dataclass(slots=True)
 class Request:
     """One response to generate.
@@ -100,6 +122,9 @@ class Request:
     `routed_experts` has the experts of the tokens that were computed, where the engine records them
     (`EngineFeatures.records_experts`). It then fills them in, and computes those tokens again with
     the experts that they had.
+
+    A conversation has `turns` that have ended, and the turn in progress begins at `turn_start`.
+    Replies are tokens of the response, with log-probabilities of 0.
     """
 
     id: object
@@ -112,11 +137,18 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     kv: KV | None = None
     routed_experts: ExpertRecord | None = None
+    turns: list[Turn] = field(default_factory=list)
+    turn_start: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its turn has ended and no reply has come."""
+        return bool(self.turns) and self.turns[-1].stop == len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +159,7 @@ class Output:
 
     `log_probs[i]` is that of `token_ids[i]` under the sampling distribution: after temperature,
     before all that restricts it. `routed_experts` are those of prompt and response but the last
-    token, which was never computed, where the engine records them.
+    token, which was never computed, where the engine records them. `turns` are a conversation's.
     """
 
     id: object
@@ -135,19 +167,36 @@ class Output:
     log_probs: list[float]
     finish: str
     routed_experts: ExpertRecord | None = None
+    turns: tuple[Turn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTurn:
+    """The turn of a conversation has ended with `token_ids`: it is held until `append`.
+
+    `finish` is `stop` or `length`; `response_tokens` are those of all turns and replies so far.
+    """
+
+    id: object
+    token_ids: list[int]
+    finish: str
+    response_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the engine was created, and its present load.
 
-    `running` counts finished requests that no step has returned yet. For a cost model:
+    `running` counts finished requests that no step has returned yet, `held` those whose turn has
+    ended. For a cost model:
     `decode_tokens` are the tokens that were fed (rows and drafts summed over `decode_steps`),
     `cached_tokens` those that rows attended to, summed likewise. `drafted_tokens` were guessed, of
     which `accepted_tokens` were drawn; `refused_drafts` had one that was not. `prefill_tokens` were
     computed in `prefill_calls` forward passes, `replayed_tokens` by decode passes without sampling
     (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
     `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after `release_cache`.
+    Of the tokens that held requests had cached when they continued, `kept_tokens` still were, and
+    `recomputed_tokens` had given way to others.
     """
 
     running: int
@@ -168,6 +217,9 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused_drafts: int = 0
+    held: int = 0
+    kept_tokens: int = 0
+    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,10 +301,30 @@ class RolloutEngine(Protocol):
         """Whether every request has made the tokens that the call may add: no step makes more."""
         ...
 
+    def take_turns(self) -> list[HeldTurn]:
+        """The turns that have ended since the last call; their requests are held.
+
+        A held request has no row of the batch, and keeps its KV cache while there is room.
+        """
+        ...
+
+    def append(self, id: object, tokens: Sequence[int]) -> None:
+        """Continue a held request behind the `tokens` of a reply: none of them is drawn.
+
+        New tokens alone are computed. Raises ValueError for a request that is not held, and for
+        tokens that leave no room for another.
+        """
+        ...
+
+    def finish(self, id: object, reason: str = "stop") -> Output:
+        """End a held request, whose response is complete. Raises ValueError if it is not held."""
+        ...
+
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """Remove unfinished requests, with their tokens so far; `submit` resumes them.
 
-        `with_kv` fills `Request.kv` of running ones; a waiting one keeps its `kv`.
+        `with_kv` fills `Request.kv` of those with a cache; a waiting one keeps its `kv`. A held one
+        is held again where it is submitted.
         """
         ...
 

@@ -21,9 +21,9 @@ _Ints = npt.NDArray[np.int64]
 class SeenTokens:
     """Tokens of the prompts and responses of running requests, one row a slot, on the device.
 
-    A row is `ids` and, of each, its number in the response. Equal ids of a row have equal numbers,
-    and its first id pads it. So a scatter of values that follow from ids and numbers is well
-    defined, though ids occur more than once.
+    A row is `ids` and, of each, its number in the response, replies of a conversation aside. Equal
+    ids of a row have equal numbers, and its first id pads it. So a scatter of values that follow
+    from ids and numbers is well defined, though ids occur more than once.
 
     *Example.* Prompt 7 8 7, response 8 9 8: ids 7 8 9 8 7 7, numbers 0 2 1 2 0 0.
     """
@@ -55,7 +55,13 @@ class SeenTokens:
 
     def _fill(self, request: Request, slot: int, count: int) -> None:
         response = request.response_ids[:count]
-        numbers = Counter(response)
+        starts = [turn.start for turn in request.turns] + [request.turn_start]
+        stops = [turn.stop for turn in request.turns] + [count]
+        numbers = Counter(
+            token
+            for start, stop in zip(starts, stops, strict=True)
+            for token in response[start:stop]
+        )
         ids = list(dict.fromkeys((*request.prompt_ids, *response)))
         self._widen(len(ids))
         self._ids[slot] = ids[0]

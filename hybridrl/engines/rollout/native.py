@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -17,14 +16,27 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import SPECULATED, RouterReplay
-from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
-from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, VerifyBatch, prefill_batches
-from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
-from hybridrl.engines.rollout.interface import KV, EngineParts, Output, Request, Stats
+from hybridrl.engines.rollout.admission import Admission, Lane, check_positions
+from hybridrl.engines.rollout.batch import DecodeBatch, VerifyBatch
+from hybridrl.engines.rollout.cache_fill import CacheFiller
+from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.interface import (
+    KV,
+    EngineParts,
+    HeldTurn,
+    Output,
+    Request,
+    Stats,
+)
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformsOf, UniformTable
-from hybridrl.engines.rollout.responses import append_token, output_of
+from hybridrl.engines.rollout.responses import (
+    append_reply,
+    append_token,
+    end_turn,
+    output_of,
+)
 from hybridrl.engines.rollout.speculation import (
     Guess,
     Speculation,
@@ -38,7 +50,7 @@ from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, We
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers
 from hybridrl.models.paged_attention import KVPool
-from hybridrl.models.router_replay import ExpertShape, Routing
+from hybridrl.models.router_replay import ExpertShape
 from hybridrl.models.shard import GenParallel
 
 logger = logging.getLogger(__name__)
@@ -121,11 +133,11 @@ class NativeEngine:
             max_sequence=max_sequence,
             takes_routing=router_replay is not RouterReplay.off,
         )
-        self._recorder: ExpertRecorder | None = None
+        recorder: ExpertRecorder | None = None
         if router_replay is RouterReplay.rollout:
             own = [number for number, _ in self._stage.numbered_layers()]
             shape = ExpertShape.of(model_config)
-            self._recorder = ExpertRecorder(shape, own, self._parallel, self._device)
+            recorder = ExpertRecorder(shape, own, self._parallel, self._device)
         self._pool: KVPool | None = None
         if stage is None:
             self.take_pool()
@@ -140,12 +152,17 @@ class NativeEngine:
             max_sequence=max_sequence,
             vocab_size=self._vocab_size,
             replays=deterministic,
-            records=self._recorder is not None,
+            records=recorder is not None,
             whole_records=self._parallel.pp == 1,
+        )
+        keep = self._device.type == "cpu" and not deterministic
+        self._filler = CacheFiller(
+            self._stage, recorder, self._device, block_size, self._vocab_size, keep
         )
         self._uniforms = UniformTable(max_running)
         self._seen = SeenTokens(max_running, self._device)
         self._finished: list[Output] = []
+        self._turns: list[HeldTurn] = []
 
         # The weight switch.
         self._bucket_bytes = bucket_bytes
@@ -154,8 +171,6 @@ class NativeEngine:
 
         # Counters of `stats`.
         self._decode_steps = self._decode_tokens = self._cached_tokens = 0
-        self._prefill_calls = self._prefill_tokens = 0
-        self._replayed_tokens = self._restored_tokens = 0
 
     @classmethod
     def build(cls, parts: EngineParts) -> Self:
@@ -213,7 +228,9 @@ class NativeEngine:
     def _check_kv(self, request: Request) -> None:
         if request.kv is None:
             return
-        tokens = len(request.prompt_ids) + len(request.response_ids) - 1
+        tokens = request.num_tokens - 1
+        if request.turns:  # a reply may not have been computed
+            tokens = min(tokens, request.kv.tokens)
         got, wanted = request.kv.blocks, self._stage.kv_shape(tokens)
         if tuple(got.shape) != wanted or got.dtype != self._stage.dtype:
             raise ValueError(
@@ -226,8 +243,8 @@ class NativeEngine:
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """Remove unfinished requests, with their tokens so far; `submit` resumes them.
 
-        `with_kv` fills `Request.kv` of running ones; a waiting one keeps its `kv`. An id that is
-        not in the engine (it may just have finished) is skipped.
+        `with_kv` fills `Request.kv` of those with a cache; a waiting one keeps its `kv`. An id that
+        is not in the engine (it may just have finished) is skipped.
         """
         self._collect_all()
         parked = []
@@ -237,24 +254,55 @@ class NativeEngine:
             if request is not None:
                 request.kv = (kv or request.kv) if with_kv else None
                 parked.append(request)
-        self._join_records([request.routed_experts for request in parked])
+        self._filler.join_records([request.routed_experts for request in parked])
         logger.debug("parked %d requests%s", len(parked), ", with KV cache" if with_kv else "")
         return parked
 
     def _copy_kv(self, id_: object) -> KV | None:
-        """A copy of a running request's KV cache."""
-        entry = self._admission.running(id_)
-        if entry is None or entry.lane is None:
+        """A copy of what is cached of a request."""
+        entry = self._admission.cached(id_)
+        if entry is None:
             return None
         assert self._pool is not None
-        entry.lane.end_batch(self._admission.tables)
-        return KV(self._pool.read_blocks(entry.blocks, entry.length - 1))
+        if entry.lane is not None:
+            entry.lane.end_batch(self._admission.tables)
+        return KV(self._pool.read_blocks(entry.blocks, entry.cached))
 
     def _remove(self, id_: object) -> Request | None:
         request = self._admission.remove(id_)
         if self._speculation is not None and request is not None:
             self._speculation.source.end(request)
         return request
+
+    # Turns
+
+    def take_turns(self) -> list[HeldTurn]:
+        """See `RolloutEngine`."""
+        turns, self._turns = self._turns, []
+        return turns
+
+    def append(self, id: object, tokens: Sequence[int]) -> None:
+        """See `RolloutEngine`."""
+        append_reply(self._admission.held(id), tokens, self._vocab_size)
+        self._admission.answer(id)
+
+    def finish(self, id: object, reason: str = "stop") -> Output:
+        """See `RolloutEngine`. All ranks of an instance call it together."""
+        request = self._admission.held(id)
+        self._admission.remove(id)
+        self._filler.join_records([request.routed_experts])
+        return output_of(request, reason)
+
+    def _end(self, request: Request, finish: str) -> None:
+        """A response has ended, or a turn of a conversation, which is held then."""
+        if self._speculation is not None:
+            self._speculation.source.end(request)
+        if request.sampling.max_turn_tokens:
+            self._turns.append(end_turn(request, finish))
+            self._admission.hold(request)
+        else:
+            self._finished.append(output_of(request, finish))
+            self._admission.remove(request.id)
 
     # One step
 
@@ -290,7 +338,7 @@ class NativeEngine:
         if self._parallel.pp == 1:
             self._collect_all()
         finished, self._finished = self._finished, []
-        self._join_records(output.routed_experts for output in finished)
+        self._filler.join_records(output.routed_experts for output in finished)
         return finished
 
     def take_pool(self) -> KVPool:
@@ -304,18 +352,8 @@ class NativeEngine:
         admitted = self._admission.admit(lane)
         if not admitted.entries:
             return
-        self._prefill(admitted.prefixes)
-        for record, prefix in admitted.sharing:
-            record.append(prefix.whole())
-        if admitted.copies:
-            source, destination = torch.tensor(admitted.copies, device=self._device).unbind(1)
-            assert self._pool is not None
-            self._pool.copy(source, destination)
-        self._prefill(admitted.prompts)
-        for entry in admitted.restored:
-            self._restore(entry)
-        for entry in admitted.replayed:
-            self._replay(entry)
+        assert self._pool is not None
+        self._filler.fill(admitted, self._pool, self._admission.tables)
         if self._speculation is not None:
             for entry in admitted.entries:
                 self._speculation.source.begin(entry.request)
@@ -323,59 +361,6 @@ class NativeEngine:
             slots = [entry.slot for entry in admitted.entries]
             self._uniforms.forget(slots)
             self._seen.forget(slots)
-
-    def _prefill(self, jobs: list[Prefill]) -> None:
-        """Write the keys and values of the jobs' tokens."""
-        jobs = [job for job in jobs if job.tokens]
-        self._prefill_tokens += sum(len(job.tokens) for job in jobs)
-        assert self._pool is not None
-        for paged, token_ids, positions, spans in prefill_batches(jobs, self._pool, self._device):
-            routing = self._routing(spans, len(token_ids))
-            self._stage.prefill(paged, token_ids, positions, routing)
-            self._keep(spans, routing)
-            self._prefill_calls += 1
-
-    def _routing(self, spans: list[SequenceRows], rows: int) -> Routing | None:
-        """Where the experts of a pass of `rows` tokens are recorded, and those to replay."""
-        return None if self._recorder is None else self._recorder.routing(spans, rows)
-
-    def _keep(self, spans: list[SequenceRows], routing: Routing | None) -> None:
-        """Append what a pass has recorded to the records of its sequences."""
-        if self._recorder is not None and routing is not None:
-            self._recorder.keep(spans, routing)
-
-    def _join_records(self, records: Iterable[ExpertRecord | None]) -> None:
-        """Add the layers of other stages to records that leave the engine."""
-        if self._recorder is not None:
-            self._recorder.join([record for record in records if record is not None])
-
-    def _restore(self, entry: Entry) -> None:
-        """Write the keys and values that a request carries to its blocks."""
-        request = entry.request
-        assert self._pool is not None
-        assert request.kv is not None
-        self._pool.write_blocks(entry.blocks, request.kv.blocks)
-        request.kv = None  # if it is preempted, its tokens are recomputed
-        self._restored_tokens += entry.length - 1
-
-    def _replay(self, entry: Entry) -> None:
-        """Feed a response again by the decode steps that generated it; nothing is sampled."""
-        request = entry.request
-        assert self._pool is not None
-        fresh = replace(request, response_ids=[])
-        batch = self._decode_batch([(fresh, entry.slot, len(request.prompt_ids))])
-        for token in request.response_ids:
-            spans = batch.spans()
-            routing = self._routing(spans, 1)
-            self._stage.feed(*batch.inputs(self._pool, self._admission.tables), routing)
-            self._keep(spans, routing)
-            batch.advance(torch.tensor([token], device=self._device))
-        self._replayed_tokens += len(request.response_ids)
-
-    def _decode_batch(self, rows: Sequence[tuple[Request, int, int]], lane: int = 0) -> DecodeBatch:
-        """Rows (request, slot, length) that decode together."""
-        keep = self._device.type == "cpu" and not self._deterministic
-        return DecodeBatch(rows, self._block_size, self._vocab_size, self._device, lane, keep)
 
     def _launch(self, lane: Lane) -> None:
         """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
@@ -386,11 +371,10 @@ class NativeEngine:
             return
         if lane.batch is None:
             rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
-            lane.batch = self._decode_batch(rows, lane.index)
+            lane.batch = self._filler.decode_batch(rows, lane.index)
         batch = lane.batch
         assert self._pool is not None
-        # Nothing to replay: a pending token is new.
-        lane.routing = Routing(records=True) if self._recorder is not None else None
+        lane.routing = self._filler.new_routing()
         logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
         lane.drawn = self._draw(batch, logits, self._uniforms.draw)
         self._decode_tokens += len(batch.requests)
@@ -420,18 +404,17 @@ class NativeEngine:
         tokens, log_probs = lane.drawn.wait()
         lane.drawn = None
         if lane.routing is not None:
-            self._keep(lane.batch.spans(), lane.routing)
+            self._filler.keep(lane.batch.spans(), lane.routing)
         lane.batch.advance(tokens.to(self._device))
-        outputs = []
+        ended = []
         for request, token, log_prob in zip(
             lane.batch.requests, tokens.tolist(), log_probs.tolist(), strict=True
         ):
             finish = self._append(request, token, log_prob)
             if finish is not None:
-                outputs.append(output_of(request, finish))
-        for output in outputs:
-            self._remove(output.id)
-        self._finished += outputs
+                ended.append((request, finish))
+        for request, finish in ended:
+            self._end(request, finish)
 
     def _append(self, request: Request, token: int, log_prob: float) -> str | None:
         return append_token(request, token, log_prob, self._stops)
@@ -462,14 +445,14 @@ class NativeEngine:
         lane.end_batch(self._admission.tables)
         assert self._pool is not None
         batch = verify_batch(guesses, self._pool, self._vocab_size, self._device)
-        routing = Routing(records=True) if self._recorder is not None else None
+        routing = self._filler.new_routing()
         inputs = batch.paged, batch.token_ids, batch.positions
         logits = self._stage.decode(*inputs, routing, batch.places)
         drawn = self._draw(batch, logits, self._uniforms.draw_ahead).wait()
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += sum(guess.entry.length - 1 for guess in guesses)
         tokens, log_probs = (values.tolist() for values in drawn)
-        spans, outputs = [], []
+        spans, ended = [], []
         for guess, start in zip(guesses, batch.starts, strict=True):
             request, cached = guess.entry.request, guess.entry.length - 1
             num_new, finish = speculation.accept(
@@ -480,11 +463,10 @@ class NativeEngine:
                 spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
             self._admission.cut(guess.entry)
             if finish is not None:
-                outputs.append((request, finish))
-        self._keep(spans, routing)
-        self._finished += [output_of(*ended) for ended in outputs]
-        for request, _ in outputs:
-            self._remove(request.id)
+                ended.append((request, finish))
+        self._filler.keep(spans, routing)
+        for request, finish in ended:
+            self._end(request, finish)
 
     # Weights
 
@@ -502,8 +484,7 @@ class NativeEngine:
 
         Cached prompts are dropped: the old weights computed them.
         """
-        assert not self._admission.num_running, "weights change while requests run: park them first"
-        self._admission.drop_prefixes()
+        self._drop_cached("its weights cannot change")
         if self._switch is None or self._switch[0] is not plan:
             switch = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
             self._switch = plan, switch
@@ -514,8 +495,7 @@ class NativeEngine:
 
         Cached prompts are dropped, as in `update_weights`.
         """
-        assert not self._admission.num_running, "weights change while requests run: park them first"
-        self._admission.drop_prefixes()
+        self._drop_cached("its weights cannot change")
         write(self.parameters())
 
     @torch.no_grad()
@@ -525,8 +505,7 @@ class NativeEngine:
         The names of a tied pair fill the same tensor: the pair's second name is skipped. A rank of
         several passes its own shards. Raises ValueError for an unknown name or another shape.
         """
-        assert not self._admission.num_running, "weights change while requests run: park them first"
-        self._admission.drop_prefixes()
+        self._drop_cached("its weights cannot change")
         parameters = {**self.parameters(), **self._stage.buffers}
         for name, tensor in weights:
             if name in self._stage.aliases:
@@ -538,23 +517,29 @@ class NativeEngine:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
             parameters[name].copy_(tensor)
 
+    def _drop_cached(self, what: str) -> None:
+        """Drop what these weights have cached, of nothing that runs or is held."""
+        busy = self._admission.num_running + self._admission.num_held
+        assert not busy, f"{what} while requests run or are held: park them first"
+        self._admission.drop_kept()
+        self._admission.drop_prefixes()
+
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights. Waiting requests stay; nothing may run.
+        """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
 
         The next step that has work allocates a new cache.
         """
         assert not self._admission.num_running, (
             "the engine cannot free its cache while requests run: park them first"
         )
+        self._admission.drop_kept()
         self._admission.drop_prefixes()
         self._pool = None
         logger.debug("the KV cache is free")
 
     def sleep(self) -> None:
-        """Free weights and KV cache. Waiting requests stay; running ones must be parked before."""
-        assert not self._admission.num_running, (
-            "the engine cannot sleep while requests run: park them first"
-        )
+        """Free weights and KV cache. Waiting requests stay; others must be parked before."""
+        self._drop_cached("it cannot sleep")
         self.release_cache()
         self._stage.free()
         self._asleep = True
@@ -578,15 +563,18 @@ class NativeEngine:
             decode_steps=self._decode_steps,
             decode_tokens=self._decode_tokens,
             cached_tokens=self._cached_tokens,
-            prefill_calls=self._prefill_calls,
-            prefill_tokens=self._prefill_tokens,
-            replayed_tokens=self._replayed_tokens,
-            restored_tokens=self._restored_tokens,
+            prefill_calls=self._filler.prefill_calls,
+            prefill_tokens=self._filler.prefill_tokens,
+            replayed_tokens=self._filler.replayed_tokens,
+            restored_tokens=self._filler.restored_tokens,
             shared_prompt_tokens=self._admission.shared_tokens,
             num_preempted=self._admission.num_preempted,
             kv_blocks_free=self._admission.allocator.num_free,
             kv_blocks_total=self._num_blocks,
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
+            held=self._admission.num_held,
+            kept_tokens=self._admission.kept_tokens,
+            recomputed_tokens=self._admission.recomputed_tokens,
             has_cache=self._pool is not None,
             drafted_tokens=0 if self._speculation is None else self._speculation.num_drafted,
             accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,

@@ -19,6 +19,7 @@ from hybridrl.engines.rollout.draft_lengths import (
 )
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.responses import tokens_left
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.shard import GenParallel
 
@@ -81,10 +82,10 @@ class Speculation:
 
     def _left(self, request: Request) -> int:
         """The tokens that a request may still make in this call."""
-        num_tokens, most = len(request.response_ids), request.sampling.max_new_tokens
+        left = tokens_left(request)
         if self._ends is not None:
-            most = min(most, self._ends[request.id])
-        return most - num_tokens
+            left = min(left, self._ends[request.id] - len(request.response_ids))
+        return left
 
     def guesses(self, lane: Lane, admission: Admission, most: int) -> list[Guess] | None:
         """The rows of the lane's next pass with drafts, the longest first; `most` tokens in all.

@@ -92,7 +92,8 @@ class WideEngine(NativeEngine):
 
     def leave(self) -> None:
         """Let go of weights and cache; nothing may run."""
-        assert not self._admission.num_running + self._admission.num_waiting, "samples are left"
+        unfinished = self._admission.num_running, self._admission.num_waiting
+        assert not sum(unfinished) + self._admission.num_held, "samples are left"
         self._admission.drop_prefixes()
         for parameter, _ in self._cuts.values():
             parameter.data = parameter.new_empty(0)

@@ -21,7 +21,7 @@ from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.available import in_transformers_backend
 from hybridrl.engines.rollout.expert_record import ExpertRecord
-from hybridrl.engines.rollout.interface import EngineParts, Output, Request, Stats
+from hybridrl.engines.rollout.interface import EngineParts, HeldTurn, Output, Request, Stats
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, set_environment
@@ -305,6 +305,20 @@ class VLLMEngine:
         del request.log_probs[len(request.response_ids) :]  # sampled after a chunk of the prompt
         self._counts["num_preempted"] += entry.scheduled.num_preemptions
         return request
+
+    # Turns, which it does not hold (`EngineFeatures.holds_turns`)
+
+    def take_turns(self) -> list[HeldTurn]:
+        """None: no turn ends here."""
+        return []
+
+    def append(self, id: object, tokens: Sequence[int]) -> None:
+        """Raises ValueError: nothing is held."""
+        raise ValueError(f"request {id!r} is not held: rollout.engine=vllm makes no conversations")
+
+    def finish(self, id: object, reason: str = "stop") -> Output:
+        """Raises ValueError: nothing is held."""
+        raise ValueError(f"request {id!r} is not held: rollout.engine=vllm makes no conversations")
 
     # One step
 

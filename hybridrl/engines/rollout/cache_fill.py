@@ -1,0 +1,125 @@
+"""How the KV cache of admitted requests is filled: computed, copied, or replayed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from hybridrl.engines.rollout.admission import Admitted, Entry
+from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill, prefill_batches
+from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.stage import RolloutStage
+from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.router_replay import Routing
+
+
+class CacheFiller:
+    """Fills the cache up to the pending token of every request, and counts what that took.
+
+    `records` keep experts (`ExpertRecorder`), where they are recorded. With `keep` decode batches
+    keep their gathered keys and values (`DecodeBatch`).
+    """
+
+    def __init__(
+        self,
+        stage: RolloutStage,
+        recorder: ExpertRecorder | None,
+        device: torch.device,
+        block_size: int,
+        vocab_size: int,
+        keep: bool,
+    ) -> None:
+        self._stage, self._recorder, self._device = stage, recorder, device
+        self._block_size, self._vocab_size, self._keep_keys = block_size, vocab_size, keep
+        self.prefill_calls = self.prefill_tokens = 0
+        self.replayed_tokens = self.restored_tokens = 0
+
+    def fill(self, admitted: Admitted, pool: KVPool, tables: Ints) -> None:
+        """Do the work of an admission, in its order."""
+        self._prefill(admitted.prefixes, pool)
+        for record, prefix in admitted.sharing:
+            record.append(prefix.whole())
+        if admitted.copies:
+            source, destination = torch.tensor(admitted.copies, device=self._device).unbind(1)
+            pool.copy(source, destination)
+        for entry in admitted.restored:
+            self._restore(entry, pool)
+        self._prefill(admitted.prompts, pool)
+        for entry in admitted.replayed:
+            self._replay(entry, pool, tables)
+
+    def decode_batch(self, rows: Sequence[tuple[Request, int, int]], lane: int = 0) -> DecodeBatch:
+        """Rows (request, slot, length) that decode together."""
+        size, vocab = self._block_size, self._vocab_size
+        return DecodeBatch(rows, size, vocab, self._device, lane, self._keep_keys)
+
+    # Experts
+
+    def routing(self, spans: list[SequenceRows], rows: int) -> Routing | None:
+        """Where the experts of a pass of `rows` tokens are recorded, and those to replay."""
+        return None if self._recorder is None else self._recorder.routing(spans, rows)
+
+    def new_routing(self) -> Routing | None:
+        """The same for a pass of new tokens, which have nothing to replay."""
+        return None if self._recorder is None else Routing(records=True)
+
+    def keep(self, spans: list[SequenceRows], routing: Routing | None) -> None:
+        """Append what a pass has recorded to the records of its sequences."""
+        if self._recorder is not None and routing is not None:
+            self._recorder.keep(spans, routing)
+
+    def join_records(self, records: Iterable[ExpertRecord | None]) -> None:
+        """Add the layers of other stages to records that leave the engine."""
+        if self._recorder is not None:
+            self._recorder.join([record for record in records if record is not None])
+
+    # Keys and values
+
+    def _prefill(self, jobs: list[Prefill], pool: KVPool) -> None:
+        """Write the keys and values of the jobs' tokens."""
+        jobs = [job for job in jobs if job.tokens]
+        self.prefill_tokens += sum(len(job.tokens) for job in jobs)
+        for paged, token_ids, positions, spans in prefill_batches(jobs, pool, self._device):
+            routing = self.routing(spans, len(token_ids))
+            self._stage.prefill(paged, token_ids, positions, routing)
+            self.keep(spans, routing)
+            self.prefill_calls += 1
+
+    def _restore(self, entry: Entry, pool: KVPool) -> None:
+        """Write the keys and values that a request carries to its blocks."""
+        request = entry.request
+        assert request.kv is not None
+        pool.write_blocks(entry.blocks, request.kv.blocks)
+        self.restored_tokens += request.kv.tokens
+        request.kv = None  # if it is preempted, its tokens are recomputed
+
+    def _replay(self, entry: Entry, pool: KVPool, tables: Ints) -> None:
+        """Compute a response again by the passes that have made it; nothing is sampled.
+
+        Turns are fed token by token. A reply is one pass, with the turn's last token before it.
+        """
+        request, num_prompt = entry.request, len(entry.request.prompt_ids)
+        starts = [turn.start for turn in request.turns] + [request.turn_start]
+        stops = [turn.stop for turn in request.turns] + [len(request.response_ids)]
+        cached = stops[0]
+        for start, stop in zip(starts, stops, strict=True):
+            if start > 0:
+                first, last = num_prompt + cached - 1, num_prompt + start - 1
+                reply = entry.tokens()[first:last]
+                self._prefill([Prefill(reply, first, entry.blocks, request.routed_experts)], pool)
+            self._feed(entry, start, stop, pool, tables)
+            cached = stop
+
+    def _feed(self, entry: Entry, start: int, stop: int, pool: KVPool, tables: Ints) -> None:
+        """The decode steps that have made response tokens [start, stop)."""
+        request = entry.request
+        before = replace(request, response_ids=request.response_ids[:start])
+        batch = self.decode_batch([(before, entry.slot, before.num_tokens)])
+        for token in request.response_ids[start:stop]:
+            spans = batch.spans()
+            routing = self.routing(spans, 1)
+            self._stage.feed(*batch.inputs(pool, tables), routing)
+            self.keep(spans, routing)
+            batch.advance(torch.tensor([token], device=self._device))
+        self.replayed_tokens += stop - start

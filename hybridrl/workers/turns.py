@@ -1,0 +1,51 @@
+"""A conversation on its rank: what is known of its tokens, and how its response is told apart."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hybridrl.engines.rollout.interface import Turn
+from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, TokenSpan
+
+CONVERSATION_TENSORS = (TRAINED, TURN, TURN_REWARDS)
+"""Tensors of a conversation besides `tokens` and `log_probs`."""
+
+
+def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
+    """`spans` with the tokens up to `num_tokens`, which `version` has made since.
+
+    Example: 3 tokens of version 1, then 5 in all: (0 to 3 of 1, 3 to 5 of 2).
+    """
+    start = spans[-1].stop if spans else 0
+    if num_tokens == start:
+        return spans
+    if spans and spans[-1].version == version and spans[-1].trained:
+        return (*spans[:-1], replace(spans[-1], stop=num_tokens))
+    return (*spans, TokenSpan(start, num_tokens, version))
+
+
+def answered(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
+    """`spans` with the `num_tokens` of a reply, which are read by `version` and not trained."""
+    start = spans[-1].stop
+    return (*spans, TokenSpan(start, start + num_tokens, version, trained=False))
+
+
+def conversation_tensors(
+    turns: Sequence[Turn], response_tokens: int, rewards: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """Tensors of a conversation: of its response tokens, and the rewards of its turns.
+
+    `trained` bool [response tokens] is False where an environment wrote. `turn` int32 [response
+    tokens] is the number of the turn, and in a reply that of the turn before. `turn_rewards`
+    float32 [turns]: no `rewards` are zeros. Raises ValueError for another number of them.
+    """
+    if rewards and len(rewards) != len(turns):
+        raise ValueError(f"{len(rewards)} turn rewards for {len(turns)} turns")
+    trained = torch.zeros(response_tokens, dtype=torch.bool)
+    number = torch.zeros(response_tokens, dtype=torch.int32)
+    for index, turn in enumerate(turns):
+        trained[turn.start : turn.stop] = True
+        number[turn.start :] = index
+    values = torch.tensor(list(rewards) or [0.0] * len(turns), dtype=torch.float32)
+    return {TRAINED: trained, TURN: number, TURN_REWARDS: values}

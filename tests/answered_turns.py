@@ -1,0 +1,76 @@
+"""Conversations whose replies follow from what the model wrote, for tests of rollout engines."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from hybridrl.engines.rollout.interface import HeldTurn, Output, Request
+from hybridrl.engines.rollout.native import NativeEngine
+
+MOST_TURNS = 5
+
+
+def reply_of(turn: HeldTurn, vocab: int, most: int) -> list[int] | None:
+    """The reply to a turn, 1 to 9 tokens that follow from it; None: the episode has ended."""
+    draw = random.Random(repr((turn.id, turn.token_ids, turn.response_tokens)))
+    reply = [draw.randrange(vocab) for _ in range(draw.randint(1, 9))]
+    ended = draw.random() < 1 / MOST_TURNS or turn.response_tokens + len(reply) >= most
+    return None if ended else reply
+
+
+def converse(
+    engine: NativeEngine,
+    requests: Iterable[Request],
+    vocab: int,
+    wait: Callable[[HeldTurn], int] = lambda turn: 0,
+    outputs: dict[object, Output] | None = None,
+) -> dict[object, Output]:
+    """Submit conversations and answer each turn `wait` steps after it ended: outputs by id."""
+    requests = list(requests)
+    most = {request.id: request.sampling.max_new_tokens for request in requests}
+    engine.submit(requests)
+    outputs = {} if outputs is None else outputs
+    due: list[tuple[int, HeldTurn]] = []
+    for step in range(10_000):
+        due += [(step + wait(turn), turn) for turn in engine.take_turns()]
+        for number, turn in [pair for pair in due if pair[0] <= step]:
+            due.remove((number, turn))
+            reply = reply_of(turn, vocab, most[turn.id])
+            if reply is None:
+                outputs[turn.id] = engine.finish(turn.id)
+            else:
+                engine.append(turn.id, reply)
+        stats = engine.stats()
+        assert stats.held == len(due)
+        if not (stats.running or stats.waiting or due):
+            return outputs
+        assert not engine.step(), "a conversation ended by itself"
+    raise AssertionError("the queue does not drain")
+
+
+def recomputed(
+    make: Callable[[], NativeEngine], request: Request, vocab: int
+) -> tuple[list[int], list[float], list[tuple[int, int]]]:
+    """A conversation turn by turn, each a resumed request of its own, by one long prefill.
+
+    Tokens, log-probabilities and the turns' bounds.
+    """
+    sampling, response, log_probs, turns = request.sampling, [], [], []
+    while True:
+        start = len(response)
+        limit = min(sampling.max_new_tokens, start + sampling.max_turn_tokens)
+        one = replace(sampling, max_new_tokens=limit, max_turn_tokens=0)
+        engine = make()
+        alone = replace(
+            request, sampling=one, response_ids=list(response), log_probs=list(log_probs)
+        )
+        engine.submit([alone])
+        (output,) = [output for _ in range(limit) for output in engine.step()]
+        response, log_probs = list(output.token_ids), list(output.log_probs)
+        turns.append((start, len(response)))
+        turn = HeldTurn(request.id, response[start:], output.finish, len(response))
+        reply = reply_of(turn, vocab, sampling.max_new_tokens)
+        if reply is None:
+            return response, log_probs, turns
+        response += reply
+        log_probs += [0.0] * len(reply)

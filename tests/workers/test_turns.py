@@ -1,0 +1,180 @@
+"""Conversations on real ranks: turns end, are answered, move while they wait, and are finished."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parked_samples import PROMPT, TINY, generating_worker, shared
+
+from hybridrl.config import RolloutConfig, RolloutLayoutConfig
+from hybridrl.engines.rollout.interface import Turn
+from hybridrl.flow.executor import (
+    Advanced,
+    Answer,
+    Command,
+    EpisodeReply,
+    Finished,
+    Park,
+    Parked,
+    Resume,
+    Sampling,
+    Submit,
+    TurnEnded,
+)
+from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.models.tiny import make_tiny_model
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.turns import answered, conversation_tensors, grown
+
+IDS = tuple(SampleId(0, k=k) for k in range(6))
+SAMPLING = Sampling(40, max_turn_tokens=6)
+FIELDS = ("tokens", "log_probs", "trained", "turn", "turn_rewards")
+
+
+def reply_to(turn: TurnEnded) -> EpisodeReply:
+    """The reply of 1 to 5 tokens that follows from a turn, or the end with its rewards."""
+    draw = random.Random(repr(turn))
+    tokens = tuple(draw.randrange(3, 13) for _ in range(draw.randint(1, 5)))
+    if draw.random() < 0.25 or turn.response_tokens + len(tokens) >= SAMPLING.max_new_tokens:
+        return EpisodeReply(turn.id, None, "stop", scalars={"environment_reward": 1.5})
+    return EpisodeReply(turn.id, tokens)
+
+
+class Instance:
+    """An instance as its ranks see it: all of them send the same commands."""
+
+    def __init__(self, worker: ActorWorker, tp: int) -> None:
+        self.worker, self.tp = worker, tp
+        self.turns: list[TurnEnded] = []
+        self.finished: list[Finished] = []
+
+    def advance(self, commands: Sequence[Command], steps: int) -> Advanced:
+        """The event with the turns and samples of all ranks, each spoken of by one of them."""
+        number = self.worker.actor.instance
+        event: Advanced = self.worker.advance(number, commands, steps).value.event
+        events = [other for other in shared(event) if other.instance == number]
+        assert len(events) == self.tp
+        assert {other.running for other in events} == {event.running}
+        self.turns = [turn for other in events for turn in other.turns]
+        self.finished += [sample for other in events for sample in other.finished]
+        return event
+
+    def converse(self, commands: Sequence[Command], most: int = 1000) -> None:
+        """Answer at most so many calls' turns, until nothing is left."""
+        for _ in range(most):
+            event = self.advance(commands, 3)
+            if not self.turns and not event.running:
+                return
+            commands = [Answer(tuple(map(reply_to, self.turns)))] if self.turns else []
+
+
+def talk(model: str, folder: Path, tp: int, with_kv: bool) -> dict[str, Any]:
+    """Both instances alike; then again, where all that is unfinished moves to the other one."""
+    layout = RolloutLayoutConfig(tp=tp)
+    worker = generating_worker(model, folder, RolloutConfig(max_new_tokens=40, layout=layout))
+    instance, submit = Instance(worker, tp), Submit(IDS, PROMPT, SAMPLING)
+    instance.converse([submit])
+    wanted = dict(stored(worker))
+    events = {event.id: event for event in instance.finished}
+    worker.release(IDS)
+
+    instance = Instance(worker, tp)
+    instance.converse([submit], most=4)
+    done, waiting = [event.id for event in instance.finished], instance.turns
+    event = instance.advance([Park(IDS, with_kv)], 0)
+    (state,) = event.parked
+    held = {id for id, sample in state.state[worker.actor.instance_rank].items()} & {
+        turn.id for turn in waiting
+    }
+    # To the other instance, whose samples come here.
+    exported = shared((worker.actor.instance, state))
+    theirs = [parked for number, parked in exported if number != worker.actor.instance]
+    places = {place: refs for parked in theirs for place, refs in parked.state.items()}
+    resume = Resume(
+        theirs[0].ids, Parked(theirs[0].ids, theirs[0].tokens, theirs[0].version, places)
+    )
+    assert instance.advance([resume], 0).running == len(IDS) - len(done) - len(held)
+    instance.converse([Answer(tuple(map(reply_to, waiting)))] if waiting else [])
+    stats = worker.actor.rollout.stats()
+    return {
+        "wanted": wanted, "events": events, "again": dict(stored(worker)), "held": held,
+        "moved": len(theirs[0].ids), "restored": stats.restored_tokens,
+        "finished": [event.id for event in instance.finished], "done": done,
+    }  # fmt: skip
+
+
+def stored(worker: ActorWorker) -> dict[SampleId, dict[str, Any]]:
+    """All fields of the samples of this rank's instance, each on one rank."""
+    mine = {
+        id: {name: sample.tensors[name].tolist() for name in FIELDS}
+        for id, sample in worker.store._samples.items()
+    }
+    shares = [share for number, share in shared((worker.actor.instance, mine))
+              if number == worker.actor.instance]  # fmt: skip
+    assert sum(map(len, shares)) == len({id for share in shares for id in share}), "held twice"
+    return {id: fields for share in shares for id, fields in share.items()}
+
+
+@pytest.mark.parametrize(("tp", "with_kv"), [(1, False), (1, True), (2, True)])
+def test_a_conversation_is_one_sample(
+    tp: int, with_kv: bool, ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Its tensors tell tokens apart, and a move in mid-conversation changes none of them."""
+    model, folder = tmp_path / "model", tmp_path / "plane"
+    make_tiny_model(model, TINY, seed=0)
+    folder.mkdir()
+    results = ranks(2 * tp, talk, str(model), folder, tp, with_kv)
+    for result in results:
+        assert result["held"]
+        assert result["wanted"].keys() == result["again"].keys() == set(IDS)
+        assert sorted([*result["finished"]]) == sorted(IDS)
+        assert (result["restored"] > 0) == with_kv
+        for id, fields in result["wanted"].items():
+            again = result["again"][id]
+            assert {n: again[n] for n in FIELDS if n != "log_probs"} == {
+                n: fields[n] for n in FIELDS if n != "log_probs"
+            }
+            assert again["log_probs"] == pytest.approx(fields["log_probs"], abs=1e-5)
+            check(result["events"][id], fields)
+
+
+def check(event: Finished, fields: dict[str, Any]) -> None:
+    num_prompt = len(PROMPT.prompt_ids)
+    assert event.response_tokens == len(fields["tokens"]) - num_prompt == len(fields["trained"])
+    num_turns = event.scalars["num_turns"]
+    assert event.scalars == {"num_turns": num_turns, "environment_reward": 1.5}
+    assert fields["turn_rewards"] == [0.0] * num_turns
+    assert fields["turn"] == sorted(fields["turn"])
+    assert set(fields["turn"]) == set(range(num_turns))
+    spans = [span for span in event.spans if span.trained]
+    assert len(spans) == num_turns
+    trained = [False] * event.response_tokens
+    for number, span in enumerate(spans):
+        assert fields["turn"][span.start] == number
+        trained[span.start : span.stop] = [True] * (span.stop - span.start)
+    assert fields["trained"] == trained
+    assert [span.start for span in event.spans[1:]] == [span.stop for span in event.spans[:-1]]
+    pairs = zip(fields["log_probs"], trained, strict=True)
+    assert all((log_prob < 0) == own for log_prob, own in pairs)
+
+
+def test_tensors_of_a_conversation() -> None:
+    """Two turns, of three and of two tokens, with a reply of two between them."""
+    turns = [Turn(0, 3, "length"), Turn(5, 7, "stop")]
+    tensors = conversation_tensors(turns, 7, (0.5, -1.0))
+    assert tensors["trained"].tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    assert tensors["turn"].tolist() == [0] * 5 + [1] * 2
+    assert tensors["turn_rewards"].tolist() == [0.5, -1.0]
+    kinds = [tensors[name].dtype for name in ("trained", "turn", "turn_rewards")]
+    assert kinds == [torch.bool, torch.int32, torch.float32]
+    with pytest.raises(ValueError, match="1 turn rewards for 2 turns"):
+        conversation_tensors(turns, 7, (1.0,))
+
+
+def test_replies_are_spans_of_their_own() -> None:
+    spans = answered(grown((), 3, version=1), 2, version=1)
+    assert grown(spans, 5, version=2) == spans == (TokenSpan(0, 3, 1), TokenSpan(3, 5, 1, False))
+    assert grown(spans, 7, version=1) == (*spans, TokenSpan(5, 7, 1))
