@@ -22,6 +22,12 @@ from hybridrl.config.cluster import (
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
 from hybridrl.config.emulated import WITHOUT_MODEL, check_judges, leave_out, settle_cluster
 from hybridrl.config.endpoint import EndpointConfig
+from hybridrl.config.environment import (
+    EnvironmentConfig,
+    EnvironmentKind,
+    OnFailure,
+    PartialEpisodes,
+)
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.layout import (
@@ -92,6 +98,8 @@ class Config:
     """The weights of it that are trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and answers."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """What answers the model's turns, where responses are conversations."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """The judge of responses."""
     cost: RewardConfig = field(default_factory=RewardConfig)
@@ -131,6 +139,7 @@ class Config:
         check_bounds(self.trainer, "trainer")  # before the critics, which take over its layout
         check_bounds(self)
         self.rollout.resolve()
+        self.environment.resolve(self.rollout.max_new_tokens)
         if self.cluster.emulated:
             self._settle_emulated()
         self.check_groups()
@@ -160,6 +169,9 @@ class Config:
         self.model.check()
         self.reward.check("reward")
         self.cost.check("cost")
+        self.environment.check(self.rollout.max_new_tokens)
+        self.environment.check_jail(self.reward.jail)
+        self._check_environment_rewards()
         self.data.curriculum.check()
         self.teacher.check(self.data.sources)
         self.eval.check(self.rollout.max_new_tokens)
@@ -170,6 +182,12 @@ class Config:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with cluster.requeue")
         self.warm_start.optim.check("warm_start.optim")
         self.telemetry.check()
+
+    def _check_environment_rewards(self) -> None:
+        """Raise ConfigError for a judge that reads what episodes earn, without an environment."""
+        own = ((f"eval.sets.{name}.reward", s.reward) for name, s in self.eval.sets.items())
+        judges = [("reward", self.reward), ("cost", self.cost)]
+        self.environment.check_rewards([*judges, *((key, judge) for key, judge in own if judge)])
 
     def resolve_device(self, gpus: int, owner: str) -> None:
         """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
@@ -216,6 +234,8 @@ class Config:
     def check_schedule(self) -> None:
         """Raise ConfigError for a schedule that the rollout engine excludes."""
         self.schedule.check()
+        is_partial = self.schedule.kind is ScheduleKind.partial
+        self.environment.check_partial(is_partial, self.strict)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
@@ -442,6 +462,8 @@ __all__ = [
     "EarlyBackward",
     "EndpointConfig",
     "Engine",
+    "EnvironmentConfig",
+    "EnvironmentKind",
     "EvalConfig",
     "EvalSetConfig",
     "FuseUpdates",
@@ -459,10 +481,12 @@ __all__ = [
     "MemoryCheck",
     "Migration",
     "ModelConfig",
+    "OnFailure",
     "OptimConfig",
     "OptimName",
     "PackedScheduleConfig",
     "ParkedKV",
+    "PartialEpisodes",
     "PartialScheduleConfig",
     "PipelineSchedule",
     "Placement",

@@ -21,6 +21,7 @@ class RewardKind(Enum):
     model = "model"  # the score of a reward model
     http = "http"  # a service of yours answers each request with a score
     chat = "chat"  # a language model behind an OpenAI-compatible API answers a rubric
+    environment = "environment"  # what the episode has earned
     sum = "sum"  # the weighted sum of several
 
     @property

@@ -13,8 +13,8 @@ from hybridrl.config.renamed_keys import RENAMED_KEYS
 
 _NAME = "stored_run"
 GROUPS = {
-    "cluster", "cost", "cost_critic", "critic", "data", "model", "recipe", "reward",
-    "reward_model", "rollout", "schedule",
+    "cluster", "cost", "cost_critic", "critic", "data", "environment", "model", "recipe",
+    "reward", "reward_model", "rollout", "schedule",
 }  # fmt: skip
 """Groups of settings of which another is chosen by name."""
 
