@@ -17,7 +17,7 @@ MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
 
 # Room -> the rooms of the package that it may import: the floor plan in AGENTS.md.
 CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow", "pipelines"}
-WORKERS = CORE | {"system", "telemetry", "data", "rewards", "checkpoint"}
+WORKERS = CORE | {"system", "telemetry", "data", "rewards", "checkpoint", "environments"}
 RUNTIME = WORKERS | {"workers", "compat"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"notebook"},
@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"config", "layout", "kernels"},
     "algorithms": {"config", "layout", "kernels", "models"},
     "engines": {"config", "layout", "kernels", "models", "algorithms", "pipelines"},
-    "data": CORE,
+    "data": CORE | {"environments"},
+    "environments": {"config", "rewards"},
     "rewards": CORE,
     "checkpoint": CORE | {"telemetry"},
     "workers": WORKERS | {"planner"},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": RUNTIME | {"runtime", "controller", "jobs", "doctor", "planner"},
     "recipes": {"config", "flow", "algorithms"},
 }
-TORCH_FREE = ("config", "flow", "pipelines", "planner", "telemetry", "jobs")
+TORCH_FREE = ("config", "environments", "flow", "pipelines", "planner", "telemetry", "jobs")
 # Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
 RAY_ROOMS = {"controller", "runtime", "jobs", "doctor", "cli", "compat"}
 # Starting fast: these import the heavy libraries inside functions.

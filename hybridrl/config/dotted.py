@@ -16,20 +16,24 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     It runs the module's own code. Raises ConfigError naming `key` where the path has another form,
     the module does not import, or it has no such function.
     """
+    function: Callable[..., Any] = load_object(key, path, "a function")
+    if not callable(function):
+        raise ConfigError(key, path, f"a function, not {type(function).__name__}")
+    return function
+
+
+def load_object(key: str, path: str, wanted: str) -> Any:
+    """As `load_function`, for an object of any kind, which is `wanted`, in words."""
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise ConfigError(key, path, "package.module:name or /path/file.py:name")
     try:
         if module.endswith(".py"):
-            function = _from_file(Path(module), name)
-        else:
-            function = pkgutil.resolve_name(f"{module}:{name}")
+            return _from_file(Path(module), name)
+        return pkgutil.resolve_name(f"{module}:{name}")
     except (Exception, SystemExit) as error:  # the user's module may raise anything on import
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(key, path, f"a function that can be imported ({problem})") from error
-    if not callable(function):
-        raise ConfigError(key, path, f"a function, not {type(function).__name__}")
-    return function
+        raise ConfigError(key, path, f"{wanted} that can be imported ({problem})") from error
 
 
 def _from_file(file: Path, name: str) -> Any:

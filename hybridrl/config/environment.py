@@ -132,8 +132,8 @@ class EnvironmentConfig:
     def check_rewards(self, judges: Sequence[tuple[str, RewardConfig]]) -> None:
         """Raise ConfigError for a judge that reads what episodes earn, without an environment."""
         for key, judge in judges:
-            parts = {f"{key}.parts.{name}": part for name, part in judge.parts.items()}
-            for place, one in {key: judge, **parts}.items():
+            scorers = {f"{key}.parts.{name}": one for name, one in judge.parts.items()}
+            for place, one in {key: judge, **scorers}.items():
                 if one.kind is RewardKind.environment and not self.is_on:
                     kinds = [k.value for k in RewardKind if k is not RewardKind.environment]
                     allowed = f"one of {', '.join(kinds)}, or an environment.kind"

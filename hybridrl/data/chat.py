@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.environments.task import ChatMessage
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-ChatMessage = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

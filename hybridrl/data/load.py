@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
 from hybridrl.config.patterns import compiled
-from hybridrl.data.prompts import Ids, Item, make_items
+from hybridrl.data.prompts import Ids, Item, Opening, make_items
 from hybridrl.data.sources import GENERATED, rows
 
 if TYPE_CHECKING:
@@ -49,21 +49,22 @@ def load_data(
     max_new_tokens: int,
     columns: Sequence[str] = (),
     reserved: Collection[str] = (),
+    opening: Opening | None = None,
 ) -> Data:
     """Items of all sources, each prompt once (of conversations each whole one), split into training
     and held-out items.
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
-    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Prompts that are
-    `reserved`, for separate evaluation sets, are left out. Sources contribute held-out items in
-    proportion to their weights, and generated sources the `data.size` training items likewise
-    (fewer if a source lacks different prompts, which is logged). Raises ConfigError, with the key
-    to change.
+    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Items whose
+    identity is `reserved`, for separate evaluation sets, are left out. `opening` is that of the
+    environment. Sources contribute held-out items in proportion to their weights, and generated
+    sources the `data.size` training items likewise (fewer if a source lacks different prompts,
+    which is logged). Raises ConfigError, with the key to change.
     """
     if not config.sources:
         raise ConfigError("data.sources", {}, "at least one source")
     weights = _weights(config)
-    collector = _Collector(config, tokenizer, max_new_tokens, max_context, columns)
+    collector = _Collector(config, tokenizer, max_new_tokens, max_context, columns, opening)
     collector.seen.update(reserved)
     # sizes of the held-out and the training part of each source
     generated = {
@@ -91,6 +92,7 @@ def load_eval_set(
     *,
     max_context: int,
     max_new_tokens: int,
+    opening: Opening | None = None,
 ) -> list[Item]:
     """Items of an evaluation set that has its own source, each once as in `load_data`.
 
@@ -104,7 +106,7 @@ def load_eval_set(
         config, sources={key: source}, keep=None, prompt_template=template, answer_template="",
         privileged_template=None,
     )  # fmt: skip
-    collector = _Collector(of_set, tokenizer, max_new_tokens, max_context, ())
+    collector = _Collector(of_set, tokenizer, max_new_tokens, max_context, (), opening)
     size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
     try:
         items = collector.load(key, f"{key}.source", size)
@@ -158,8 +160,9 @@ class _Collector:
         max_new_tokens: int,
         max_context: int,
         columns: Sequence[str],
+        opening: Opening | None,
     ) -> None:
-        self.config = config
+        self.config, self.opening = config, opening
         self.tokenizer = tokenizer
         self.longest = min(config.max_prompt_tokens, max_context - max_new_tokens)
         if self.longest < 1:
@@ -222,7 +225,7 @@ class _Collector:
         return self._draw(name, stream, wanted)
 
     def _items(self, name: str, rows: list[dict]) -> list[Item]:
-        return make_items(name, rows, self.config, self.tokenizer, self.columns)
+        return make_items(name, rows, self.config, self.tokenizer, self.columns, self.opening)
 
     def _draw(self, name: str, stream: Iterator[dict], wanted: int) -> list[Item]:
         """Up to `wanted` items; stops when a round of drawing yields almost nothing new."""
@@ -241,20 +244,21 @@ class _Collector:
     def _accept(self, items: list[Item]) -> list[Item]:
         """Those that are new and short enough.
 
-        A prompt is new that no item before has. Conversations may share their first turns: new
-        prompts are those that no other source has, with a target that is new for the prompt.
+        A prompt is new that no item before has; in games, which share theirs, a row. Conversations
+        may share their first turns: new prompts are those that no other source has, with a target
+        that is new for the prompt.
         """
         accepted = []
         of_others = frozenset(self.seen)
         for item in items:
             is_conversation = self.config.sources[item.source].messages_column is not None
             conversation = (item.prompt, item.target_ids)
-            seen = item.prompt in (of_others if is_conversation else self.seen)
+            seen = item.identity in (of_others if is_conversation else self.seen)
             if seen or conversation in self._conversations:
                 continue
             if not self.keep.fullmatch(item.prompt):
                 continue
-            self.seen.add(item.prompt)
+            self.seen.add(item.identity)
             if is_conversation:
                 self._conversations.add(conversation)
             if max(len(item.prompt_ids), len(item.privileged_ids)) > self.longest:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridrl.config import ConfigError, DataConfig
 from hybridrl.data.chat import (
@@ -15,6 +15,7 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
+from hybridrl.environments.task import EpisodeTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,10 +48,29 @@ class Item:
     """Of responses in several turns, which tokens the assistant wrote, by column; `target_ids` are
     under the empty name. A response without a mask is all the assistant's."""
 
+    task: EpisodeTask | None = field(default=None, repr=False)
+    """What its episodes start from, where an environment answers the model."""
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other items: its prompt, or its row where games share theirs."""
+        return self.prompt if self.task is None else self.task.digest
+
     def response(self, column: str | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokens of a column, None for the target, and which of them are to be trained."""
         ids = self.target_ids if column is None else self.columns[column]
         return ids, self.masks.get(column or "", (True,) * len(ids))
+
+
+class Opening(Protocol):
+    """An environment as prompts need it: `hybridrl.environments.Openings`."""
+
+    tools: tuple[dict[str, Any], ...]
+    """Schemas of the tools that the prompt tells of."""
+
+    def __call__(self, tasks: Sequence[EpisodeTask]) -> Sequence[Sequence[ChatMessage]]:
+        """The first messages of each task, which are its prompt."""
+        ...
 
 
 def with_next_targets(items: Sequence[Item]) -> list[Item]:
@@ -98,25 +118,32 @@ def make_items(
     config: DataConfig,
     tokenizer: Any,
     columns: Sequence[str] = (),
+    opening: Opening | None = None,
 ) -> list[Item]:
     """Items of `rows`, in order: templates filled, one tokenizer call for all prompts.
 
-    `columns` hold a response each: a text, or a list of messages. Raises ConfigError if a row lacks
-    a column or a field of a template, if its messages cannot be read, or without a chat template.
+    `columns` hold a response each: a text, or a list of messages. With an `opening` a row's prompt
+    is what its environment says first. Raises ConfigError if a row lacks a column or a field of a
+    template, if its messages cannot be read, or without a chat template.
     """
     if not rows:
         return []
-    reader = _ChatReader(source, config, tokenizer) if config.chat else None
+    tools = opening.tools if opening else ()
+    reader = _ChatReader(source, config, tokenizer, tools) if config.chat else None
     if config.sources[source].messages_column is not None:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
         return [reader.conversation(row, number) for number, row in enumerate(rows, 1)]
     end = end_token_id(tokenizer, config.chat)
 
-    def prompted(key: str, template: str) -> tuple[list[list[ChatMessage]], list[str], list[Ids]]:
-        """Messages, texts and tokens of the prompts that a template makes."""
-        prompts = [_prompt(source, x, config, n, key, template) for n, x in enumerate(rows, 1)]
+    def filled(key: str, template: str) -> list[list[ChatMessage]]:
+        return [_prompt(source, x, config, n, key, template) for n, x in enumerate(rows, 1)]
+
+    def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
+        """Texts and tokens of prompts."""
         texts = [prompt[-1]["content"] for prompt in prompts]
+        if opening:
+            texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
         if reader:
             pairs = enumerate(zip(rows, prompts, strict=True), 1)
             texts = [reader.prompt(row, prompt, number) for number, (row, prompt) in pairs]
@@ -125,16 +152,22 @@ def make_items(
         if not config.chat:  # tokenizers that close every text would end the response here
             eos = tokenizer.eos_token_id
             encoded = [ids[:-1] if ids and ids[-1] == eos else ids for ids in encoded]
-        return prompts, texts, [tuple(ids) for ids in encoded]
+        return texts, [tuple(ids) for ids in encoded]
 
     def ended(responses: list[str]) -> list[tuple[int, ...]]:
         ids = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
         return [(*response, end) for response in ids]
 
-    prompts, texts, encoded = prompted("data.prompt_template", config.prompt_template)
+    prompts = filled("data.prompt_template", config.prompt_template)
+    tasks: list[EpisodeTask | None] = [None] * len(rows)
+    if opening:
+        pairs = zip(rows, prompts, strict=True)
+        episodes = [EpisodeTask(tuple(x), dict(row), _answer(row), source) for row, x in pairs]
+        prompts, tasks = [list(first) for first in opening(episodes)], [*episodes]
+    texts, encoded = rendered(prompts)
     privileged: list[Ids] = [()] * len(rows)
     if config.privileged_template is not None:
-        *_, privileged = prompted("data.privileged_template", config.privileged_template)
+        _, privileged = rendered(filled("data.privileged_template", config.privileged_template))
     targets = [_fill("data.answer_template", config.answer_template, row) for row in rows]
     target_ids = ended(targets)
     others = {
@@ -145,7 +178,8 @@ def make_items(
     for number, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
         target, with_more = target_ids[number], privileged[number]
         of_columns = {name: responses[number] for name, responses in others.items()}
-        item = Item(text, ids, _answer(row), target, source, dict(row), of_columns, with_more)
+        values = (_answer(row), target, source, dict(row), of_columns, with_more)
+        item = Item(text, ids, *values, task=tasks[number])
         items.append(
             reader.with_turns(item, prompts[number], columns, number + 1) if reader else item
         )
@@ -155,8 +189,11 @@ def make_items(
 class _ChatReader:
     """Rows of a source through the chat template: prompts, conversations, responses in turns."""
 
-    def __init__(self, source: str, config: DataConfig, tokenizer: Any) -> None:
-        self.source, self.config = source, config
+    def __init__(
+        self, source: str, config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]
+    ) -> None:
+        """`tools` are those of the environment, for every row."""
+        self.source, self.config, self.tools = source, config, list(tools)
         self.template = ChatTemplate(tokenizer)
         self.end = end_token_id(tokenizer, True)
 
@@ -228,8 +265,8 @@ class _ChatReader:
 
     def _tools(self, row: Mapping[str, Any], number: int) -> list[dict[str, Any]] | None:
         column = self.config.sources[self.source].tools_column
-        if column is None:
-            return None
+        if self.tools or column is None:
+            return self.tools or None
         return read_tools(row[column], _place(self.source, self.config, "tools_column", number))
 
 

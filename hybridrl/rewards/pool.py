@@ -34,8 +34,8 @@ class RewardPool:
     queue, and a new process replaces the old. With call=batch the whole chunk is one call, and all
     of it is guilty. Invariant: every input gets exactly one result.
 
-    kind=exact without `extract` cannot hang and is judged in this process: 128 samples take 0.1 ms
-    against 3 ms through a process (docs/rewards.md).
+    kind=exact without `extract`, and kind=environment, cannot hang and are judged in this process:
+    128 samples take 0.1 ms against 3 ms through a process (docs/rewards.md).
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class RewardPool:
         # The kernel signals children when the thread that started them ends: keep one thread alive.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="reward-spawner")
         kind, number = config.kind.value, config.num_processes
-        if config.kind is RewardKind.exact and config.extract is None:
+        plain = config.kind is RewardKind.exact and config.extract is None
+        if plain or config.kind is RewardKind.environment:
             logger.debug("the verifier runs in this process, kind %s", kind)
             self._inline = make_verifier(config)
         else:

@@ -1,4 +1,4 @@
-"""A process that judges: how it is started, waited for, read and ended."""
+"""A process for untrusted code: how it is started, waited for, read and ended."""
 
 import json
 import math
@@ -7,52 +7,51 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, SourceConfig
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a verifier process to import what it needs."""
+"""Seconds for a process to import what it needs."""
 LARGEST_ANSWER = 1 << 16
-"""Bytes of one answer of a verifier process: a number, a short message, the judged text."""
+"""Bytes of one answer of a verifier: a number, a short message, the judged text."""
 
 
-class JudgeProcess:
-    """The handle of a process that runs the program `module`.
+class SandboxedProcess:
+    """The handle of a process that runs the program `module`, which is sent `settings` first.
 
     A fresh interpreter, not started by multiprocessing, which would import the caller's main module
     (in a Ray worker: ray) and leave a resource tracker. It has a memory limit and dies with its
-    parent. It is sent pickles and answers in JSON, since it judges a model's output.
+    parent. It is sent pickles and answers in JSON, since it handles a model's output.
 
-    `deadline` is the moment by which it must be ready; whoever gives it work sets it anew.
+    `name` says in errors what it is. Besides its connection it inherits the descriptors `shared`,
+    whose numbers follow on its command line. `deadline` is the moment by which it must be ready;
+    whoever gives it work sets it anew.
     """
 
     def __init__(
         self,
         module: str,
-        config: JudgeConfig,
-        sources: Mapping[str, SourceConfig],
-        *more: Any,
-        role: str = "reward",
+        settings: tuple[Any, ...],
+        name: str,
+        *,
         largest_answer: int = LARGEST_ANSWER,
+        shared: Sequence[int] = (),
     ) -> None:
-        """Start it; `more` follows the settings in what it is sent first.
-
-        The settings are those under the key `role`, which errors name.
-        """
-        self.config, self.role, self.largest_answer = config, role, largest_answer
-        self.ready, self.jail, self.waits = False, "", False
+        self.name, self.largest_answer = name, largest_answer
+        self.ready = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.connection, theirs = Pipe()
+        descriptors = [theirs.fileno(), *shared]
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", module, *map(str, [theirs.fileno(), os.getpid(), *shared])],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # whatever a verifier prints
+            stdout=subprocess.DEVNULL,  # whatever a user's code prints
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a group to kill, with a verifier's own children
+            start_new_session=True,  # a group to kill, with its own children
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",  # numpy would start a thread a core in every process
@@ -60,18 +59,25 @@ class JudgeProcess:
             },
         )
         theirs.close()
-        self.connection.send((config, dict(sources), list(sys.path), *more))
+        self.connection.send(settings)
 
     def set_ready(self) -> None:
-        """Read its first answer; raises the error of a verifier that could not be built."""
+        """Read its first answer; raises the error of a program that could not be built."""
         kind, *details = self.receive()
         if kind == "ConfigError":
-            key, value, allowed = details  # it calls its settings `reward`
-            raise ConfigError(key.replace("reward.", f"{self.role}.", 1), value, allowed)
+            key, value, allowed = details
+            raise self.refusal(key, value, allowed)
         if kind != "ready":
-            raise RuntimeError(f"a verifier process did not start: {details}")
-        self.ready, self.jail, self.waits = True, str(details[0]), bool(details[1])
-        self.deadline = math.inf
+            raise RuntimeError(f"a {self.name} process did not start: {details}")
+        self.ready, self.deadline = True, math.inf
+        self.on_ready(details)
+
+    def refusal(self, key: str, value: str, allowed: str) -> ConfigError:
+        """The error for a setting that its program refuses."""
+        return ConfigError(key, value, allowed)
+
+    def on_ready(self, details: list[Any]) -> None:
+        """Take what its program says of itself."""
 
     def wait_ready(self) -> None:
         """Wait for it; raises as `set_ready`, and RuntimeError where it ends or takes too long."""
@@ -85,8 +91,8 @@ class JudgeProcess:
     def no_start(self) -> RuntimeError:
         """The error to raise where it is not ready in time; it is killed."""
         return RuntimeError(
-            f"a verifier process ({self.role}.kind={self.config.kind.value}) was not ready within "
-            f"{START_TIMEOUT_S:.0f} s or ended before ({self.kill()})"
+            f"a {self.name} process was not ready within {START_TIMEOUT_S:.0f} s or ended before "
+            f"({self.kill()})"
         )
 
     def receive(self) -> list[Any]:
@@ -104,3 +110,33 @@ class JudgeProcess:
         code = self.popen.wait()  # its own code if it had ended before
         self.connection.close()
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+class JudgeProcess(SandboxedProcess):
+    """A process that judges; `more` follows the settings in what it is sent first.
+
+    The settings are those under the key `role`, which errors name.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        config: JudgeConfig,
+        sources: Mapping[str, SourceConfig],
+        *more: Any,
+        role: str = "reward",
+        largest_answer: int = LARGEST_ANSWER,
+    ) -> None:
+        self.config, self.role = config, role
+        self.jail, self.waits = "", False
+        settings = (config, dict(sources), list(sys.path), *more)
+        name = f"verifier ({role}.kind={config.kind.value})"
+        super().__init__(module, settings, name, largest_answer=largest_answer)
+
+    def refusal(self, key: str, value: str, allowed: str) -> ConfigError:
+        """As the base class; the process calls its settings `reward`."""
+        return ConfigError(key.replace("reward.", f"{self.role}.", 1), value, allowed)
+
+    def on_ready(self, details: list[Any]) -> None:
+        """Its jail, and whether it waits."""
+        self.jail, self.waits = str(details[0]), bool(details[1])

@@ -34,6 +34,8 @@ class RewardInput:
     """The source's row."""
     source: str = ""
     """Name of the source in `data.sources`."""
+    earned: float | None = None
+    """What the turns of a conversation have earned, in sum."""
 
 
 MAX_TEXT = 4096
@@ -203,6 +205,15 @@ def _code(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     return lambda item, text: judge_program(text, item.item, config)
 
 
+def _environment(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
+    def judge(item: RewardInput, text: str) -> float:
+        if item.earned is None:
+            raise ValueError("a response that no environment has answered")
+        return item.earned
+
+    return judge
+
+
 _JUDGES: dict[RewardKind, Callable[[JudgeConfig, Mapping[str, SourceConfig]], Verify]] = {
     RewardKind.dataset: _dataset,
     RewardKind.exact: _exact,
@@ -210,4 +221,5 @@ _JUDGES: dict[RewardKind, Callable[[JudgeConfig, Mapping[str, SourceConfig]], Ve
     RewardKind.math: _math,
     RewardKind.function: _function,
     RewardKind.code: _code,
+    RewardKind.environment: _environment,
 }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards import jail
+from hybridrl.rewards.child import limit_process, start_failure
 from hybridrl.rewards.cpu_limit import cpu_limit
 from hybridrl.rewards.results import (
     TIMEOUT,
@@ -36,7 +37,7 @@ from hybridrl.rewards.verifiers import (
     of_several,
     user_function,
 )
-from hybridrl.rewards.worker import jail_of, limit_process, start_failure, waits
+from hybridrl.rewards.worker import jail_of, waits
 
 if TYPE_CHECKING:
     from hybridrl.rewards.endpoint import Endpoint

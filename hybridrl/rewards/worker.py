@@ -5,18 +5,12 @@ trust a process that judges a model's output. It imports neither torch nor ray.
 """
 
 import contextlib
-import ctypes
 import json
-import os
-import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from hybridrl.config import (
-    ConfigError,
     JailKind,
     JudgeConfig,
     RewardCall,
@@ -24,6 +18,7 @@ from hybridrl.config import (
     SourceConfig,
 )
 from hybridrl.rewards import jail
+from hybridrl.rewards.child import limit_process, start_failure
 from hybridrl.rewards.results import JudgeAnswer, failure
 from hybridrl.rewards.verifiers import (
     RewardInput,
@@ -34,29 +29,6 @@ from hybridrl.rewards.verifiers import (
     of_several,
     user_function,
 )
-
-MEMORY_LIMIT = 4 << 30
-"""Bytes of data (heap, anonymous maps) of one verifier process."""
-
-PR_SET_PDEATHSIG = 1
-
-
-def limit_process(parent: int) -> None:
-    """Bound this process's memory, write no core dumps, and die when `parent` does (Linux).
-
-    So do the jails that it starts, of which the kernel ends one before a rank.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    with contextlib.suppress(OSError):  # what the kernel ends first where memory is short
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(1)
 
 
 def make_judge(
@@ -117,13 +89,6 @@ def main(descriptor: int, parent: int) -> None:
             for start in range(0, len(chunk), size):
                 for one in judged(judge, chunk[start : start + size]):
                     answer(one)
-
-
-def start_failure(error: BaseException) -> list[str]:
-    """The first answer of a process whose judge cannot be built; see `JudgeProcess.set_ready`."""
-    if isinstance(error, ConfigError):
-        return ["ConfigError", error.key, str(error.value), error.allowed]
-    return ["Error", f"{type(error).__name__}: {error}"]
 
 
 def jail_of(config: JudgeConfig) -> str:

@@ -39,6 +39,7 @@ def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Data]:
         max_new_tokens = remaining.pop("max_new_tokens", 24)
         used = remaining.pop("tokenizer", tokenizer)
         chosen = {key: remaining.pop(key, ()) for key in ("columns", "reserved")}
+        chosen |= {"opening": remaining.pop("opening", None)}
         if source is not None:
             remaining["sources"] = {"s": source}
         config = DataConfig(**{"size": 50, "eval_size": 10, **remaining})

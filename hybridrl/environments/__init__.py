@@ -1,0 +1,27 @@
+"""Environments: programs that answer a model's turns, one for each sample, without torch or Ray.
+
+Start from `program.py` (what a user writes, and what it sees of the model), `load.py` (the kinds),
+`episode.py` (one program that runs), `worker.py` (the process) and `pool.py` (the driver's side).
+"""
+
+from hybridrl.environments.openings import Openings
+from hybridrl.environments.pool import EpisodePool
+from hybridrl.environments.task import (
+    ChatMessage,
+    EpisodeStart,
+    EpisodeStep,
+    EpisodeTask,
+    ModelTurn,
+    PastTurn,
+)
+
+__all__ = [
+    "ChatMessage",
+    "EpisodePool",
+    "EpisodeStart",
+    "EpisodeStep",
+    "EpisodeTask",
+    "ModelTurn",
+    "Openings",
+    "PastTurn",
+]

@@ -1,0 +1,218 @@
+"""An episode in an environment's process: a program, and the driver's turns that it awaits."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextvars import ContextVar
+from random import Random
+from typing import Any
+
+from hybridrl.config import EnvironmentConfig
+from hybridrl.environments.program import Model, Program, TurnLimit
+from hybridrl.environments.task import (
+    ChatMessage,
+    EpisodeStart,
+    EpisodeStep,
+    EpisodeTask,
+    FailureKind,
+    ModelTurn,
+    PastTurn,
+    failed,
+)
+
+CLOSE_S = 5.0
+"""Seconds for a program that is no longer needed to come to its end."""
+CHARACTERS_OF_TOKEN = 64
+"""More than a token has: messages are cut to this times `max_reply_tokens` before they are sent."""
+
+_episode: ContextVar[int] = ContextVar("episode", default=0)
+
+
+class Marker:
+    """Says whose code runs: the number of an episode, 0 for none, and since when.
+
+    `tell(number, time)` is called before and after every step of a program's coroutine, and of the
+    tasks that it starts.
+    """
+
+    def __init__(self, tell: Callable[[int, float], None]) -> None:
+        self.tell = tell
+
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Task[Any]:
+        """The event loop's task factory."""
+        number = _episode.get()
+        coroutine = _Marked(coroutine, number, self.tell) if number else coroutine
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+
+class _Marked(Coroutine[Any, Any, Any]):
+    """A coroutine each of whose steps is marked as an episode's."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], number: int, tell: Callable[[int, float], None]
+    ) -> None:
+        self._coroutine, self._number, self._tell = coroutine, number, tell
+
+    def send(self, value: Any) -> Any:
+        """One step."""
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        """One step, which begins with an error."""
+        return self._step(self._coroutine.throw, *error)
+
+    def _step(self, go: Callable[..., Any], *arguments: Any) -> Any:
+        self._tell(self._number, time.monotonic())
+        try:
+            return go(*arguments)
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._tell(0, 0.0)
+
+    def close(self) -> None:
+        """End it."""
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+
+class Episode:
+    """A program that runs until it asks for a turn, and on with each turn that it is given.
+
+    States: new, waits (for a turn), runs (within `start` or `step`), ended. At most one call of
+    `start` and `step` is there at a time. `number` tells it from others of its process, above 0.
+    """
+
+    def __init__(
+        self, number: int, program: Program, task: EpisodeTask, key: str, config: EnvironmentConfig
+    ) -> None:
+        """`key` is what its random numbers follow from: the run's seed and the sample."""
+        self.number, self.config = number, config
+        self.model = Model(self._ask, config.max_turns)
+        self._program: Callable[[], Awaitable[float | None]] = lambda: program(
+            task, self.model, Random(key)
+        )
+        self._task: asyncio.Task[float | None] | None = None
+        self._asked: asyncio.Future[tuple[ChatMessage, ...]]
+        self._turn: asyncio.Future[ModelTurn] | None = None
+        self._spent = 0.0
+
+    async def start(
+        self, past: Sequence[PastTurn] = (), opening: tuple[ChatMessage, ...] | None = None
+    ) -> EpisodeStart:
+        """Run to the first turn, and on through those of the `past`.
+
+        With `opening`, the first messages have to be these, and the steps those that are known.
+        """
+        first = await self._advance(None)
+        if first.failure is None and first.messages is None:
+            first = failed("error", "the program has ended before the model's first turn")
+        if first.failure is not None:
+            return EpisodeStart((), (), first.failure, first.error)
+        messages = first.messages or ()
+        if opening is not None and messages != opening:
+            error = f"the first messages differ between starts: {_difference(messages, opening)}"
+            return EpisodeStart((), (), "replay", error)
+        steps: list[EpisodeStep] = []
+        for number, known in enumerate(past, 1):
+            step = await self.step(known.turn)
+            if step.failure is None and known.step is not None and step != known.step:
+                step = failed("replay", f"turn {number} is answered otherwise than before")
+            if step.failure is not None:
+                return EpisodeStart((), (), step.failure, step.error)
+            steps.append(step)
+        return EpisodeStart(messages, tuple(steps))
+
+    async def step(self, turn: ModelTurn) -> EpisodeStep:
+        """Hand the program its turn, and run it to the next one or to its end."""
+        return await self._advance(turn)
+
+    async def close(self) -> None:
+        """End the program, if it has not ended. May be called twice."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=CLOSE_S)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    async def _advance(self, turn: ModelTurn | None) -> EpisodeStep:
+        begin = time.monotonic()
+        limit = min(self.config.turn_timeout_s, self.config.episode_timeout_s - self._spent)
+        self._asked = asyncio.get_running_loop().create_future()
+        if turn is None:
+            token = _episode.set(self.number)
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            _episode.reset(token)
+        else:
+            assert self._turn is not None
+            self._turn.set_result(turn)
+            self._turn = None
+        assert self._task is not None
+        waited: list[asyncio.Future[Any]] = [self._asked, self._task]
+        await asyncio.wait(waited, timeout=max(0.0, limit), return_when=asyncio.FIRST_COMPLETED)
+        self._spent += time.monotonic() - begin
+        if self._asked.done():
+            return self._checked(EpisodeStep(self._asked.result(), tuple(self.model.rewards)))
+        if self._task.done():
+            return self._checked(self._outcome(self._task))
+        await self.close()
+        name = "turn" if limit == self.config.turn_timeout_s else "episode"
+        seconds = getattr(self.config, f"{name}_timeout_s")
+        return failed("timeout", f"no answer within environment.{name}_timeout_s={seconds:g}")
+
+    async def _run(self) -> float | None:
+        return await self._program()
+
+    async def _ask(self, messages: tuple[ChatMessage, ...]) -> ModelTurn:
+        if self._turn is not None or self._asked.done():
+            raise RuntimeError("model.turn is called while another call of it waits")
+        self._turn = asyncio.get_running_loop().create_future()
+        self._asked.set_result(self._cut(messages))
+        return await self._turn
+
+    def _cut(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        """Messages without what no reply has room for, but the first ones as they are."""
+        if not self.model.turns:
+            return messages
+        longest = CHARACTERS_OF_TOKEN * self.config.max_reply_tokens
+        return tuple({**m, "content": m["content"][:longest]} for m in messages)
+
+    def _outcome(self, task: asyncio.Task[float | None]) -> EpisodeStep:
+        """The last step: what its program has returned or raised."""
+        finish, scalars = "stop", dict(self.model.scalars)
+        try:
+            value = task.result()
+            if value is not None:
+                self.model.reward(value)
+        except TurnLimit:
+            finish = "length"
+        except asyncio.CancelledError:
+            return failed("error", "the program has cancelled itself")
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
+            return failed(_kind_of(error), error)
+        rewards = tuple(self.model.rewards)
+        return EpisodeStep(None, rewards, finish, scalars)  # type: ignore[arg-type]
+
+    def _checked(self, step: EpisodeStep) -> EpisodeStep:
+        """The step as the driver will have it, or a failure where it cannot be sent."""
+        try:
+            return EpisodeStep.from_json(json.loads(json.dumps(step.to_json())))
+        except (TypeError, ValueError, RecursionError) as error:
+            return failed("error", f"messages that JSON does not have: {error}")
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    return getattr(error, "failure", "error")
+
+
+def _difference(messages: Sequence[ChatMessage], others: Sequence[ChatMessage]) -> str:
+    with contextlib.suppress(StopIteration):
+        number = next(i for i, (a, b) in enumerate(zip(messages, others, strict=False)) if a != b)
+        return f"{messages[number]['content']!r:.60}, before {others[number]['content']!r:.60}"
+    return f"{len(messages)} of them, before {len(others)}"

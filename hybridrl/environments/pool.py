@@ -1,0 +1,483 @@
+"""Episodes in processes, as the driver has them: many at a time on few event loops."""
+
+import contextlib
+import itertools
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from typing import Any, Literal, TypeVar
+
+from hybridrl.config import EnvironmentConfig, JailKind, JailLimits, SourceConfig
+from hybridrl.environments.episode import CLOSE_S
+from hybridrl.environments.mark import Mark
+from hybridrl.environments.task import (
+    ChatMessage,
+    EpisodeStart,
+    EpisodeStep,
+    EpisodeTask,
+    FailureKind,
+    ModelTurn,
+    PastTurn,
+    failed,
+)
+from hybridrl.rewards.process import SandboxedProcess
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "hybridrl.environments.worker"
+"""The module that its processes run."""
+LARGEST_ANSWER = 64 << 20
+"""Bytes of one answer, which a replay may fill with all of an episode."""
+LOOK_S = 0.1
+"""Seconds between two looks at whose code runs, while answers are due."""
+BUSY_S = 1.0
+"""A process whose code runs so long without a pause gets no work: it might not read it."""
+GRACE_S = 5.0
+"""Seconds beyond the limits for a process to tell that one was reached."""
+
+EpisodeId = tuple[Any, ...]
+"""The identity of a sample: it keys the episode's random numbers."""
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False, slots=True)
+class _Episode:
+    """An episode of the pool; `process` is where its program is, None where it must be started.
+
+    `turn` and `future` are what it is to answer: without a turn its start. `strikes` counts its
+    failures. A suspect was being served when a process died, and nobody knows through whom.
+    """
+
+    id: EpisodeId
+    number: int
+    task: EpisodeTask
+    future: "Future[Any]"
+    past: list[PastTurn]
+    opening: tuple[ChatMessage, ...] | None = None
+    turn: ModelTurn | None = None
+    process: "_Process | None" = None
+    due: bool = True
+    strikes: int = 0
+    suspect: bool = False
+    lost: str = ""
+
+    def settle(self, result: Any) -> None:
+        """Give the answer that is due."""
+        self.due = False
+        settle(self.future, result)
+
+
+@dataclass(eq=False, slots=True)
+class _Command:
+    kind: Literal["start", "turn", "end"]
+    id: EpisodeId
+    episode: _Episode | None = None
+    turn: ModelTurn | None = None
+    future: "Future[Any]" = field(default_factory=Future)
+
+
+class EpisodePool:
+    """Runs episodes in `num_processes` processes; each has one event loop for all that it has.
+
+    Life of an episode: `start`, then a `turn` for each turn of the model's. It is over when a step
+    says that it has ended or failed, or `end` gives it up. At most one answer is due at a time.
+
+    A process says whose code it is about to run (`Mark`). If it hangs or dies, that episode has
+    failed. The others are rebuilt by replay, when their next turn comes: their programs run again
+    on the turns already made, and must answer the same. Where nobody's code was running, those that
+    were being served are suspects. The new process serves one of them at a time, so that the next
+    death tells who it is. A failed episode is replayed once, unless it took too long: a second try
+    would cost the limit again.
+
+    Invariant: each future is resolved once. A thread owns the processes, which end with it.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        sources: Mapping[str, SourceConfig] | None = None,
+        *,
+        seed: int = 0,
+        jail: JailKind = JailKind.auto,
+        limits: JailLimits | None = None,
+    ) -> None:
+        """`seed` is the run's; the jail is that of `reward.jail` and `reward.limits`."""
+        self.config, self.seed = config, seed
+        paths = list(sys.path)
+        self._settings = (config, dict(sources or {}), paths, jail, limits or JailLimits())
+        self.counts: Counter[str] = Counter()
+        """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`."""
+        self.tools: tuple[dict[str, Any], ...] = ()
+        """Schemas of the tools that the model may call, once a process is ready."""
+        self._ready = threading.Event()
+        self._lock = threading.Lock()
+        self._commands: deque[_Command] = deque()
+        self._wake, self._waker = Pipe(duplex=False)
+        self._processes: list[_Process] = []
+        self._episodes: dict[EpisodeId, _Episode] = {}
+        self._queue: deque[_Episode] = deque()
+        self._numbers, self._requests = itertools.count(1), itertools.count(1)
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="episode-pool", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait for a process; raises ConfigError or RuntimeError where none can start."""
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def start(
+        self,
+        id: EpisodeId,
+        task: EpisodeTask,
+        past: Sequence[PastTurn] = (),
+        opening: tuple[ChatMessage, ...] | None = None,
+    ) -> "Future[EpisodeStart]":
+        """Start the episode of a sample, or take it up again after those of the `past`.
+
+        `opening` are the first messages that it must have, if they are known.
+        """
+        future: Future[EpisodeStart] = Future()
+        number = next(self._numbers)
+        episode = _Episode(id, number, task, future, list(past), opening)
+        self._send(_Command("start", id, episode, future=future))
+        return future
+
+    def turn(self, id: EpisodeId, turn: ModelTurn) -> "Future[EpisodeStep]":
+        """Hand an episode the model's turn; its next step comes when it waits again or has ended.
+
+        A step that has ended or failed is the last: the pool has forgotten the episode then.
+        """
+        command = _Command("turn", id, turn=turn)
+        self._send(command)
+        return command.future
+
+    def end(self, id: EpisodeId) -> None:
+        """Give an episode up, and close its environment; one that has ended is passed over."""
+        self._send(_Command("end", id))
+
+    def close(self) -> None:
+        """Close all environments and end the processes; what is due is cancelled. May be called
+        twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._waker.send_bytes(b"0")
+        self._thread.join()
+
+    def _send(self, command: _Command) -> None:
+        with self._lock:
+            if self._error is not None or self._closed:
+                error = self._error or ValueError("the pool of episodes is closed")
+                command.future.set_exception(error)
+                return
+            self._commands.append(command)
+            self._waker.send_bytes(b"1")
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._processes = [self._start() for _ in range(self.config.num_processes)]
+            while not self._closed:
+                self._take_commands()
+                self._give()
+                self._step()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._lock:
+                self._closed = True
+                left = [episode.future for episode in self._episodes.values() if episode.due]
+                left += [command.future for command in self._commands]
+            for process in self._processes:
+                process.finish()
+            for future in left:
+                settle(future, self._error)
+            self._ready.set()
+
+    def _take_commands(self) -> None:
+        """What the driver asks for."""
+        while self._commands:
+            command = self._commands.popleft()
+            episode = self._episodes.get(command.id)
+            if command.kind == "start":
+                assert command.episode is not None
+                if episode is not None:
+                    error = ValueError(f"the episode of sample {command.id} is there already")
+                    settle(command.future, error)
+                    continue
+                self.counts["episodes"] += 1
+                self._episodes[command.id] = command.episode
+                self._queue.append(command.episode)
+            elif command.kind == "turn":
+                if episode is None or episode.due:
+                    error = ValueError(f"no episode of sample {command.id} waits for a turn")
+                    settle(command.future, error)
+                    continue
+                self.counts["turns"] += 1
+                episode.turn, episode.future, episode.due = command.turn, command.future, True
+                if episode.lost:
+                    self._fail(episode, "crash", episode.lost)
+                else:
+                    self._queue.append(episode)
+            elif episode is not None:
+                self._forget(episode)
+                if episode.process is not None:
+                    episode.process.send("end", episode.number)
+                if episode.due:
+                    episode.settle(None)
+
+    def _give(self) -> None:
+        """Send what is queued to processes that can take it."""
+        waiting: deque[_Episode] = deque()
+        while self._queue:
+            episode = self._queue.popleft()
+            if not episode.due:
+                continue
+            process = episode.process or min(
+                (p for p in self._processes if p.ready), key=lambda p: p.num_episodes, default=None
+            )
+            if process is None or not process.takes(episode):
+                waiting.append(episode)
+                continue
+            self._serve(process, episode)
+        self._queue = waiting
+
+    def _serve(self, process: "_Process", episode: _Episode) -> None:
+        """Send an episode's start, its turn, or both."""
+        request = next(self._requests)
+        process.requests[request] = episode
+        steps = 1
+        try:
+            if episode.process is None:
+                episode.process = process
+                process.num_episodes += 1
+                key = "/".join(map(str, (self.seed, *episode.id)))
+                past, steps = tuple(episode.past), 2 + len(episode.past)
+                process.send(
+                    "begin", request, episode.number, episode.task, key, past, episode.opening,
+                    episode.turn,
+                )  # fmt: skip
+            else:
+                process.send("step", request, episode.number, episode.turn)
+        except Exception as error:  # what pickle raises for a row's values
+            del process.requests[request]
+            self._leave(episode)
+            self._fail(episode, "error", error)
+            return
+        process.deadlines[request] = time.monotonic() + steps * self.config.turn_timeout_s + GRACE_S
+
+    def _step(self) -> None:
+        """Wait for answers, commands, deaths or a limit of time, and handle them."""
+        by_connection: dict[Any, _Process] = {p.connection: p for p in self._processes}
+        limit = min(process.deadline for process in self._processes) - time.monotonic()
+        if self._queue or any(process.requests for process in self._processes):
+            limit = LOOK_S
+        timeout = None if limit == math.inf else max(0.0, limit)
+        for connection in wait([*by_connection, self._wake], timeout):
+            if connection is self._wake:
+                self._wake.recv_bytes()
+            else:
+                self._receive(by_connection[connection])
+        for process in list(self._processes):
+            if process.connection.closed or process.connection.poll():
+                continue
+            if not process.ready and time.monotonic() > process.deadline:
+                raise process.no_start()
+            if process.hangs(self.config.turn_timeout_s):
+                seconds = self.config.turn_timeout_s
+                error = f"no answer within environment.turn_timeout_s={seconds:g}"
+                self._replace(process, "timeout", error)
+
+    def _receive(self, process: "_Process") -> None:
+        if not process.ready:
+            try:
+                process.set_ready()
+            except (EOFError, OSError) as error:
+                raise process.no_start() from error
+            self.tools = process.tools
+            self._ready.set()
+            return
+        try:
+            request, start, step, close_error = process.receive()
+            episode = process.requests.pop(request)
+            process.deadlines.pop(request)
+            started = None if start is None else EpisodeStart.from_json(start)
+            stepped = None if step is None else EpisodeStep.from_json(step)
+        except (EOFError, OSError, ValueError, LookupError, TypeError):
+            self._replace(process, "crash", "")
+            return
+        if close_error:
+            self.counts["close_errors"] += 1
+            logger.warning("environment of sample %s: close failed: %s", episode.id, close_error)
+        if episode.due:
+            episode.suspect = False
+            self._answered(episode, started, stepped)
+
+    def _answered(
+        self, episode: _Episode, start: EpisodeStart | None, step: EpisodeStep | None
+    ) -> None:
+        """Hand an answer to the driver, or see to a failure."""
+        for answer in (start, step):
+            if answer is not None and answer.failure is not None:
+                self._leave(episode)
+                self._fail(episode, answer.failure, answer.error)
+                return
+        if start is not None:
+            episode.opening = start.messages
+            episode.past = [
+                PastTurn(known.turn, step)
+                for known, step in zip(episode.past, start.steps, strict=True)
+            ]
+        if episode.turn is None:
+            episode.settle(start)
+            return
+        assert step is not None
+        episode.past.append(PastTurn(episode.turn, step))
+        episode.turn = None
+        if step.messages is None:
+            self._forget(episode)
+            self._leave(episode)
+        episode.settle(step)
+
+    def _fail(self, episode: _Episode, kind: FailureKind, error: BaseException | str) -> None:
+        """An episode has failed: run it once more, or tell the driver."""
+        episode.strikes += 1
+        again = self.config.replay and kind in ("error", "crash")
+        if again and episode.strikes == 1:
+            self.counts["replays"] += 1
+            self._queue.append(episode)
+            return
+        self.counts[f"failed/{kind}"] += 1
+        step = failed(kind, error)
+        self._forget(episode)
+        is_start = episode.turn is None
+        episode.settle(EpisodeStart((), (), kind, step.error) if is_start else step)
+
+    def _replace(self, process: "_Process", kind: FailureKind, error: str) -> None:
+        """Replace a hung or dead process; the episode whose code ran is to blame."""
+        if not process.ready:
+            raise process.no_start()
+        number, _ = process.mark.read()
+        ended = process.kill()
+        error = error or f"its process ended ({ended})"
+        logger.debug("environment process %d is replaced: %s", process.popen.pid, error)
+        served = list(process.requests.values())
+        guilty = [episode for episode in served if episode.number == number and episode.due]
+        if not guilty and len(served) == 1:
+            guilty = served
+        for episode in self._episodes.values():
+            if episode.process is process:
+                self._bereave(episode, is_guilty=episode in guilty, known=bool(guilty))
+        self._processes[self._processes.index(process)] = self._start()
+        for episode in guilty:
+            self._fail(episode, kind, error)
+
+    def _bereave(self, episode: _Episode, is_guilty: bool, known: bool) -> None:
+        """An episode whose process is gone: it is replayed when an answer is due."""
+        episode.process = None
+        if is_guilty:
+            return
+        if not self.config.replay:
+            episode.lost = "its process ended with another episode, and environment.replay=false"
+            if episode.due:
+                self._fail(episode, "crash", episode.lost)
+            return
+        self.counts["replays"] += 1
+        if episode.due:
+            episode.suspect = not known
+            if episode not in self._queue:
+                self._queue.append(episode)
+
+    def _leave(self, episode: _Episode) -> None:
+        """An episode's program has ended in its process."""
+        if episode.process is not None:
+            episode.process.num_episodes -= 1
+            episode.process = None
+
+    def _forget(self, episode: _Episode) -> None:
+        self._episodes.pop(episode.id, None)
+
+    def _start(self) -> "_Process":
+        return _Process(self._settings, self.config.kind.value)
+
+
+class _Process(SandboxedProcess):
+    """A process with the episodes that it is serving, and when each must be answered."""
+
+    def __init__(self, settings: tuple[Any, ...], kind: str) -> None:
+        self.mark = Mark()
+        self.tools: tuple[dict[str, Any], ...] = ()
+        self.requests: dict[int, _Episode] = {}
+        self.deadlines: dict[int, float] = {}
+        self.num_episodes = 0
+        name = f"environment ({kind})"
+        super().__init__(
+            PROGRAM,
+            settings,
+            name,
+            largest_answer=LARGEST_ANSWER,
+            shared=[self.mark.descriptor],
+        )
+
+    def on_ready(self, details: list[Any]) -> None:
+        """The tools that its environment offers."""
+        self.tools = tuple(details[0])
+
+    def send(self, *request: Any) -> None:
+        """Send a request; a process that has died is seen later."""
+        with contextlib.suppress(OSError):
+            self.connection.send(request)
+
+    def takes(self, episode: _Episode) -> bool:
+        """Whether an episode can be served now; a suspect is served alone."""
+        if not self.ready or any(other.suspect for other in self.requests.values()):
+            return False
+        number, since = self.mark.read()
+        if number and time.monotonic() - since > BUSY_S:
+            return False
+        return not (episode.suspect and self.requests)
+
+    def hangs(self, seconds: float) -> bool:
+        """Whether a step of someone's code takes longer than that, or an answer is overdue."""
+        number, since = self.mark.read()
+        now = time.monotonic()
+        overdue = any(now > deadline for deadline in self.deadlines.values())
+        return overdue or (number > 0 and now - since > seconds)
+
+    def finish(self) -> None:
+        """Let it close its environments, then end it."""
+        if not self.connection.closed:
+            self.connection.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(CLOSE_S if self.ready and self.num_episodes else 0.5)
+            self.kill()
+
+    def kill(self) -> str:
+        """As the base class; its mark is given up."""
+        ended = super().kill()
+        self.mark.close()
+        return ended
+
+
+def settle(future: "Future[Any]", result: Any) -> None:
+    """Resolve a future, with None cancel it; one that is resolved stays as it is."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        elif result is not None:
+            future.set_result(result)
+        elif future.cancel():
+            future.set_running_or_notify_cancel()

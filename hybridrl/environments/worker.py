@@ -1,0 +1,123 @@
+"""The program of an environment's process: `python -m hybridrl.environments.worker FD PARENT MARK`.
+
+Its parent sends starts and turns of episodes. One event loop runs all of them, and answers each
+when its program waits for the model, in any order.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hybridrl.config import EnvironmentConfig
+from hybridrl.environments.episode import Episode, Marker
+from hybridrl.environments.load import load_environment
+from hybridrl.environments.mark import Mark
+from hybridrl.environments.program import Environment
+from hybridrl.environments.task import ChatMessage, EpisodeTask, ModelTurn, PastTurn
+from hybridrl.rewards import jail
+from hybridrl.rewards.child import limit_process, start_failure
+
+
+class Server:
+    """Runs the episodes of a process.
+
+    Each request has a number, and gets an answer `[request, start, step, close_error]`; what it did
+    not ask for is null.
+    """
+
+    def __init__(
+        self, connection: Connection, environment: Environment, config: EnvironmentConfig
+    ) -> None:
+        self.connection, self.environment, self.config = connection, environment, config
+        self.episodes: dict[int, Episode] = {}
+
+    async def begin(
+        self,
+        request: int,
+        number: int,
+        task: EpisodeTask,
+        key: str,
+        past: tuple[PastTurn, ...],
+        opening: tuple[ChatMessage, ...] | None,
+        turn: ModelTurn | None,
+    ) -> None:
+        """Start an episode, through those of the `past`; with `turn` go on through it."""
+        episode = Episode(number, self.environment.program, task, key, self.config)
+        self.episodes[number] = episode
+        start = await episode.start(past, opening)
+        if turn is not None and start.failure is None:
+            await self.step(request, number, turn, start.to_json())
+            return
+        if start.failure is not None:
+            await self.end(number)
+        self._answer(request, start.to_json(), None, episode.model.close_error)
+
+    async def step(self, request: int, number: int, turn: ModelTurn, start: Any = None) -> None:
+        """Hand an episode its turn; one that has ended is closed before that is told."""
+        episode = self.episodes[number]
+        step = await episode.step(turn)
+        if step.messages is None:
+            await self.end(number)
+        self._answer(request, start, step.to_json(), episode.model.close_error)
+
+    async def end(self, number: int) -> None:
+        """Close an episode, if it is here."""
+        episode = self.episodes.pop(number, None)
+        if episode is not None:
+            await episode.close()
+
+    async def serve(self) -> None:
+        """Handle requests until the parent closes the connection."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        running: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
+
+        def start(name: str, *arguments: Any) -> None:
+            task = loop.create_task(getattr(self, name)(*arguments))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+        def read() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    loop.call_soon_threadsafe(start, *self.connection.recv())
+            loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        await ended.wait()
+        for number in list(self.episodes):
+            await self.end(number)
+
+    def _answer(self, request: int, start: Any, step: Any, close_error: str) -> None:
+        self.connection.send_bytes(json.dumps([request, start, step, close_error]).encode())
+
+
+async def run(connection: Connection, config: EnvironmentConfig, sources: Any, mark: Mark) -> None:
+    """Build the environment, report ready with its tools, and serve."""
+    asyncio.get_running_loop().set_task_factory(Marker(mark.tell).make_task)
+    try:
+        environment = load_environment(config, sources)
+        ready: list[Any] = ["ready", list(environment.tools)]
+    except BaseException as error:
+        connection.send_bytes(json.dumps(start_failure(error)).encode())
+        return
+    connection.send_bytes(json.dumps(ready).encode())
+    await Server(connection, environment, config).serve()
+
+
+def main(descriptor: int, parent: int, mark: int) -> None:
+    """Serve the parent, which closes the connection to end the process."""
+    connection = Connection(descriptor)
+    config, sources, paths, jail_kind, limits = connection.recv()
+    limit_process(parent, config.memory_mb << 20)
+    threading.stack_size(4 << 20)  # the limit of memory counts them whole
+    sys.path[:] = paths  # a user's module is found as in the parent
+    jail.configure(jail_kind, limits)
+    asyncio.run(run(connection, config, sources, Mark(mark)))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

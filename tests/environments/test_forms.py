@@ -1,0 +1,315 @@
+"""The forms of a program: an async function, a class, a list of tools; and those that are none."""
+
+import re
+from typing import Any
+
+import pytest
+from environment_pools import Make, Pool, played, settled, task
+
+from hybridrl.config import ConfigError, EnvironmentConfig, EnvironmentKind
+from hybridrl.environments import EpisodeStep, ModelTurn, PastTurn
+from hybridrl.environments.load import load_environment
+from hybridrl.environments.tool_calls import ToolCall, find_calls
+from hybridrl.environments.tools import schema_of
+
+PROGRAMS = '''
+import asyncio
+
+
+async def guess(task, model, rng, most=9):
+    """Guess a number."""
+    number, reply = rng.randint(1, most), task.messages
+    while (turn := await model.turn(reply)).text != str(number):
+        await asyncio.sleep(0)
+        model.reward(-0.125)
+        reply = [{"role": "user", "content": "larger" if int(turn.text) < number else "smaller"}]
+    model.note("number", number)
+    return 1.0
+
+
+class Guess:
+    def __init__(self, most=9):
+        self.most = most
+
+    def reset(self, task, rng):
+        self.number = rng.randint(1, self.most)
+        return list(task.messages)
+
+    async def step(self, text):
+        if text == str(self.number):
+            return "", 1.0, True
+        return "larger" if int(text) < self.number else "smaller", -0.125, False
+
+    def close(self):
+        raise OSError("it was closed already")
+
+
+async def early(task, model, rng):
+    pass
+
+
+async def two(task, model, rng):
+    await asyncio.gather(model.turn("a"), model.turn("b"))
+
+
+async def forever(task, model, rng):
+    turn = await model.turn(task.messages)
+    while True:
+        model.reward(1.0)
+        turn = await model.turn(turn.text)
+
+
+async def nonsense(task, model, rng):
+    turn = await model.turn(task.messages)
+    await model.turn({"role": "wizard", "content": "abracadabra"})
+
+
+async def not_json(task, model, rng):
+    await model.turn({"role": "user", "content": "a", "extra": object()})
+
+
+def plain(task, model, rng):
+    pass
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one
+    """
+    return a + b
+
+
+async def fail(text: str) -> str:
+    raise ValueError(text)
+
+
+TOOLS = [add, fail]
+
+
+def untyped(a, b: int):
+    pass
+
+
+UNTYPED, TWICE, NONE, ODD = [untyped], [add, add], [], [add, 3]
+'''
+
+
+def moves(pool: Any, id: tuple[Any, ...] = (0, "", 0)) -> list[EpisodeStep]:
+    """The steps of a guess by halves."""
+    start = pool.start(id, task("which?")).result(60)
+    assert (start.failure, start.error) == (None, "")
+    assert start.messages == ({"role": "user", "content": "which?"},)
+    low, middle, high, steps = 1, 0, 9, list[EpisodeStep]()
+    while not steps or steps[-1].messages is not None:
+        if steps:
+            (message,) = steps[-1].messages or ()
+            low, high = (middle + 1, high) if message["content"] == "larger" else (low, middle - 1)
+        middle = (low + high) // 2
+        steps.append(pool.turn(id, ModelTurn(str(middle))).result(60))
+    return steps
+
+
+@pytest.mark.parametrize("name", ["guess", "Guess"])
+def test_a_function_and_a_class_play_the_same(make: Make, pool: Pool, name: str) -> None:
+    steps = moves(pool(make(PROGRAMS, name)))
+    last = steps[-1]
+    assert last.rewards == (-0.125,) * (len(steps) - 1) + (1.0,)
+    assert (last.finish, last.failure) == ("stop", None)
+    function = moves(pool(make(PROGRAMS, "guess")))
+    assert [step.messages for step in steps] == [step.messages for step in function]
+    assert function[-1].scalars.keys() == {"number"}
+
+
+def test_random_numbers_follow_from_seed_and_sample(make: Make, pool: Pool) -> None:
+    config = make(PROGRAMS, "guess", num_processes=2)
+    first, second, other = pool(config), pool(config), pool(config, seed=1)
+    ids = [(number, "", k) for number in range(6) for k in range(2)]
+    numbers = [
+        [moves(one, id)[-1].scalars["number"] for id in order]
+        for one, order in ((first, ids), (second, ids[::-1]), (other, ids))
+    ]
+    assert numbers[0] == numbers[1][::-1] != numbers[2]
+    assert len(set(numbers[0])) > 3
+
+
+def test_params_are_arguments(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "guess", params={"most": 1}))
+    assert len(moves(episodes)) == 3  # 5, 2, 1
+    for name in ("guess", "Guess"):
+        with pytest.raises(ConfigError, match=r"^environment\.params=.*'least': 0.*most"):
+            load_environment(make(PROGRAMS, name, params={"least": 0}))
+
+
+def test_an_error_of_close_takes_nothing_from_an_episode(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "Guess"))
+    assert moves(episodes)[-1].failure is None
+    assert episodes.counts["close_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("early", "the program has ended before the model's first turn"),
+        ("two", "RuntimeError: model.turn is called while another call of it waits"),
+        ("nonsense", "ValueError: model.turn was given .*wizard.*wanted a role of"),
+        ("not_json", "messages that JSON does not have: .*object"),
+    ],
+)
+def test_programs_that_ask_wrongly_fail(make: Make, pool: Pool, name: str, error: str) -> None:
+    start, steps = played(pool(make(PROGRAMS, name)), task("q"), ["a", "b"])
+    answer = start if start.failure else steps[-1]
+    assert answer.failure == "error"
+    assert re.match(error, answer.error), answer.error
+
+
+def test_an_episode_ends_at_max_turns(make: Make, pool: Pool) -> None:
+    _, steps = played(pool(make(PROGRAMS, "forever", max_turns=3)), task("q"), ["a"] * 5)
+    assert steps[-1] == EpisodeStep(None, (1.0, 1.0, 1.0), "length")
+
+
+def test_an_episode_is_taken_up_again(make: Make, pool: Pool) -> None:
+    """A resumed run knows the turns alone; what followed them comes back."""
+    config = make(PROGRAMS, "forever")
+    _, steps = played(pool(config), task("q"), ["a", "b", "c"])
+    past = [PastTurn(ModelTurn("a")), PastTurn(ModelTurn("b"))]
+    again = pool(config)
+    start = again.start((0, "", 0), task("q"), past).result(60)
+    assert start.steps == tuple(steps[:2])
+    assert again.turn((0, "", 0), ModelTurn("c")).result(60) == steps[2]
+
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turn", "answers"),
+    [
+        (CALL % ("add", '{"a": 2, "b": 3}'), ["5"]),
+        (CALL % ("add", '{"a": 2}') + CALL % ("add", '{"a": 5}'), ["3", "6"]),
+        ("[add(2, b=3)]", ["5"]),
+        ("<|python_tag|>" + '{"name": "add", "parameters": {"a": 1}}', ["2"]),
+        (CALL % ("add", '{"a": "2"}'), ["error: TypeError: a='2' is no "]),
+        (CALL % ("add", '{"c": 2}'), ["error: TypeError: missing a required argument: 'a'"]),
+        (CALL % ("mul", "{}"), ["error: there is no tool 'mul', but add, fail"]),
+        (CALL % ("fail", '{"text": "so"}'), ["error: ValueError: so"]),
+        ("<tool_call>add 2 and 3", ["error: the call is no JSON"]),
+        ("[add(2, 3", []),
+        ("It is 5.", []),
+    ],
+)
+def test_tools(make: Make, pool: Pool, turn: str, answers: list[str]) -> None:
+    episodes = pool(make(PROGRAMS, "TOOLS", kind=EnvironmentKind.tools))
+    _, steps = played(episodes, task("2+3?"), [turn, "5"])
+    if not answers:
+        assert steps == [EpisodeStep(None, (0.0,))]
+        return
+    replies = steps[0].messages or ()
+    assert [m["role"] for m in replies] == ["tool"] * len(answers)
+    assert all(m["content"].startswith(a) for m, a in zip(replies, answers, strict=True)), replies
+    assert steps[1] == EpisodeStep(None, (0.0, 0.0))
+
+
+def test_the_pool_knows_the_schemas_of_its_tools(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "TOOLS", kind=EnvironmentKind.tools))
+    episodes.wait_ready()
+    add, fail = (tool["function"] for tool in episodes.tools)
+    assert add == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "the first one"},
+                "b": {"type": "integer"},
+            },
+            "required": ["a"],
+        },
+    }
+    assert fail["parameters"]["required"] == ["text"]
+
+
+def test_schemas_are_those_of_transformers() -> None:
+    from transformers.utils import get_json_schema
+
+    def weather(city: str, days: list[int], scale: float = 1.0, note: str | None = None) -> str:
+        """Tell the weather.
+
+        Args:
+            city: Where.
+            days: When.
+            scale: How much.
+            note: What else.
+
+        Returns:
+            A text.
+        """
+        return city
+
+    theirs = get_json_schema(weather)["function"]
+    ours = schema_of(weather, "x:y")["function"]
+    del theirs["return"], theirs["parameters"]["properties"]["note"]
+    assert ours["parameters"]["properties"].pop("note")["description"] == "What else."
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}]',
+         [ToolCall("f", {"a": 1}, id="123456789")]),
+        ('{"name": "f", "parameters": {"a": [1]}}', [ToolCall("f", {"a": [1]})]),
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', [ToolCall("f", {"a": 1})]),
+        ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\n"
+         "</parameter>\n</function>\n</tool_call>", [ToolCall("f", {"a": 1, "b": "x y"})]),
+        ("so [f(1), g(a='b')]", [ToolCall("f", positional=(1,)), ToolCall("g", {"a": "b"})]),
+        ("a list [1, 2] of numbers", []),
+        ("[f(open('x'))]", [ToolCall("", error="the call cannot be read")]),
+    ],
+)  # fmt: skip
+def test_forms_of_calls(text: str, calls: list[ToolCall]) -> None:
+    read = find_calls(text)
+    assert [c.error.split(" (")[0] for c in read] == [c.error for c in calls]
+    if not any(c.error for c in calls):
+        assert read == calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "error"),
+    [
+        ("function", "plain", "async def f(task, model, rng), or a class with reset and step, not"),
+        ("function", "TOOLS", "not list; a list of tools is environment=tools"),
+        ("function", "missing", "that can be imported (AttributeError"),
+        ("tools", "plain", "a list of functions, not function"),
+        ("tools", "NONE", "a list of functions, not list"),
+        ("tools", "UNTYPED", "functions whose parameters have types (untyped.a has none)"),
+        ("tools", "TWICE", "tools of different names, not add, add"),
+        ("tools", "ODD", "functions, not 3"),
+    ],
+)
+def test_what_is_no_environment(make: Make, pool: Pool, kind: str, name: str, error: str) -> None:
+    config = make(PROGRAMS, name, kind=EnvironmentKind(kind))
+    with pytest.raises(ConfigError, match=r"^environment\.path=") as raised:
+        pool(config).wait_ready()
+    assert error in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"kind": "function"}, r"environment\.path=null: wanted a value, for .*kind=function"),
+        ({"kind": "grid", "path": "a:b"}, r"environment\.path=a:b: wanted null, or .*kind="),
+        ({"kind": "grid", "max_turn_tokens": 65}, r"max_turn_tokens=65: wanted at most rollout"),
+        ({"kind": "grid", "max_reply_tokens": 65}, r"max_reply_tokens=65: wanted at most"),
+        ({"kind": "grid", "stop": [""]}, r"environment\.stop=.*one or more characters"),
+        ({"kind": "grid", "turn_timeout_s": 900.0}, r"turn_timeout_s=900\.0: wanted at most"),
+        ({"kind": "grid", "params": {"width": 3}}, r"environment\.params=width: wanted size, slip"),
+        ({"kind": "grid", "params": {"size": "3"}}, r"environment\.params\.size=3: wanted a value"),
+        ({"kind": "grid", "params": {"size": 10}}, r"environment\.params\.size=10: wanted 2 to 9"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], error: str) -> None:
+    config = EnvironmentConfig(**{**settings, "kind": EnvironmentKind(settings["kind"])})
+    with pytest.raises(ConfigError, match=error):
+        load_environment(settled(config))
