@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridrl.config import ConfigError, DataConfig
 from hybridrl.data.chat import (
-    ChatMessage,
     ChatTemplate,
     Place,
     content_text,
@@ -15,7 +14,7 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
-from hybridrl.environments.task import EpisodeTask
+from hybridrl.environments.task import ChatMessage, EpisodeTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.data.chat import ChatMessage
 from hybridrl.data.prompts import Ids
+from hybridrl.environments.task import ChatMessage
 
 log = logging.getLogger(__name__)
 
