@@ -30,7 +30,6 @@ from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
-from hybridrl.controller.preflight_environment import check_environment, openings
 from hybridrl.controller.preflight_judges import IsRecorded, check_groups, check_rows, try_judges
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -40,7 +39,6 @@ from hybridrl.controller.preflight_models import (
 )
 from hybridrl.data import Data, Item, load_data, load_eval_set
 from hybridrl.engines.rollout.available import engine_checks
-from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
@@ -85,7 +83,6 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     check_groups(graph)
-    check_environment(config, graph)
     if config.cluster.emulated:
         check_emulation(config, graph)
     else:
@@ -263,11 +260,8 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
         _check_model(config, graph, model)
     check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
-    stop_strings(tokenizer, config.environment.stop, "environment.stop")
     _check_sampling(config, graph, tokenizer, model.vocab_size)
-    with openings(config, tokenizer) as opening:
-        context = context_tokens(model)
-        data, eval_items = _load_items(config, tokenizer, context, graph.columns, opening)
+    data, eval_items = _load_items(config, tokenizer, context_tokens(model), graph.columns)
     _check_kv_cache(config, [data.train, *eval_items.values()])
     if not config.cluster.emulated:
         check_role_models(config, graph, model_path, tokenizer)
@@ -318,11 +312,7 @@ def _check_sampling(config: Config, graph: Graph, tokenizer: Any, vocab_size: in
 
 
 def _load_items(
-    config: Config,
-    tokenizer: Any,
-    max_context: int,
-    columns: Sequence[str],
-    opening: Openings | None,
+    config: Config, tokenizer: Any, max_context: int, columns: Sequence[str]
 ) -> tuple[Data, dict[str, list[Item]]]:
     """Training's items, without any that an evaluation set has; the sets' items by name."""
     new = config.rollout.max_new_tokens
@@ -334,7 +324,6 @@ def _load_items(
             tokenizer,
             max_context=max_context,
             max_new_tokens=settings.max_new_tokens or new,
-            opening=opening,
         )
         for name, settings in config.eval.sets.items()
         if settings.source
@@ -345,8 +334,7 @@ def _load_items(
         max_context=max_context,
         max_new_tokens=new,
         columns=columns,
-        reserved={item.identity for items in sets.values() for item in items},
-        opening=opening,
+        reserved={item.prompt for items in sets.values() for item in items},
     )
     held_out = {
         name: data.eval[: settings.num_prompts or None]
